@@ -1,0 +1,129 @@
+//! The kernel: copies bytes and checksums them in one pass over memory.
+//!
+//! A block is checksummed, which brings it into the cache, and then stored past the cache, so that the
+//! target is not read first and does not push the source out. The stores go to four quarters of the
+//! block in turn, which keeps four pages open at once, and the next block is prefetched on the way.
+
+use crc32fast::Hasher;
+
+/// What is checksummed and then copied while it is in the cache.
+const BLOCK: usize = 32 << 10;
+
+/// Shorter copies stay in the cache: their reader is likely to be near.
+#[cfg(target_arch = "x86_64")]
+const STREAM_MIN: usize = 256 << 10;
+
+/// Copies `source` to `target`, which has the same length, and feeds it to `crc`.
+pub(crate) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
+    assert_eq!(source.len(), target.len(), "the planner gives equal lengths");
+    #[cfg(target_arch = "x86_64")]
+    if source.len() >= STREAM_MIN {
+        return stream::copy_and_checksum(source, target, crc);
+    }
+    for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
+        crc.update(source);
+        target.copy_from_slice(source);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "stores that bypass the cache exist only as intrinsics")]
+mod stream {
+    use std::arch::x86_64::{
+        __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
+    };
+
+    use super::{BLOCK, Hasher};
+
+    type Line = [u8; 64];
+
+    const QUARTER: usize = BLOCK / 4 / size_of::<Line>();
+
+    pub(super) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
+        let lead = target.as_ptr().align_offset(align_of::<__m128i>()).min(source.len());
+        let (source_lead, source) = source.split_at(lead);
+        let (target_lead, target) = target.split_at_mut(lead);
+        crc.update(source_lead);
+        target_lead.copy_from_slice(source_lead);
+
+        let mut blocks = source.chunks(BLOCK).peekable();
+        let mut targets = target.chunks_mut(BLOCK);
+        while let (Some(source), Some(target)) = (blocks.next(), targets.next()) {
+            crc.update(source);
+            let next = blocks.peek().copied().unwrap_or_default();
+            match (source.as_chunks(), target.as_chunks_mut()) {
+                ((lines, []), (targets, [])) if lines.len() == 4 * QUARTER => {
+                    copy_block(lines, targets, next.as_chunks().0);
+                }
+                _ => target.copy_from_slice(source),
+            }
+        }
+        // SAFETY: the instruction needs SSE, which every x86_64 processor has. It orders the
+        // streaming stores before all later stores, so whoever sees what is published next sees them.
+        unsafe { _mm_sfence() }
+    }
+
+    /// Copies one block, whose target is aligned to 16 bytes.
+    fn copy_block(source: &[Line], target: &mut [Line], next: &[Line]) {
+        for line in 0..QUARTER {
+            for quarter in 0..4 {
+                let at = quarter * QUARTER + line;
+                if let Some(next) = next.get(at) {
+                    prefetch(next);
+                }
+                copy_line(&source[at], &mut target[at]);
+            }
+        }
+    }
+
+    fn copy_line(source: &Line, target: &mut Line) {
+        let (source, _) = source.as_chunks::<16>();
+        let (target, _) = target.as_chunks_mut::<16>();
+        for (source, target) in source.iter().zip(target) {
+            store(target, load(source));
+        }
+    }
+
+    fn load(source: &[u8; 16]) -> __m128i {
+        // SAFETY: `_mm_loadu_si128` reads 16 bytes at any alignment, and `source` is 16 bytes. It
+        // needs SSE2, which every x86_64 processor has.
+        unsafe { _mm_loadu_si128(source.as_ptr().cast()) }
+    }
+
+    fn store(target: &mut [u8; 16], value: __m128i) {
+        debug_assert!(target.as_ptr().addr().is_multiple_of(16));
+        // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
+        // we borrow mutably. `copy_and_checksum` has cut the target at a multiple of 16, and blocks
+        // (32 KiB), lines (64 bytes) and their parts (16 bytes) keep to it.
+        unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
+    }
+
+    fn prefetch(line: &Line) {
+        // SAFETY: a prefetch is a hint that touches no memory as far as the program can tell, and
+        // `line` is memory that we may read.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_and_checksums_at_every_alignment() {
+        let source: Vec<u8> =
+            (0..700_001_u32).map(|i| i.wrapping_mul(31).to_le_bytes()[1]).collect();
+        for (skip, len) in [(0, 700_001), (1, 700_000), (3, 262_144), (7, 262_143), (15, 0), (2, 5)]
+        {
+            let part = &source[skip..skip + len];
+            for shift in [0, 1, 9, 16] {
+                let mut target = vec![0xAA; len + shift + 1];
+                let mut crc = Hasher::new();
+                copy_and_checksum(part, &mut target[shift..shift + len], &mut crc);
+                assert_eq!(&target[shift..shift + len], part);
+                assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
+                assert_eq!(crc.finalize(), crc32fast::hash(part));
+            }
+        }
+    }
+}

@@ -1,0 +1,452 @@
+//! A structure to the tables of an index. Spec: sections 3 to 7.
+
+use indexmap::IndexMap;
+use rend::{u32_le, u64_le};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::{Content, FileKey, Key, ObjectPath, Step, python_twins};
+use crate::mesh::DeviceMesh;
+use crate::placement::Placement;
+use crate::record::{self, NONE, STORED, heap_range, kind};
+use crate::state_dict::Value;
+use crate::structure::{Container, Node, StorageReference, Stored, TensorReference};
+use crate::table::Tables;
+use crate::tensor::ShardPlace;
+use crate::text::Text;
+
+/// Something said of an archive as a whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AttrValue {
+    /// An int.
+    Int(i64),
+    /// Text.
+    Text(Text),
+    /// Bytes.
+    Bytes(Box<[u8]>),
+}
+
+/// Attributes by name.
+pub type Attrs = std::collections::BTreeMap<String, AttrValue>;
+
+/// An archive that holds storages of a manifest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardFile {
+    /// Base name of the file.
+    pub name: String,
+    /// Its length in bytes.
+    pub file_len: u64,
+    /// Where its index begins.
+    pub index_off: u64,
+    /// The CRC-32 of its index.
+    pub index_crc32: u32,
+    /// The writer that wrote it.
+    pub writer: u32,
+}
+
+/// Encodes a structure.
+///
+/// # Errors
+///
+/// Whatever a reader would refuse: duplicate keys, keys that are equal in Python, NaN keys,
+/// tables that grow too large.
+pub(crate) fn encode(
+    root: &Node,
+    storages: &[StorageReference],
+    attrs: &Attrs,
+    shards: &[ShardFile],
+) -> Result<Tables> {
+    let mut encoder = Encoder::default();
+    let tensors = encoder.nodes(root)?;
+    for reference in tensors {
+        encoder.tensor(reference)?;
+    }
+    encoder.slices()?;
+    encoder.storages(storages)?;
+    encoder.attrs(attrs)?;
+    encoder.shards(shards)?;
+    Ok(encoder.tables)
+}
+
+#[derive(Default)]
+struct Encoder<'a> {
+    tables: Tables,
+    heap: IndexMap<Box<[u8]>, u32>,
+    dims: IndexMap<Box<[u64]>, u32>,
+    slices: IndexMap<&'a ShardPlace, u32>,
+    placements: IndexMap<&'a [Placement], u32>,
+}
+
+/// A node that waits for its turn: breadth first, so the queue is the node table.
+struct Queued<'a> {
+    node: &'a Node,
+    key: FileKey<'a>,
+    /// The number of its container; of no use for the root.
+    parent: usize,
+    step: Option<&'a Step>,
+}
+
+impl<'a> Encoder<'a> {
+    /// Fills `nodes` and `by_key`; returns the tensor references in the order of the nodes.
+    fn nodes(&mut self, root: &'a Node) -> Result<Vec<&'a TensorReference>> {
+        let index_key = || FileKey::word(crate::key::kind::INDEX, 0);
+        let mut tensors = Vec::new();
+        let mut queue = vec![Queued { node: root, key: index_key(), parent: 0, step: None }];
+        self.tables.by_key.push(0.into());
+        let mut next = 0;
+        while let Some(queued) = queue.get(next) {
+            let node = queued.node;
+            let (key_kind, key) = (queued.key.kind, queued.key.content.clone());
+            let key = self.content(&key)?;
+            let first_child = queue.len();
+            let mut record = self.node(node, &mut tensors, first_child)?;
+            record.key_kind = key_kind;
+            record.key = key.into();
+            if let Node::Container(_, children) = node {
+                for (step, child) in children {
+                    let key = match step {
+                        Step::Index(_) => index_key(),
+                        Step::Key(key) => FileKey::of(key)
+                            .map_err(|error| error.at(path_of(&queue, next).with(step)))?,
+                    };
+                    queue.push(Queued { node: child, key, parent: next, step: Some(step) });
+                }
+                self.by_key(&queue, first_child)?;
+            }
+            self.tables.nodes.push(record);
+            next += 1;
+        }
+        Ok(tensors)
+    }
+
+    /// The record of a node, without its key.
+    fn node(
+        &mut self,
+        node: &'a Node,
+        tensors: &mut Vec<&'a TensorReference>,
+        first_child: usize,
+    ) -> Result<record::Node> {
+        let mut record: record::Node = bytemuck::Zeroable::zeroed();
+        let (kind, count, a, b) = match node {
+            Node::Leaf(value) => self.leaf(value)?,
+            Node::Stored(stored, storage) => {
+                record.flags = STORED.into();
+                let (kind, b) = match stored {
+                    Stored::Str => (kind::STR, 0),
+                    Stored::Bytes => (kind::BYTES, 0),
+                    Stored::Opaque(media) => (kind::OPAQUE, self.intern(media.as_bytes())?),
+                };
+                (kind, 0, u64::from(*storage), b)
+            }
+            Node::Tensors(references) => {
+                let first = tensors.len();
+                tensors.extend(references);
+                (kind::TENSOR, references.len(), word(first)?, 0)
+            }
+            Node::Container(container, children) => {
+                let (kind, b) = match container {
+                    Container::Dict => (kind::DICT, 0),
+                    Container::OrderedDict => (kind::ORDERED_DICT, 0),
+                    Container::List => (kind::LIST, 0),
+                    Container::Tuple => (kind::TUPLE, 0),
+                    Container::NamedTuple(name) => {
+                        (kind::NAMEDTUPLE, self.intern(name.as_bytes())?)
+                    }
+                    Container::Divergent => (kind::DIVERGENT, 0),
+                };
+                (kind, children.len(), word(first_child)?, b)
+            }
+        };
+        record.kind = kind;
+        record.count = number(count)?.into();
+        record.a = a.into();
+        record.b = b.into();
+        Ok(record)
+    }
+
+    /// Kind, count, `a` and `b` of a leaf that lies in the index.
+    fn leaf(&mut self, value: &'a Value) -> Result<(u8, usize, u64, u64)> {
+        Ok(match value {
+            Value::None => (kind::NONE, 0, 0, 0),
+            Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
+            Value::Int(int) => match int.as_i64() {
+                Some(small) => (kind::INT, 0, small.cast_unsigned(), 0),
+                None => (kind::BIGINT, 0, self.intern(&int.big_bytes().unwrap_or_default())?, 0),
+            },
+            Value::Float(float) => (kind::FLOAT, 0, float.to_bits(), 0),
+            Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
+            Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
+            Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
+            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
+            Value::Size(sizes) => {
+                let words: Vec<u64> = sizes.iter().map(|size| size.cast_unsigned()).collect();
+                (kind::SIZE, sizes.len(), u64::from(self.vector(&words)?), 0)
+            }
+            Value::Device(name) => (kind::DEVICE, 0, self.intern(name.as_bytes())?, 0),
+            Value::Opaque { media, bytes } => {
+                let a = self.intern(bytes)?;
+                (kind::OPAQUE, 0, a, self.intern(media.as_bytes())?)
+            }
+            Value::Tensor(_)
+            | Value::Shards(_)
+            | Value::Dict(_)
+            | Value::OrderedDict(_)
+            | Value::List(_)
+            | Value::Tuple(_)
+            | Value::NamedTuple(..)
+            | Value::Divergent(_) => unreachable!("structure_of makes these other nodes"),
+        })
+    }
+
+    /// Sorts the keys of the container whose children begin at `first`, the last ones queued.
+    fn by_key(&mut self, queue: &[Queued<'_>], first: usize) -> Result<()> {
+        let key = |child: usize| &queue[child].key;
+        let path = |child: usize| path_of(queue, child);
+        let mut order: Vec<usize> = (first..queue.len()).collect();
+        let is_listed =
+            order.first().is_some_and(|child| matches!(queue[*child].step, Some(Step::Index(_))));
+        if !is_listed {
+            order.sort_by(|left, right| key(*left).cmp(key(*right)));
+            if let Some(pair) = order.windows(2).find(|pair| key(pair[0]) == key(pair[1])) {
+                return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1])));
+            }
+            for &child in &order {
+                let Content::Word(word) = key(child).content else { continue };
+                for twin in python_twins(key(child).kind, word) {
+                    if let Ok(at) = order.binary_search_by(|other| key(*other).cmp(&twin)) {
+                        return Err(Error::new(ErrorKind::KeysCollide)
+                            .at(path(child))
+                            .note(path(order[at])));
+                    }
+                }
+            }
+        }
+        for child in order {
+            self.tables.by_key.push(u32_le::from_native(number(child)?));
+        }
+        Ok(())
+    }
+
+    fn tensor(&mut self, reference: &'a TensorReference) -> Result<()> {
+        let TensorReference { meta, storage, byte_offset, place } = reference;
+        let shape = self.vector(meta.shape())?;
+        let strides = meta.explicit_strides().map(|strides| self.vector(strides)).transpose()?;
+        let slice = place.as_ref().map(|place| {
+            let next = self.slices.len();
+            number(next).map(|next| *self.slices.entry(place).or_insert(next))
+        });
+        self.tables.tensors.push(record::Tensor {
+            storage: storage.unwrap_or(NONE).into(),
+            dtype: meta.dtype().code().into(),
+            rank: rank(meta.shape())?,
+            flags: meta.flags().bits(),
+            shape: shape.into(),
+            strides: strides.unwrap_or(NONE).into(),
+            slice: slice.transpose()?.unwrap_or(NONE).into(),
+            reserved: 0.into(),
+            byte_offset: (*byte_offset).into(),
+        });
+        Ok(())
+    }
+
+    fn slices(&mut self) -> Result<()> {
+        let places: Vec<&ShardPlace> = self.slices.keys().copied().collect();
+        for place in places {
+            let slice = place.slice();
+            let mesh_shape = slice.mesh_shape();
+            let offsets = self.vector(slice.offsets())?;
+            let global_shape = self.vector(slice.global_shape())?;
+            let has_mesh = !mesh_shape.is_empty();
+            let known = place.mesh().filter(|_| has_mesh);
+            // Shape and ranks are one vector, so that a mesh is in dims once.
+            let ranks = known.into_iter().flat_map(|mesh| mesh.ranks().iter().copied());
+            let mesh: Vec<u64> = mesh_shape.iter().copied().chain(ranks.map(u64::from)).collect();
+            let mesh = if has_mesh { self.vector(&mesh)? } else { NONE };
+            let mesh_rank = rank(mesh_shape)?;
+            let ranks = known.map_or(NONE, |_| mesh + u32::from(mesh_rank));
+            let coordinates = match slice.coordinates() {
+                Some(coordinates) if has_mesh => self.vector(coordinates)?,
+                _ => NONE,
+            };
+            let names = known.and_then(DeviceMesh::dim_names).map(|names| self.names(names));
+            let names = names.transpose()?.unwrap_or(NONE);
+            let placements = place.placements().filter(|_| has_mesh);
+            let placements = placements.map(|placements| self.placed(placements)).transpose()?;
+            self.tables.slices.push(record::Slice {
+                offsets: offsets.into(),
+                global_shape: global_shape.into(),
+                mesh: mesh.into(),
+                coordinates: coordinates.into(),
+                ranks: ranks.into(),
+                placements: placements.unwrap_or(NONE).into(),
+                names: names.into(),
+                rank: rank(slice.global_shape())?,
+                mesh_rank,
+                flags: 0.into(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Mesh dimension names are a vector of heap ranges.
+    fn names(&mut self, names: &[String]) -> Result<u32> {
+        let ranges = names.iter().map(|name| self.intern(name.as_bytes()));
+        let ranges: Vec<u64> = ranges.collect::<Result<_>>()?;
+        self.vector(&ranges)
+    }
+
+    fn placed(&mut self, placements: &'a [Placement]) -> Result<u32> {
+        if let Some(first) = self.placements.get(placements) {
+            return Ok(*first);
+        }
+        let first = number(self.tables.placements.len())?;
+        for placement in placements {
+            let (kind, dim, split_factor) = match placement {
+                Placement::Replicate => (0, 0, 0),
+                Placement::Shard { dim } => (1, *dim, 0),
+                Placement::StridedShard { dim, split_factor } => (2, *dim, *split_factor),
+                Placement::Partial { .. } => {
+                    return Err(Error::new(ErrorKind::PartialPlacement));
+                }
+            };
+            self.tables.placements.push(record::Placement {
+                kind,
+                reserved: [0; 3],
+                dim: dim.into(),
+                split_factor: split_factor.into(),
+            });
+        }
+        self.placements.insert(placements, first);
+        Ok(first)
+    }
+
+    fn storages(&mut self, storages: &[StorageReference]) -> Result<()> {
+        for storage in storages {
+            let crcs = number(self.tables.crcs.len())?;
+            self.tables.crcs.extend(storage.crcs.iter().map(|crc| u32_le::from_native(*crc)));
+            self.tables.storages.push(record::Storage {
+                offset: storage.offset.into(),
+                stored_len: storage.len.into(),
+                raw_len: storage.len.into(),
+                shard: storage.shard.into(),
+                chunks: NONE.into(),
+                crcs: crcs.into(),
+                crc32: storage.crc32.into(),
+                codec: 0,
+                align_log2: storage.align_log2,
+                chunk_log2: 20,
+                shuffle: 0,
+                reserved: 0.into(),
+            });
+        }
+        number(self.tables.storages.len()).map(drop)
+    }
+
+    fn attrs(&mut self, attrs: &Attrs) -> Result<()> {
+        for (name, value) in attrs {
+            let name = self.intern(name.as_bytes())?;
+            let (kind, value) = match value {
+                AttrValue::Int(int) => (kind::INT, int.cast_unsigned()),
+                AttrValue::Text(text) => (kind::STR, self.intern(text.as_bytes())?),
+                AttrValue::Bytes(bytes) => (kind::BYTES, self.intern(bytes)?),
+            };
+            self.tables.attrs.push(record::Attr {
+                name: name.into(),
+                value: value.into(),
+                kind,
+                reserved: [0; 7],
+            });
+        }
+        Ok(())
+    }
+
+    fn shards(&mut self, shards: &[ShardFile]) -> Result<()> {
+        for shard in shards {
+            let name = self.intern(shard.name.as_bytes())?;
+            self.tables.shards.push(record::Shard {
+                name: name.into(),
+                file_len: shard.file_len.into(),
+                index_off: shard.index_off.into(),
+                index_crc32: shard.index_crc32.into(),
+                writer: shard.writer.into(),
+                digest: [0; 32],
+            });
+        }
+        Ok(())
+    }
+
+    fn content(&mut self, content: &Content<'_>) -> Result<u64> {
+        match content {
+            Content::Word(word) => Ok(*word),
+            Content::Heap(bytes) => self.intern(bytes),
+        }
+    }
+
+    /// The heap range of these bytes, which are in the heap once.
+    fn intern(&mut self, bytes: &[u8]) -> Result<u64> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let len = number(bytes.len())?;
+        if let Some(offset) = self.heap.get(bytes) {
+            return Ok(heap_range(*offset, len));
+        }
+        let offset = number(self.tables.heap.len())?;
+        self.tables.heap.extend_from_slice(bytes);
+        self.heap.insert(bytes.into(), offset);
+        Ok(heap_range(offset, len))
+    }
+
+    /// The dims range of these words, which are in dims once.
+    fn vector(&mut self, words: &[u64]) -> Result<u32> {
+        if words.is_empty() {
+            return Ok(0);
+        }
+        if let Some(offset) = self.dims.get(words) {
+            return Ok(*offset);
+        }
+        let offset = number(self.tables.dims.len())?;
+        self.tables.dims.extend(words.iter().map(|word| u64_le::from_native(*word)));
+        self.dims.insert(words.into(), offset);
+        Ok(offset)
+    }
+}
+
+/// The path of a queued node, for errors.
+fn path_of(queue: &[Queued<'_>], mut node: usize) -> ObjectPath {
+    let mut steps = Vec::new();
+    while let Some(step) = queue[node].step {
+        steps.push(step.clone());
+        node = queue[node].parent;
+    }
+    steps.into_iter().rev().collect()
+}
+
+fn too_large() -> Error {
+    Error::new(ErrorKind::TooLarge).note("a table would exceed 2^32 - 1 entries")
+}
+
+fn number(count: usize) -> Result<u32> {
+    u32::try_from(count).ok().filter(|number| *number != NONE).ok_or_else(too_large)
+}
+
+fn word(count: usize) -> Result<u64> {
+    number(count).map(u64::from)
+}
+
+fn rank(shape: &[u64]) -> Result<u8> {
+    u8::try_from(shape.len()).map_err(|_| Error::new(ErrorKind::RankTooLarge).note(shape.len()))
+}
+
+impl ObjectPath {
+    fn with(mut self, step: &Step) -> Self {
+        self.push(step.clone());
+        self
+    }
+}
+
+impl Key {
+    /// The key of a writer's value in a divergent node.
+    pub fn writer(writer: u32) -> Self {
+        Self::Int(i64::from(writer).into())
+    }
+}

@@ -1,0 +1,257 @@
+//! What can be wrong, and where: one kind per rule of `spec/format.md`.
+
+use std::fmt;
+
+use crate::region::Region;
+
+/// The result of every fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// One broken rule, and the place where it is broken.
+///
+/// The kind is what callers match on; the message is for people and is no part of the API. It reads
+/// `<what is wrong>: <the values> (in <fqn or path>, at byte <offset>, region <box>)`, with the
+/// parts that are known.
+pub struct Error(Box<Inner>);
+
+struct Inner {
+    kind: ErrorKind,
+    note: Option<String>,
+    path: Option<String>,
+    offset: Option<u64>,
+    region: Option<Region>,
+    source: Option<std::io::Error>,
+}
+
+impl Error {
+    /// An error of one kind, without a place yet.
+    pub fn new(kind: ErrorKind) -> Self {
+        Self(Box::new(Inner {
+            kind,
+            note: None,
+            path: None,
+            offset: None,
+            region: None,
+            source: None,
+        }))
+    }
+
+    /// An error of the system below: reading or writing failed.
+    pub fn io(source: std::io::Error) -> Self {
+        let mut error = Self::new(ErrorKind::Io);
+        error.0.source = Some(source);
+        error
+    }
+
+    /// Adds the values that broke the rule, such as `expected 3, found 4`.
+    #[must_use]
+    pub fn note(mut self, note: impl fmt::Display) -> Self {
+        self.0.note = Some(note.to_string());
+        self
+    }
+
+    /// Adds the fqn or path of the leaf, the key of the table, or the name of the file. The
+    /// innermost place wins: one that is already there stays.
+    #[must_use]
+    pub fn at(mut self, path: impl fmt::Display) -> Self {
+        if self.0.path.is_none() {
+            self.0.path = Some(path.to_string());
+        }
+        self
+    }
+
+    /// Adds the byte offset in the file.
+    #[must_use]
+    pub fn byte(mut self, offset: u64) -> Self {
+        self.0.offset = Some(offset);
+        self
+    }
+
+    /// Adds the region of the global tensor.
+    #[must_use]
+    pub fn region(mut self, region: Region) -> Self {
+        self.0.region = Some(region);
+        self
+    }
+
+    /// Which rule is broken.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The fqn or path that the error is about, if it is about one.
+    pub fn path(&self) -> Option<&str> {
+        self.0.path.as_deref()
+    }
+
+    /// The byte offset in the file that the error is about, if it is about one.
+    pub fn offset(&self) -> Option<u64> {
+        self.0.offset
+    }
+
+    /// The region of the global tensor that the error is about, if it is about one.
+    pub fn region_at_fault(&self) -> Option<&Region> {
+        self.0.region.as_ref()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { kind, note, path, offset, region, .. } = &*self.0;
+        f.write_str(kind.message())?;
+        if let Some(note) = note {
+            write!(f, ": {note}")?;
+        }
+        let mut separator = " (";
+        let mut place = |f: &mut fmt::Formatter<'_>, text: fmt::Arguments<'_>| {
+            write!(f, "{separator}{text}")?;
+            separator = ", ";
+            fmt::Result::Ok(())
+        };
+        if let Some(path) = path {
+            place(f, format_args!("in `{path}`"))?;
+        }
+        if let Some(offset) = offset {
+            place(f, format_args!("at byte {offset}"))?;
+        }
+        if let Some(region) = region {
+            place(f, format_args!("region {region}"))?;
+        }
+        if separator == ", " { f.write_str(")") } else { Ok(()) }
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.kind())
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_ref().map(|source| source as _)
+    }
+}
+
+impl From<std::io::Error> for Error {
+    fn from(source: std::io::Error) -> Self {
+        Self::io(source)
+    }
+}
+
+macro_rules! kinds {
+    ($($rule:literal $kind:ident $message:literal,)*) => {
+        /// Every way in which bytes, a state dict or a request can be wrong.
+        ///
+        /// A kind with a rule number belongs to that rule of `spec/format.md`: a reader that finds
+        /// it broken refuses the file with this kind.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[non_exhaustive]
+        pub enum ErrorKind {
+            $(#[doc = concat!($message, " (", $rule, ").")] $kind,)*
+        }
+
+        impl ErrorKind {
+            /// All kinds, in the order of their rules.
+            pub const ALL: &[Self] = &[$(Self::$kind,)*];
+
+            /// The name of the variant, as vectors and the CLI spell it.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$kind => stringify!($kind),)* }
+            }
+
+            /// The rule of `spec/format.md` that the kind belongs to, such as `F-013`; a kind that
+            /// no file can cause has a word in its place.
+            pub const fn rule(self) -> &'static str {
+                match self { $(Self::$kind => $rule,)* }
+            }
+
+            /// What is wrong, in lower case and without the place.
+            pub const fn message(self) -> &'static str {
+                match self { $(Self::$kind => $message,)* }
+            }
+        }
+    };
+}
+
+kinds! {
+    // 2. Framing
+    "F-001" TooShort "file is shorter than the smallest archive",
+    "F-002" NotTssd "file does not begin with the TSSD magic",
+    "F-003" HeadCorrupt "head checksum does not match",
+    "F-004" UnsupportedVersion "major version is not supported",
+    "F-005" UnknownIncompat "file needs a feature that this reader does not know",
+    "F-006" ReservedNotZero "reserved bytes are not zero",
+    "F-007" NoTrailer "file does not end with the TSSD magic: it is truncated or has bytes after its end",
+    "F-008" TrailerCorrupt "trailer checksum does not match",
+    "F-009" LengthMismatch "file length differs from the length that the trailer records",
+    "F-010" DataStart "data does not start at byte 4096",
+    "F-011" IndexRange "index lies outside the file or is misplaced",
+    "F-012" IndexTooLarge "index is larger than the limit",
+    "F-013" IndexCorrupt "index checksum does not match",
+    "F-014" IndexCodec "index encoding is not supported",
+    // 3. Tables
+    "F-020" RootRange "index root is misplaced",
+    "F-021" TableLayout "index table is not where its place in the root says",
+    "F-022" IndexEncoding "index is no valid rkyv archive",
+    // 4. Heap and dims
+    "F-030" HeapRange "heap range is out of bounds or out of order",
+    "F-031" HeapUnclaimed "heap or dims hold entries that nothing names",
+    "F-032" NotText "text is not generalized UTF-8",
+    "F-033" DimsRange "dims range is out of bounds or out of order",
+    // 5. Nodes
+    "F-040" UnknownKind "node kind is unknown",
+    "F-041" ChildRange "children are not the next unclaimed nodes",
+    "F-042" TooDeep "containers are nested deeper than 64 levels",
+    "F-043" KeyKind "key kind does not fit the container",
+    "F-044" DuplicateKey "keys are not strictly increasing: a key is there twice, or by_key is out of order",
+    "F-045" KeysCollide "two keys are equal in Python",
+    "F-046" NonCanonicalInt "integer is not in its shortest form",
+    "F-047" LeafValue "leaf holds a value that its kind does not allow",
+    "F-048" RootKind "root is not a dict",
+    "F-049" TextPlace "str, bytes or opaque leaf is not where its length says",
+    // 6. Tensors and storages
+    "F-050" UnknownDtype "dtype code is unknown",
+    "F-051" TensorRun "tensor leaf does not name the next unclaimed tensor records",
+    "F-052" RankTooLarge "rank is larger than 64",
+    "F-053" ShapeOverflow "shape or strides overflow",
+    "F-054" TensorRange "tensor lies outside its storage",
+    "F-055" Misaligned "tensor is not aligned to its element size",
+    "F-056" TensorFlags "tensor flags are unknown",
+    "F-060" StorageLayout "storages do not tile the blob",
+    "F-061" Alignment "alignment is out of range",
+    "F-062" UnusedStorage "storage is named by no leaf",
+    "F-063" UnknownCodec "storage codec is unknown",
+    "F-064" CrcTable "checksum or chunk table does not match the storages",
+    // 7. Slices, placements, attributes, shards
+    "F-070" OutsideGlobal "shard lies outside its global shape",
+    "F-071" MeshMismatch "mesh, coordinates and placements do not fit together",
+    "F-072" PartialPlacement "Partial placement cannot be stored: reduce the tensor first",
+    "F-073" UnknownPlacement "placement is unknown or does not fit the tensor",
+    "F-074" MixedRun "slices of one tensor disagree on dtype or global shape",
+    "F-080" AttrTable "attributes are not sorted, or a value has a kind that is not allowed",
+    "F-081" DigestTable "digest table does not match the storages",
+    "F-082" ShardTable "shard record is not allowed or names no plain file",
+    // 8. Payload
+    "F-090" ChunkCorrupt "stored bytes do not match their checksum",
+    "F-091" StorageCorrupt "storage checksum is not the combination of its chunks",
+    "F-092" PaddingNotZero "padding between storages is not zero",
+    // What only a writer or a request can do
+    "write" UntypedLeaf "object is no typed leaf and cannot be stored",
+    "write" ShapeMismatch "shape, strides and bytes do not fit together",
+    "write" SliceMismatch "local shape of the slice is not the shape of the tensor",
+    "write" TargetSize "target memory has another length than the archive",
+    "write" Unfilled "not every job of the layout has run",
+    "write" TooLarge "state dict does not fit into one archive",
+    "read" NotFound "there is no such leaf",
+    "read" AmbiguousFqn "fqn names more than one leaf: use the exact path",
+    "read" NotATensor "leaf is not a tensor",
+    "read" WrongType "tensor has another dtype than the one asked for",
+    "read" NotContiguous "tensor is not contiguous",
+    "read" LimitExceeded "result is larger than the limit that the caller gave",
+    "read" BlobElsewhere "bytes of this storage are in another file of the shard set",
+    "reshard" Uncovered "region is covered by no stored slice",
+    "reshard" Overlap "slices overlap without being equal",
+    "reshard" NotABox "shard is not one box of the global tensor",
+    "io" Io "reading or writing failed",
+}

@@ -1,0 +1,418 @@
+//! Dict keys, and paths of them.
+
+use std::cmp::Ordering;
+use std::fmt;
+
+use bytes::Bytes;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::number::{Float, Int, is_shortest_big};
+use crate::text::{Text, is_text};
+
+/// A key of a dict, with its Python type: `1`, `"1"` and `True` are three keys.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Key {
+    /// A `str`.
+    Str(Text),
+    /// An `int`.
+    Int(Int),
+    /// A `bool`.
+    Bool(bool),
+    /// A `float`; NaN is no key.
+    Float(Float),
+    /// `None`.
+    None,
+    /// A `bytes`.
+    Bytes(Bytes),
+    /// A `tuple` of keys.
+    Tuple(Box<[Key]>),
+}
+
+impl From<&str> for Key {
+    fn from(text: &str) -> Self {
+        Self::Str(text.into())
+    }
+}
+
+impl From<String> for Key {
+    fn from(text: String) -> Self {
+        Self::Str(text.into())
+    }
+}
+
+impl From<i64> for Key {
+    fn from(int: i64) -> Self {
+        Self::Int(int.into())
+    }
+}
+
+/// As Python's `str(key)`, which is how torch spells keys in an fqn.
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Str(text) => text.fmt(f),
+            Self::Int(int) => int.fmt(f),
+            Self::Bool(true) => f.write_str("True"),
+            Self::Bool(false) => f.write_str("False"),
+            Self::Float(float) => float.fmt(f),
+            Self::None => f.write_str("None"),
+            Self::Bytes(bytes) => write!(f, "b\"{}\"", bytes.escape_ascii()),
+            Self::Tuple(keys) => {
+                f.write_str("(")?;
+                for (place, key) in keys.iter().enumerate() {
+                    let comma = if place > 0 { ", " } else { "" };
+                    match key {
+                        Self::Str(text) => write!(f, "{comma}{text:?}")?,
+                        other => write!(f, "{comma}{other}")?,
+                    }
+                }
+                f.write_str(if keys.len() == 1 { ",)" } else { ")" })
+            }
+        }
+    }
+}
+
+/// One step from a container to a child.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Step {
+    /// Into a list or tuple, by place.
+    Index(u32),
+    /// Into a dict or ordered dict by key, or into a namedtuple by field name.
+    Key(Key),
+}
+
+/// The index, or the key as Python's `str` spells it.
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Index(index) => index.fmt(f),
+            Self::Key(key) => key.fmt(f),
+        }
+    }
+}
+
+/// The exact path of a value in a state dict. Unlike an fqn it keeps the type of each key.
+///
+/// # Examples
+///
+/// ```
+/// use tssd_format::ObjectPath;
+/// let path = ObjectPath::root().key("state").key(0).key("exp_avg");
+/// assert_eq!(path.fqn(), "state.0.exp_avg");
+/// assert_eq!(path.to_string(), r#"["state"][0]["exp_avg"]"#);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ObjectPath(Vec<Step>);
+
+impl ObjectPath {
+    /// The path of the state dict itself.
+    pub fn root() -> Self {
+        Self::default()
+    }
+
+    /// The path of the child with this key.
+    #[must_use]
+    pub fn key(mut self, key: impl Into<Key>) -> Self {
+        self.0.push(Step::Key(key.into()));
+        self
+    }
+
+    /// The path of the child at this place of a list or tuple.
+    #[must_use]
+    pub fn index(mut self, index: u32) -> Self {
+        self.0.push(Step::Index(index));
+        self
+    }
+
+    /// The steps from the root.
+    pub fn steps(&self) -> &[Step] {
+        &self.0
+    }
+
+    /// The dotted name, as torch spells it; two paths may have the same one.
+    pub fn fqn(&self) -> String {
+        let mut fqn = String::new();
+        for (place, step) in self.0.iter().enumerate() {
+            use fmt::Write;
+            let dot = if place > 0 { "." } else { "" };
+            write!(fqn, "{dot}{step}").expect("writing to a String does not fail");
+        }
+        fqn
+    }
+
+    pub(crate) fn push(&mut self, step: Step) {
+        self.0.push(step);
+    }
+
+    pub(crate) fn pop(&mut self) {
+        self.0.pop();
+    }
+}
+
+impl FromIterator<Step> for ObjectPath {
+    fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
+        Self(steps.into_iter().collect())
+    }
+}
+
+/// As Python would index: `["state"][0]`.
+impl fmt::Display for ObjectPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for step in &self.0 {
+            match step {
+                Step::Index(index) => write!(f, "[{index}]")?,
+                Step::Key(Key::Str(text)) => write!(f, "[{text:?}]")?,
+                Step::Key(key) => write!(f, "[{key}]")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Key kinds as files number them (`spec/format.md`, section 5).
+pub(crate) mod kind {
+    pub(crate) const INDEX: u8 = 0;
+    pub(crate) const STR: u8 = 1;
+    pub(crate) const INT: u8 = 2;
+    pub(crate) const BIGINT: u8 = 3;
+    pub(crate) const BOOL: u8 = 4;
+    pub(crate) const FLOAT: u8 = 5;
+    pub(crate) const NONE: u8 = 6;
+    pub(crate) const BYTES: u8 = 7;
+    pub(crate) const TUPLE: u8 = 8;
+}
+
+/// The longest content of a key, in bytes as files hold it.
+pub(crate) const MAX_KEY_BYTES: usize = 4096;
+
+/// How deep tuples may nest in a key.
+const TUPLE_DEPTH: u8 = 8;
+
+/// A key as files hold it: its kind, and a word or bytes. Ordered as `by_key` is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FileKey<'a> {
+    pub(crate) kind: u8,
+    pub(crate) content: Content<'a>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content<'a> {
+    Word(u64),
+    Heap(std::borrow::Cow<'a, [u8]>),
+}
+
+impl Ord for FileKey<'_> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.kind.cmp(&other.kind).then_with(|| match (&self.content, &other.content) {
+            (Content::Word(left), Content::Word(right)) => left.cmp(right),
+            (Content::Heap(left), Content::Heap(right)) => left.cmp(right),
+            // Which of the two a key is follows from its kind.
+            (Content::Word(_), Content::Heap(_)) => Ordering::Less,
+            (Content::Heap(_), Content::Word(_)) => Ordering::Greater,
+        })
+    }
+}
+
+impl PartialOrd for FileKey<'_> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<'a> FileKey<'a> {
+    pub(crate) fn word(kind: u8, word: u64) -> Self {
+        Self { kind, content: Content::Word(word) }
+    }
+
+    pub(crate) fn heap(kind: u8, bytes: impl Into<std::borrow::Cow<'a, [u8]>>) -> Self {
+        Self { kind, content: Content::Heap(bytes.into()) }
+    }
+
+    /// The key in the form of the file.
+    ///
+    /// # Errors
+    ///
+    /// `KeyKind` for NaN, for tuples that nest deeper than files allow, and for longer keys.
+    pub(crate) fn of(key: &'a Key) -> Result<Self> {
+        let file_key = match key {
+            Key::Str(text) => Self::heap(kind::STR, text.as_bytes()),
+            Key::Int(int) => match int.as_i64() {
+                Some(small) => Self::word(kind::INT, small.cast_unsigned()),
+                None => Self::heap(kind::BIGINT, int.big_bytes().unwrap_or_default()),
+            },
+            Key::Bool(bool) => Self::word(kind::BOOL, u64::from(*bool)),
+            Key::Float(float) if float.get().is_nan() => {
+                return Err(Error::new(ErrorKind::KeyKind).note("NaN cannot be a key"));
+            }
+            Key::Float(float) => Self::word(kind::FLOAT, float.to_bits()),
+            Key::None => Self::word(kind::NONE, 0),
+            Key::Bytes(bytes) => Self::heap(kind::BYTES, &**bytes),
+            Key::Tuple(keys) => {
+                let mut packed = Vec::new();
+                pack(keys, TUPLE_DEPTH, &mut packed)?;
+                Self::heap(kind::TUPLE, packed)
+            }
+        };
+        match &file_key.content {
+            Content::Heap(bytes) if bytes.len() > MAX_KEY_BYTES => {
+                Err(Error::new(ErrorKind::KeyKind)
+                    .note(format_args!("key of {} bytes, at most {MAX_KEY_BYTES}", bytes.len())))
+            }
+            _ => Ok(file_key),
+        }
+    }
+
+    /// The inverse of [`FileKey::of`], which also proves that the key is well-formed.
+    ///
+    /// # Errors
+    ///
+    /// `KeyKind`, `NotText` and `NonCanonicalInt`, as the spec says.
+    pub(crate) fn to_key(&self) -> Result<Key> {
+        let malformed = || Error::new(ErrorKind::KeyKind);
+        Ok(match (self.kind, &self.content) {
+            (kind::STR, Content::Heap(bytes)) => {
+                Key::Str(Text::from_generalized_utf8(bytes.to_vec())?)
+            }
+            (kind::INT, Content::Word(word)) => Key::Int(word.cast_signed().into()),
+            (kind::BIGINT, Content::Heap(bytes)) => Key::Int(Int::from_big_bytes(bytes)?),
+            (kind::BOOL, Content::Word(word @ 0..=1)) => Key::Bool(*word == 1),
+            (kind::FLOAT, Content::Word(word)) if !f64::from_bits(*word).is_nan() => {
+                Key::Float(Float::from_bits(*word))
+            }
+            (kind::NONE, Content::Word(0)) => Key::None,
+            (kind::BYTES, Content::Heap(bytes)) => Key::Bytes(Bytes::copy_from_slice(bytes)),
+            (kind::TUPLE, Content::Heap(bytes)) => {
+                let mut rest = &**bytes;
+                let keys = unpack(&mut rest, TUPLE_DEPTH);
+                let keys = keys.and_then(Result::ok).ok_or_else(malformed)?;
+                if !rest.is_empty() {
+                    return Err(malformed());
+                }
+                Key::Tuple(keys.into())
+            }
+            _ => return Err(malformed()),
+        })
+    }
+
+    /// As [`FileKey::to_key`], but proves only, and allocates nothing for the common kinds.
+    pub(crate) fn check(&self) -> Result<()> {
+        match (self.kind, &self.content) {
+            (kind::STR, Content::Heap(bytes)) if !is_text(bytes) => {
+                Err(Error::new(ErrorKind::NotText))
+            }
+            (kind::BIGINT, Content::Heap(bytes)) if !is_shortest_big(bytes) => {
+                Err(Error::new(ErrorKind::NonCanonicalInt))
+            }
+            (kind::STR | kind::BIGINT | kind::BYTES, Content::Heap(_))
+            | (kind::INT, Content::Word(_)) => Ok(()),
+            _ => self.to_key().map(drop),
+        }
+    }
+}
+
+/// The other keys that are equal to this one in Python (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
+pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "in this range, a float without fraction is taken to an int exactly"
+    )]
+    let int_of = |float: f64| {
+        // -2^63 is exact, 2^63 is the first float out of range.
+        let in_range = (-9_223_372_036_854_775_808.0..9_223_372_036_854_775_808.0).contains(&float);
+        (in_range && float.fract() == 0.0).then_some(float as i64)
+    };
+    let mut twins = Vec::new();
+    match kind {
+        kind::BOOL => {
+            twins.push(FileKey::word(kind::INT, word));
+            twins.push(FileKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
+            if word == 0 {
+                twins.push(FileKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
+            }
+        }
+        kind::FLOAT => {
+            let float = f64::from_bits(word);
+            if let Some(int) = int_of(float) {
+                twins.push(FileKey::word(kind::INT, int.cast_unsigned()));
+            }
+            if float == 0.0 {
+                twins.push(FileKey::word(kind::FLOAT, (-float).to_bits()));
+            }
+        }
+        _ => {}
+    }
+    twins
+}
+
+fn pack(keys: &[Key], depth: u8, packed: &mut Vec<u8>) -> Result<()> {
+    let Some(depth) = depth.checked_sub(1) else {
+        return Err(Error::new(ErrorKind::KeyKind).note("tuples nest deeper than 8"));
+    };
+    let length = |len: usize| {
+        u32::try_from(len).map_err(|_| Error::new(ErrorKind::TooLarge)).map(u32::to_le_bytes)
+    };
+    packed.extend(length(keys.len())?);
+    for key in keys {
+        if let Key::Tuple(keys) = key {
+            packed.push(kind::TUPLE);
+            pack(keys, depth, packed)?;
+            continue;
+        }
+        let FileKey { kind, content } = FileKey::of(key)?;
+        packed.push(kind);
+        match content {
+            Content::Heap(bytes) => {
+                packed.extend(length(bytes.len())?);
+                packed.extend_from_slice(&bytes);
+            }
+            Content::Word(word) => match kind {
+                kind::NONE => {}
+                kind::BOOL => packed.extend(word.to_le_bytes().first()),
+                _ => packed.extend(word.to_le_bytes()),
+            },
+        }
+    }
+    Ok(())
+}
+
+/// `None` if the bytes end too early or nest too deep.
+fn unpack(rest: &mut &[u8], depth: u8) -> Option<Result<Vec<Key>>> {
+    let depth = depth.checked_sub(1)?;
+    let count = take_u32(rest)?;
+    // Every element takes a byte at least: the count cannot make us allocate more than is there.
+    let mut keys = Vec::with_capacity(usize::try_from(count).ok()?.min(rest.len()));
+    for _ in 0..count {
+        let [kind] = take(rest)?;
+        let key = match kind {
+            kind::TUPLE => unpack(rest, depth)?.map(|keys| Key::Tuple(keys.into())),
+            kind::STR | kind::BYTES | kind::BIGINT => {
+                let len = usize::try_from(take_u32(rest)?).ok()?;
+                let (bytes, tail) = rest.split_at_checked(len)?;
+                *rest = tail;
+                FileKey::heap(kind, bytes).to_key()
+            }
+            kind::NONE => Ok(Key::None),
+            kind::BOOL => {
+                let [byte] = take(rest)?;
+                FileKey::word(kind, u64::from(byte)).to_key()
+            }
+            _ => FileKey::word(kind, u64::from_le_bytes(take(rest)?)).to_key(),
+        };
+        match key {
+            Ok(key) => keys.push(key),
+            Err(error) => return Some(Err(error)),
+        }
+    }
+    Some(Ok(keys))
+}
+
+fn take<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+    let (bytes, tail) = rest.split_first_chunk::<N>()?;
+    *rest = tail;
+    Some(*bytes)
+}
+
+fn take_u32(rest: &mut &[u8]) -> Option<u32> {
+    take(rest).map(u32::from_le_bytes)
+}

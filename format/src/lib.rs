@@ -1,0 +1,104 @@
+//! The TSSD format: a nested, sharded PyTorch state dict as one flat, checked, zero-copy archive.
+//!
+//! This crate is pure: it turns a [`StateDict`] into bytes and bytes into a [`StateDict`], and knows no
+//! sockets, threads or clocks. Where work can be done in parallel it hands out independent jobs
+//! ([`Layout::jobs`], [`Archive::verify_jobs`]), and the caller brings the threads. The bytes are
+//! specified in `spec/format.md`; an error names the rule that is broken, and where.
+//!
+//! ```
+//! use tssd_format::{Archive, Dict, StateDict, Tensor, TorchStoreStateDict, Value};
+//!
+//! let mut dict = StateDict::ordered();
+//! dict.insert("layer.weight", Tensor::from_slice(&[1.0_f32, -0.0, 2.5, 4.0], &[2, 2])?);
+//! dict.insert("optimizer", Dict::from_iter([(0_i64, Value::from(1000_i64))])); // int keys stay ints
+//!
+//! let encoded = TorchStoreStateDict::from_state_dict(&dict)?;
+//! let archive = Archive::from_bytes(encoded.as_bytes().clone())?; // proves the index
+//! archive.verify()?; // proves the payload
+//! assert_eq!(archive.tensor("layer.weight")?.view().as_slice::<f32>()?, [1.0, -0.0, 2.5, 4.0]);
+//! assert_eq!(archive.to_state_dict()?, dict);
+//! # Ok::<(), tssd_format::Error>(())
+//! ```
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+#[cfg(target_endian = "big")]
+compile_error!(
+    "tensors are little-endian in files and in memory; big-endian hosts need a swap that is not written yet"
+);
+
+// What values are.
+mod dtype;
+mod key;
+mod number;
+mod state_dict;
+mod text;
+
+// What tensors are, and how they are cut.
+mod mesh;
+mod placement;
+mod region;
+mod runs;
+mod shape;
+mod slice;
+mod tensor;
+
+// What files are.
+mod encode;
+mod frame;
+mod index;
+mod record;
+mod structure;
+mod table;
+mod validate;
+
+// Writing them.
+mod copy;
+mod fill;
+mod layout;
+mod writer;
+
+// Reading them.
+mod archive;
+#[cfg(feature = "json")]
+mod json;
+#[cfg(feature = "mmap")]
+mod mmap;
+mod read_at;
+mod tssd;
+
+mod error;
+
+pub use archive::{Archive, Verify};
+pub use dtype::Dtype;
+pub use encode::{AttrValue, Attrs, ShardFile};
+pub use error::{Error, ErrorKind, Result};
+pub use fill::{Fill, Filled};
+pub use frame::DATA_START;
+#[cfg(feature = "json")]
+pub use json::to_json;
+pub use key::{Key, ObjectPath, Step};
+pub use layout::{Layout, Options};
+pub use mesh::DeviceMesh;
+pub use number::{Float, Int};
+pub use placement::Placement;
+pub use read_at::ReadAt;
+pub use region::Region;
+pub use runs::{Loop, Runs};
+pub use shape::{MAX_RANK, numel, row_major_strides};
+pub use slice::TensorSlice;
+pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
+pub use structure::{CHUNK_BYTES, Container, Node, StorageReference, Stored, TensorReference};
+pub use tensor::{
+    Element, Shard, ShardPlace, Storage, Tensor, TensorFlags, TensorMeta, TensorView,
+};
+pub use text::Text;
+pub use tssd::{FlatLeaf, TorchStoreStateDict};
+pub use writer::ArchiveWriter;
+
+/// The records of the format with name, offset and size of each field, under the names that
+/// `spec/format.md` has for them: so that a test can compare the two.
+#[doc(hidden)]
+#[expect(clippy::type_complexity, reason = "a table of tables")]
+pub fn record_tables() -> Vec<(&'static str, &'static [(&'static str, usize, usize)])> {
+    frame::FRAMES.iter().chain(table::RECORDS).copied().collect()
+}

@@ -1,0 +1,47 @@
+//! Archives as memory maps.
+#![expect(
+    unsafe_code,
+    reason = "a map is as safe as the file is unchanged, which its opener vouches for"
+)]
+
+use std::fs::File;
+
+use bytes::Bytes;
+
+use crate::archive::Archive;
+use crate::error::Result;
+
+impl Archive {
+    /// Opens a file as a memory map. The index is copied and proven as always; tensors are views of
+    /// the map, and their pages are read when they are touched.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::from_bytes`]; `Io` if the file cannot be mapped.
+    ///
+    /// # Safety
+    ///
+    /// Nobody may change or truncate the file while the archive or a tensor of it lives, in this
+    /// process or another: a change would alter memory that Rust takes for immutable, and reading
+    /// behind a new end kills the process. Use [`Archive::open`] for files that are not under your
+    /// control, or that lie on a network.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use tssd_format::{Archive, StateDict, TorchStoreStateDict};
+    /// # let path = std::env::temp_dir().join(format!("tssd-map-{}.tssd", std::process::id()));
+    /// # std::fs::write(&path, TorchStoreStateDict::from_state_dict(&StateDict::new())?.as_bytes())?;
+    /// // SAFETY: this process alone knows the file, and does not write it again.
+    /// let archive = unsafe { Archive::map(&std::fs::File::open(&path)?)? };
+    /// archive.verify()?;
+    /// # std::fs::remove_file(&path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub unsafe fn map(file: &File) -> Result<Self> {
+        // SAFETY: the caller vouches that the file does not change while the map lives; the map
+        // belongs to the `Bytes`, which live as long as the archive and all views of it.
+        let map = unsafe { memmap2::Mmap::map(file)? };
+        Self::from_bytes(Bytes::from_owner(map))
+    }
+}

@@ -1,0 +1,178 @@
+//! Numbers as Python has them: ints of any size, floats bit for bit.
+
+use std::fmt;
+
+use num_bigint::BigInt;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// A Python `int` of any size.
+///
+/// # Examples
+///
+/// ```
+/// use tssd_format::Int;
+/// assert_eq!(Int::from(7).as_i64(), Some(7));
+/// let big: Int = "-123456789012345678901234567890".parse()?;
+/// assert_eq!(big.as_i64(), None);
+/// # Ok::<(), tssd_format::Error>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Int(Repr);
+
+/// Invariant: `Big` holds no number that fits an `i64`, so equal numbers have equal forms.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Repr {
+    Small(i64),
+    Big(Box<BigInt>),
+}
+
+impl Int {
+    /// The number, if it fits.
+    pub fn as_i64(&self) -> Option<i64> {
+        match self.0 {
+            Repr::Small(small) => Some(small),
+            Repr::Big(_) => None,
+        }
+    }
+
+    /// The number, whatever its size.
+    pub fn to_bigint(&self) -> BigInt {
+        match &self.0 {
+            Repr::Small(small) => BigInt::from(*small),
+            Repr::Big(big) => BigInt::clone(big),
+        }
+    }
+
+    /// Two's complement, little-endian, as short as it can be; for numbers that need it.
+    pub(crate) fn big_bytes(&self) -> Option<Vec<u8>> {
+        match &self.0 {
+            Repr::Small(_) => None,
+            Repr::Big(big) => Some(big.to_signed_bytes_le()),
+        }
+    }
+
+    /// The inverse of [`Int::big_bytes`].
+    pub(crate) fn from_big_bytes(bytes: &[u8]) -> Result<Self> {
+        if is_shortest_big(bytes) {
+            Ok(Self(Repr::Big(Box::new(BigInt::from_signed_bytes_le(bytes)))))
+        } else {
+            Err(Error::new(ErrorKind::NonCanonicalInt))
+        }
+    }
+}
+
+/// True if the bytes are the shortest two's complement of a number outside the `i64` range.
+pub(crate) fn is_shortest_big(bytes: &[u8]) -> bool {
+    // With nine bytes or more, a number is outside the range unless its last byte is mere sign.
+    match bytes {
+        [.., below, last] if bytes.len() > 8 => {
+            !(*last == 0 && below & 0x80 == 0 || *last == 0xFF && below & 0x80 != 0)
+        }
+        _ => false,
+    }
+}
+
+impl From<i64> for Int {
+    fn from(small: i64) -> Self {
+        Self(Repr::Small(small))
+    }
+}
+
+impl From<BigInt> for Int {
+    fn from(big: BigInt) -> Self {
+        Self(i64::try_from(&big).map_or_else(|_| Repr::Big(Box::new(big)), Repr::Small))
+    }
+}
+
+impl std::str::FromStr for Int {
+    type Err = Error;
+
+    fn from_str(decimal: &str) -> Result<Self> {
+        decimal
+            .parse::<BigInt>()
+            .map(Self::from)
+            .map_err(|error| Error::new(ErrorKind::NonCanonicalInt).note(error))
+    }
+}
+
+impl fmt::Display for Int {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Repr::Small(small) => small.fmt(f),
+            Repr::Big(big) => big.fmt(f),
+        }
+    }
+}
+
+impl fmt::Debug for Int {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A Python `float`, equal to another only bit for bit: NaN payloads and -0.0 count.
+#[derive(Clone, Copy)]
+pub struct Float(f64);
+
+impl Float {
+    /// The number.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+
+    /// Its IEEE 754 bits.
+    pub fn to_bits(self) -> u64 {
+        self.0.to_bits()
+    }
+
+    /// The number with these bits.
+    pub fn from_bits(bits: u64) -> Self {
+        Self(f64::from_bits(bits))
+    }
+}
+
+impl From<f64> for Float {
+    fn from(float: f64) -> Self {
+        Self(float)
+    }
+}
+
+impl PartialEq for Float {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_bits() == other.to_bits()
+    }
+}
+
+impl Eq for Float {}
+
+impl PartialOrd for Float {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// The order of the bits: total, and that of `by_key` in files.
+impl Ord for Float {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.to_bits().cmp(&other.to_bits())
+    }
+}
+
+impl std::hash::Hash for Float {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.to_bits().hash(state);
+    }
+}
+
+impl fmt::Display for Float {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Debug for Float {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}

@@ -1,0 +1,186 @@
+//! The records of the index tables, byte for byte as `spec/format.md` lists them.
+//!
+//! They are plain old data of little-endian integers without padding, so one type serves the writer,
+//! the rkyv reader and any reader that casts bytes.
+
+use bytemuck::{Pod, Zeroable};
+use rend::{u16_le, u32_le, u64_le};
+use rkyv::Portable;
+use rkyv::bytecheck::CheckBytes;
+
+/// In place of a reference that is not there.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// Name, offset and size of each field: what the tables of the spec are compared with.
+pub(crate) type Fields = &'static [(&'static str, usize, usize)];
+
+macro_rules! record {
+    ($(#[$meta:meta])* $name:ident $size:literal { $($field:ident: $ty:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable, Portable, CheckBytes)]
+        #[bytecheck(crate = rkyv::bytecheck)]
+        #[repr(C)]
+        pub(crate) struct $name { $(pub(crate) $field: $ty,)* }
+
+        impl $name {
+            pub(crate) const FIELDS: Fields = &[
+                $((stringify!($field), std::mem::offset_of!($name, $field), size_of::<$ty>()),)*
+            ];
+        }
+
+        const _: () = assert!(size_of::<$name>() == $size);
+    };
+}
+
+record! {
+    /// A node of the tree. Spec: section 5.
+    Node 32 {
+        kind: u8,
+        key_kind: u8,
+        flags: u16_le,
+        count: u32_le,
+        key: u64_le,
+        a: u64_le,
+        b: u64_le,
+    }
+}
+
+record! {
+    /// A tensor, or one slice of one. Spec: section 6.
+    Tensor 32 {
+        storage: u32_le,
+        dtype: u16_le,
+        rank: u8,
+        flags: u8,
+        shape: u32_le,
+        strides: u32_le,
+        slice: u32_le,
+        reserved: u32_le,
+        byte_offset: u64_le,
+    }
+}
+
+record! {
+    /// A run of bytes that tensors lie in. Spec: section 6.
+    Storage 48 {
+        offset: u64_le,
+        stored_len: u64_le,
+        raw_len: u64_le,
+        shard: u32_le,
+        chunks: u32_le,
+        crcs: u32_le,
+        crc32: u32_le,
+        codec: u8,
+        align_log2: u8,
+        chunk_log2: u8,
+        shuffle: u8,
+        reserved: u32_le,
+    }
+}
+
+record! {
+    /// A chunk of a compressed storage. Spec: section 6.
+    Chunk 16 {
+        offset: u64_le,
+        stored_len: u32_le,
+        codec: u32_le,
+    }
+}
+
+record! {
+    /// Where a tensor lies in a global one. Spec: section 7.
+    Slice 32 {
+        offsets: u32_le,
+        global_shape: u32_le,
+        mesh: u32_le,
+        coordinates: u32_le,
+        ranks: u32_le,
+        placements: u32_le,
+        names: u32_le,
+        rank: u8,
+        mesh_rank: u8,
+        flags: u16_le,
+    }
+}
+
+record! {
+    /// How one mesh dimension divides a tensor. Spec: section 7.
+    Placement 16 {
+        kind: u8,
+        reserved: [u8; 3],
+        dim: u32_le,
+        split_factor: u64_le,
+    }
+}
+
+record! {
+    /// Something said of the archive as a whole. Spec: section 7.
+    Attr 24 {
+        name: u64_le,
+        value: u64_le,
+        kind: u8,
+        reserved: [u8; 7],
+    }
+}
+
+record! {
+    /// Another archive that holds storages of this one. Spec: section 7.
+    Shard 64 {
+        name: u64_le,
+        file_len: u64_le,
+        index_off: u64_le,
+        index_crc32: u32_le,
+        writer: u32_le,
+        digest: [u8; 32],
+    }
+}
+
+/// Node kinds (spec: section 5).
+pub(crate) mod kind {
+    pub(crate) const NONE: u8 = 0;
+    pub(crate) const BOOL: u8 = 1;
+    pub(crate) const INT: u8 = 2;
+    pub(crate) const BIGINT: u8 = 3;
+    pub(crate) const FLOAT: u8 = 4;
+    pub(crate) const COMPLEX: u8 = 5;
+    pub(crate) const STR: u8 = 6;
+    pub(crate) const BYTES: u8 = 7;
+    pub(crate) const DTYPE: u8 = 8;
+    pub(crate) const SIZE: u8 = 9;
+    pub(crate) const DEVICE: u8 = 10;
+    pub(crate) const TENSOR: u8 = 11;
+    pub(crate) const OPAQUE: u8 = 12;
+    pub(crate) const DICT: u8 = 32;
+    pub(crate) const ORDERED_DICT: u8 = 33;
+    pub(crate) const LIST: u8 = 34;
+    pub(crate) const TUPLE: u8 = 35;
+    pub(crate) const NAMEDTUPLE: u8 = 36;
+    pub(crate) const DIVERGENT: u8 = 37;
+
+    /// True for the kinds that have children.
+    pub(crate) const fn is_container(kind: u8) -> bool {
+        matches!(kind, DICT..=DIVERGENT)
+    }
+
+    /// True for the containers whose children have keys.
+    pub(crate) const fn is_keyed(kind: u8) -> bool {
+        matches!(kind, DICT | ORDERED_DICT | NAMEDTUPLE | DIVERGENT)
+    }
+}
+
+/// Node flag: the content of a str, bytes or opaque leaf is a storage.
+pub(crate) const STORED: u16 = 1;
+
+/// Content longer than this is a storage, in bytes.
+pub(crate) const INLINE_MAX: u64 = 4096;
+
+/// A range of the heap as records hold it: offset in the low half, length in the high half.
+pub(crate) fn heap_range(offset: u32, len: u32) -> u64 {
+    u64::from(len) << 32 | u64::from(offset)
+}
+
+/// Offset and length of a heap range.
+pub(crate) fn split_heap_range(range: u64) -> (u32, u32) {
+    let [o0, o1, o2, o3, l0, l1, l2, l3] = range.to_le_bytes();
+    (u32::from_le_bytes([o0, o1, o2, o3]), u32::from_le_bytes([l0, l1, l2, l3]))
+}

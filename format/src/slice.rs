@@ -1,0 +1,120 @@
+//! Tensor slices: which part of a global tensor one rank has.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::mesh::{DeviceMesh, check_coordinates};
+use crate::placement::Placement;
+use crate::region::{Region, check_rank};
+
+/// One rank's part of a global tensor, as torchstore describes it: a box, and where the rank that
+/// has it stands in its device mesh.
+///
+/// The box lies inside the global shape, and the coordinates inside the mesh.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct TensorSlice {
+    region: Region,
+    global_shape: Box<[u64]>,
+    coordinates: Option<Box<[u64]>>,
+    mesh_shape: Box<[u64]>,
+}
+
+impl TensorSlice {
+    /// The part of a tensor of `global_shape` that starts at `offsets` and has `local_shape`, all
+    /// in elements. It belongs to no mesh: its mesh shape has no dimension, and it has no
+    /// coordinates.
+    ///
+    /// # Errors
+    ///
+    /// - [`ErrorKind::SliceMismatch`] if the three have different lengths.
+    /// - [`ErrorKind::RankTooLarge`] if there are more than 64 dimensions.
+    /// - [`ErrorKind::ShapeOverflow`] if an offset plus its size exceeds `u64::MAX`.
+    /// - [`ErrorKind::OutsideGlobal`] if the part does not lie inside the global shape.
+    pub fn new(offsets: &[u64], local_shape: &[u64], global_shape: &[u64]) -> Result<Self> {
+        let region = Region::new(offsets, local_shape)?;
+        if region.rank() != global_shape.len() {
+            let note = format!("rank {} in a shape of rank {}", region.rank(), global_shape.len());
+            return Err(Error::new(ErrorKind::SliceMismatch).note(note));
+        }
+        if !Region::whole(global_shape).contains(&region) {
+            let note = format!("global shape {global_shape:?}");
+            return Err(Error::new(ErrorKind::OutsideGlobal).note(note).region(region));
+        }
+        Ok(Self {
+            region,
+            global_shape: global_shape.into(),
+            coordinates: None,
+            mesh_shape: Box::default(),
+        })
+    }
+
+    /// The parts of a tensor of `global_shape`, in elements, that the global `rank` of `mesh` has:
+    /// one per box, in the order of [`Placement::local_regions`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Placement::local_regions`], and [`ErrorKind::MeshMismatch`] if the rank is not in
+    /// the mesh.
+    pub fn from_placements(
+        global_shape: &[u64],
+        mesh: &DeviceMesh,
+        rank: u32,
+        placements: &[Placement],
+    ) -> Result<Vec<Self>> {
+        let coordinates = mesh.coordinates_of(rank).ok_or_else(|| {
+            Error::new(ErrorKind::MeshMismatch).note(format!("rank {rank} is not in the mesh"))
+        })?;
+        Placement::local_regions(global_shape, mesh.shape(), &coordinates, placements)?
+            .iter()
+            .map(|part| {
+                Self::new(part.offsets(), part.shape(), global_shape)?
+                    .on_mesh(mesh.shape(), Some(&coordinates))
+            })
+            .collect()
+    }
+
+    /// Says which mesh the rank belongs to, as its shape in devices, and where in it the rank
+    /// stands, if that is known.
+    ///
+    /// # Errors
+    ///
+    /// - [`ErrorKind::RankTooLarge`] if the mesh has more than 64 dimensions.
+    /// - [`ErrorKind::MeshMismatch`] if the coordinates are not in the mesh.
+    pub fn on_mesh(mut self, mesh_shape: &[u64], coordinates: Option<&[u64]>) -> Result<Self> {
+        check_rank(mesh_shape)?;
+        if let Some(coordinates) = coordinates {
+            check_coordinates(mesh_shape, coordinates)?;
+        }
+        self.mesh_shape = mesh_shape.into();
+        self.coordinates = coordinates.map(Into::into);
+        Ok(self)
+    }
+
+    /// Where the part starts in the global tensor, in elements.
+    pub fn offsets(&self) -> &[u64] {
+        self.region.offsets()
+    }
+
+    /// The shape of the part, in elements.
+    pub fn local_shape(&self) -> &[u64] {
+        self.region.shape()
+    }
+
+    /// The shape of the global tensor, in elements.
+    pub fn global_shape(&self) -> &[u64] {
+        &self.global_shape
+    }
+
+    /// Where the rank stands in its mesh, if that is known.
+    pub fn coordinates(&self) -> Option<&[u64]> {
+        self.coordinates.as_deref()
+    }
+
+    /// The shape of the mesh, in devices; no dimension if there is no mesh.
+    pub fn mesh_shape(&self) -> &[u64] {
+        &self.mesh_shape
+    }
+
+    /// The part as a box of the global tensor.
+    pub fn region(&self) -> Region {
+        self.region.clone()
+    }
+}

@@ -1,0 +1,309 @@
+//! The structure of an archive: its tree, with references in place of tensor bytes.
+//!
+//! It is what the index says, as owned values. A writer makes one from a state dict and encodes it; a
+//! reader decodes one; a store merges those of several writers.
+
+use bytes::Bytes;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::{Key, ObjectPath, Step};
+use crate::state_dict::{Dict, MAX_DEPTH, StateDict, Value};
+use crate::tensor::{Shard, ShardPlace, Tensor, TensorMeta};
+use crate::text::Text;
+
+/// One tensor leaf, or one slice of one: what it is, and which bytes it has.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorReference {
+    /// Dtype, shape, strides and flags.
+    pub meta: TensorMeta,
+    /// The number of its storage; `None` if it has no elements.
+    pub storage: Option<u32>,
+    /// Where its element 0 is in the raw bytes of the storage, in bytes.
+    pub byte_offset: u64,
+    /// Where it belongs in a global tensor; `None` for a plain tensor.
+    pub place: Option<ShardPlace>,
+}
+
+/// One storage: a run of bytes of the blob, or of another file of the shard set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StorageReference {
+    /// Where its bytes begin in their file.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// The CRC-32 of all of it.
+    pub crc32: u32,
+    /// The CRC-32 of each chunk of [`CHUNK_BYTES`].
+    pub crcs: Vec<u32>,
+    /// log2 of its alignment.
+    pub align_log2: u8,
+    /// The number of its shard; 0 in a file without shards.
+    pub shard: u32,
+}
+
+/// A storage is checksummed in pieces of this many bytes.
+pub const CHUNK_BYTES: u64 = 1 << 20;
+
+/// A node of the tree.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Node {
+    /// A leaf that lies in the index: any [`Value`] but containers, tensors and shards.
+    Leaf(Value),
+    /// A leaf whose content is a storage.
+    Stored(Stored, u32),
+    /// A tensor (one reference without place) or the shards of one (each with its place).
+    Tensors(Vec<TensorReference>),
+    /// A container and its children, in insertion order.
+    Container(Container, Vec<(Step, Node)>),
+}
+
+impl Node {
+    /// Every node that is no container with its path, in insertion order, depth first.
+    pub fn into_leaves(self) -> Vec<(ObjectPath, Self)> {
+        let mut leaves = Vec::new();
+        self.collect(&mut ObjectPath::root(), &mut leaves);
+        leaves
+    }
+
+    fn collect(self, path: &mut ObjectPath, leaves: &mut Vec<(ObjectPath, Self)>) {
+        match self {
+            Self::Container(_, children) => {
+                for (step, child) in children {
+                    path.push(step);
+                    child.collect(path, leaves);
+                    path.pop();
+                }
+            }
+            leaf => leaves.push((path.clone(), leaf)),
+        }
+    }
+}
+
+/// What kind of leaf a storage is the content of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// A `str`.
+    Str,
+    /// A `bytes`.
+    Bytes,
+    /// An opaque object with its media tag.
+    Opaque(Text),
+}
+
+/// The kinds of containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Container {
+    /// A `dict`.
+    Dict,
+    /// A `collections.OrderedDict`.
+    OrderedDict,
+    /// A `list`.
+    List,
+    /// A `tuple`.
+    Tuple,
+    /// A namedtuple of a type with this name.
+    NamedTuple(Text),
+    /// What several writers hold for one leaf, keyed by writer.
+    Divergent,
+}
+
+/// A leaf of a value, as [`walk`] meets it.
+pub(crate) enum Item<'a> {
+    /// A tensor, plain or the local one of a shard.
+    Tensor(&'a Tensor),
+    /// Content too long for the index.
+    Content(&'a Bytes),
+}
+
+/// Calls `item` for everything of `value` that has bytes in the blob, depth first in insertion
+/// order, and proves depth and leaf types.
+///
+/// # Errors
+///
+/// `TooDeep`, `UntypedLeaf`; whatever `item` refuses.
+pub(crate) fn walk<'a>(
+    value: &'a Value,
+    path: &mut ObjectPath,
+    allow_opaque: bool,
+    item: &mut impl FnMut(&ObjectPath, Item<'a>) -> Result<()>,
+) -> Result<()> {
+    match value {
+        Value::Tensor(tensor) => item(path, Item::Tensor(tensor)),
+        Value::Shards(shards) => {
+            if shards.is_empty() {
+                return Err(Error::new(ErrorKind::TensorRun).at(&*path).note("no shard at all"));
+            }
+            shards.iter().try_for_each(|shard| item(path, Item::Tensor(shard.tensor())))
+        }
+        Value::Opaque { .. } if !allow_opaque => Err(Error::new(ErrorKind::UntypedLeaf).at(&*path)),
+        Value::Bytes(bytes) | Value::Opaque { bytes, .. } => {
+            if is_inline(bytes.len()) {
+                Ok(())
+            } else {
+                item(path, Item::Content(bytes))
+            }
+        }
+        Value::Str(text) => match text.long_bytes() {
+            Some(bytes) => item(path, Item::Content(bytes)),
+            None => Ok(()),
+        },
+        Value::Dict(dict)
+        | Value::OrderedDict(dict)
+        | Value::NamedTuple(_, dict)
+        | Value::Divergent(dict) => {
+            check_depth(path)?;
+            for (key, value) in dict.iter() {
+                path.push(Step::Key(key.clone()));
+                walk(value, path, allow_opaque, item)?;
+                path.pop();
+            }
+            Ok(())
+        }
+        Value::List(values) | Value::Tuple(values) => {
+            check_depth(path)?;
+            for (index, value) in (0..).zip(values) {
+                path.push(Step::Index(index));
+                walk(value, path, allow_opaque, item)?;
+                path.pop();
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A container at this path would be the 65th level.
+fn check_depth(path: &ObjectPath) -> Result<()> {
+    if path.steps().len() >= MAX_DEPTH {
+        return Err(Error::new(ErrorKind::TooDeep).at(path));
+    }
+    Ok(())
+}
+
+/// True if content of this many bytes lies in the index.
+pub(crate) fn is_inline(len: usize) -> bool {
+    u64::try_from(len).is_ok_and(|len| len <= crate::record::INLINE_MAX)
+}
+
+/// Where the bytes of each item of [`walk`] went: storage and byte offset in it.
+pub(crate) type Places = std::vec::IntoIter<(Option<u32>, u64)>;
+
+/// The structure of a value that [`walk`] has been through, given where its items went.
+pub(crate) fn structure_of(value: &Value, places: &mut Places) -> Node {
+    let mut place = || places.next().expect("walk and structure_of meet the same items");
+    match value {
+        Value::Tensor(tensor) => Node::Tensors(vec![reference(tensor, None, place())]),
+        Value::Shards(shards) => Node::Tensors(
+            shards
+                .iter()
+                .map(|shard| reference(shard.tensor(), Some(shard.place().clone()), place()))
+                .collect(),
+        ),
+        Value::Bytes(bytes) if !is_inline(bytes.len()) => stored(Stored::Bytes, place()),
+        Value::Opaque { media, bytes } if !is_inline(bytes.len()) => {
+            stored(Stored::Opaque(media.clone()), place())
+        }
+        Value::Str(text) if text.long_bytes().is_some() => stored(Stored::Str, place()),
+        Value::Dict(dict) => keyed(Container::Dict, dict, places),
+        Value::OrderedDict(dict) => keyed(Container::OrderedDict, dict, places),
+        Value::NamedTuple(name, dict) => keyed(Container::NamedTuple(name.clone()), dict, places),
+        Value::Divergent(dict) => keyed(Container::Divergent, dict, places),
+        Value::List(values) => listed(Container::List, values, places),
+        Value::Tuple(values) => listed(Container::Tuple, values, places),
+        leaf => Node::Leaf(leaf.clone()),
+    }
+}
+
+fn reference(
+    tensor: &Tensor,
+    place: Option<ShardPlace>,
+    (storage, byte_offset): (Option<u32>, u64),
+) -> TensorReference {
+    TensorReference { meta: tensor.meta().clone(), storage, byte_offset, place }
+}
+
+fn stored(kind: Stored, (storage, _): (Option<u32>, u64)) -> Node {
+    Node::Stored(kind, storage.expect("content that is not inline is not empty"))
+}
+
+fn keyed(container: Container, dict: &Dict, places: &mut Places) -> Node {
+    let child =
+        |(key, value): (&Key, &Value)| (Step::Key(key.clone()), structure_of(value, places));
+    Node::Container(container, dict.iter().map(child).collect())
+}
+
+fn listed(container: Container, values: &[Value], places: &mut Places) -> Node {
+    let child = |(index, value)| (Step::Index(index), structure_of(value, places));
+    Node::Container(container, (0..).zip(values).map(child).collect())
+}
+
+/// The state dict of a structure, given the bytes of its storages.
+///
+/// # Errors
+///
+/// What `storage` returns; `ShapeMismatch` if a storage is shorter than its reference says;
+/// `NotText` for a str in a storage that is none.
+pub(crate) fn state_dict_of(
+    root: &Node,
+    storage: &mut impl FnMut(u32) -> Result<Bytes>,
+) -> Result<StateDict> {
+    StateDict::from_value(value_of(root, storage)?)
+}
+
+/// As [`state_dict_of`], for any node.
+pub(crate) fn value_of(
+    node: &Node,
+    storage: &mut impl FnMut(u32) -> Result<Bytes>,
+) -> Result<Value> {
+    Ok(match node {
+        Node::Leaf(value) => value.clone(),
+        Node::Stored(kind, number) => {
+            let bytes = storage(*number)?;
+            match kind {
+                Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
+                Stored::Bytes => Value::Bytes(bytes),
+                Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
+            }
+        }
+        Node::Tensors(references) => match references.as_slice() {
+            [TensorReference { place: None, .. }] => {
+                Value::Tensor(tensor_of(&references[0], storage)?)
+            }
+            _ => Value::Shards(
+                references
+                    .iter()
+                    .filter_map(|each| each.place.clone().map(|place| (each, place)))
+                    .map(|(each, place)| Shard::new(tensor_of(each, storage)?, place))
+                    .collect::<Result<_>>()?,
+            ),
+        },
+        Node::Container(container, children) => {
+            let mut dict = Dict::new();
+            let mut values = Vec::new();
+            for (step, child) in children {
+                let value = value_of(child, storage)?;
+                match step {
+                    Step::Key(key) => drop(dict.insert(key.clone(), value)),
+                    Step::Index(_) => values.push(value),
+                }
+            }
+            match container {
+                Container::Dict => Value::Dict(dict),
+                Container::OrderedDict => Value::OrderedDict(dict),
+                Container::List => Value::List(values),
+                Container::Tuple => Value::Tuple(values),
+                Container::NamedTuple(name) => Value::NamedTuple(name.clone(), dict),
+                Container::Divergent => Value::Divergent(dict),
+            }
+        }
+    })
+}
+
+/// The tensor of a reference, sharing the bytes of its storage.
+pub(crate) fn tensor_of(
+    reference: &TensorReference,
+    storage: &mut impl FnMut(u32) -> Result<Bytes>,
+) -> Result<Tensor> {
+    let bytes = reference.storage.map(storage).transpose()?.unwrap_or_default();
+    Tensor::new(reference.meta.clone(), bytes.into(), reference.byte_offset)
+}

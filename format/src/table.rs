@@ -1,0 +1,250 @@
+//! The order of the tables in the index, and the root that says where they are.
+//!
+//! Spec: section 3. The place of every table follows from the counts alone, so there is one legal
+//! layout; a file that differs is refused before rkyv sees it.
+
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+use rend::{u32_le, u64_le};
+use rkyv::Portable;
+use rkyv::bytecheck::CheckBytes;
+use rkyv::util::AlignedVec;
+use rkyv::vec::ArchivedVec;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::record::{self, Fields};
+
+/// The largest index, in bytes.
+pub(crate) const MAX_INDEX_BYTES: u64 = 1 << 30;
+
+/// The length of the root of this version, in bytes.
+pub(crate) const ROOT_LEN: usize = 104;
+
+const ROOT_ALIGN: usize = 4;
+
+macro_rules! tables {
+    ($($name:ident: $ty:ty,)*) => {
+        /// All tables, owned: what a writer fills.
+        #[derive(Clone, Debug, Default)]
+        pub(crate) struct Tables { $(pub(crate) $name: Vec<$ty>,)* }
+
+        /// All tables, borrowed from the bytes of an index.
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) struct Views<'a> { $(pub(crate) $name: &'a [$ty],)* }
+
+        /// The root as rkyv sees it.
+        #[derive(Portable, CheckBytes)]
+        #[bytecheck(crate = rkyv::bytecheck)]
+        #[repr(C)]
+        struct ArchivedRoot { $($name: ArchivedVec<$ty>,)* }
+
+        const _: () = assert!(size_of::<ArchivedRoot>() == ROOT_LEN);
+
+        impl Tables {
+            const NAMES: &[&str] = &[$(stringify!($name),)*];
+            const RECORDS: &[(usize, usize)] = &[$((size_of::<$ty>(), align_of::<$ty>()),)*];
+
+            fn parts(&self) -> [(usize, &[u8]); TABLES] {
+                [$((self.$name.len(), bytemuck::cast_slice(&self.$name)),)*]
+            }
+        }
+
+        impl ArchivedRoot {
+            /// Fields of the root with their places in it.
+            const FIELDS: Fields = &[
+                $((stringify!($name), std::mem::offset_of!(ArchivedRoot, $name), 8),)*
+            ];
+
+        }
+
+        impl TableMap {
+            /// The tables of the index that this map was proven for.
+            pub(crate) fn views<'a>(&self, index: &'a IndexBytes) -> Views<'a> {
+                let mut ranges = self.0.iter().cloned();
+                let mut next = || &index[ranges.next().expect("one range for each table")];
+                Views { $($name: bytemuck::cast_slice(next()),)* }
+            }
+        }
+    };
+}
+
+const TABLES: usize = ROOT_LEN / 8;
+
+tables! {
+    heap: u8,
+    dims: u64_le,
+    nodes: record::Node,
+    by_key: u32_le,
+    tensors: record::Tensor,
+    storages: record::Storage,
+    chunks: record::Chunk,
+    crcs: u32_le,
+    slices: record::Slice,
+    placements: record::Placement,
+    attrs: record::Attr,
+    digests: Digest,
+    shards: record::Shard,
+}
+
+/// A BLAKE3 digest.
+pub(crate) type Digest = [u8; 32];
+
+/// The bytes of an index, aligned for its records.
+pub(crate) type IndexBytes = AlignedVec<64>;
+
+/// Records and fields by the names that the spec has for them.
+pub(crate) const RECORDS: &[(&str, Fields)] = &[
+    ("Root", ArchivedRoot::FIELDS),
+    ("Node", record::Node::FIELDS),
+    ("Tensor", record::Tensor::FIELDS),
+    ("Storage", record::Storage::FIELDS),
+    ("Chunk", record::Chunk::FIELDS),
+    ("Slice", record::Slice::FIELDS),
+    ("Placement", record::Placement::FIELDS),
+    ("Attr", record::Attr::FIELDS),
+    ("Shard", record::Shard::FIELDS),
+];
+
+/// One field of the root.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct TableRef {
+    rel: rend::i32_le,
+    len: u32_le,
+}
+
+impl Tables {
+    /// Where the root begins, which is also the length of the index less the root.
+    fn root_off(&self) -> Option<usize> {
+        let counts = self.parts().map(|(count, _)| count);
+        place(&counts).map(|(_, end)| end)?.checked_next_multiple_of(ROOT_ALIGN)
+    }
+
+    /// Length of the index in bytes.
+    ///
+    /// # Errors
+    ///
+    /// `TooLarge` if it would exceed the limit.
+    pub(crate) fn index_len(&self) -> Result<u64> {
+        let len = self.root_off().and_then(|root| u64::try_from(root + ROOT_LEN).ok());
+        len.filter(|len| *len <= MAX_INDEX_BYTES)
+            .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
+    }
+
+    /// The bytes of the index: the tables in order, then the root.
+    ///
+    /// # Errors
+    ///
+    /// `TooLarge` if they would exceed the limit.
+    pub(crate) fn to_bytes(&self) -> Result<IndexBytes> {
+        let len = usize::try_from(self.index_len()?).unwrap_or(usize::MAX);
+        let parts = self.parts();
+        let counts = parts.map(|(count, _)| count);
+        let too_large = || Error::new(ErrorKind::TooLarge);
+        let (starts, _) = place(&counts).ok_or_else(too_large)?;
+        let mut index = IndexBytes::with_capacity(len);
+        for ((_, bytes), start) in parts.iter().zip(starts) {
+            index.resize(start, 0);
+            index.extend_from_slice(bytes);
+        }
+        index.resize(len - ROOT_LEN, 0);
+        for (start, count) in starts.into_iter().zip(counts) {
+            let field = i32::try_from(index.len()).map_err(|_| too_large())?;
+            let start = i32::try_from(start).map_err(|_| too_large())?;
+            let len = u32::try_from(count).map_err(|_| too_large())?;
+            let table = TableRef { rel: (start - field).into(), len: len.into() };
+            index.extend_from_slice(bytemuck::bytes_of(&table));
+        }
+        Ok(index)
+    }
+}
+
+/// Where each table starts, and where the last one ends; `None` if that overflows.
+fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
+    let mut end = 0_usize;
+    let mut starts = [0; TABLES];
+    for ((start, count), (size, align)) in starts.iter_mut().zip(counts).zip(Tables::RECORDS) {
+        *start = end.checked_next_multiple_of(*align)?;
+        end = start.checked_add(count.checked_mul(*size)?)?;
+    }
+    Some((starts, end))
+}
+
+/// Where the tables of an index are, proven: in bounds and aligned.
+#[derive(Clone, Debug)]
+pub(crate) struct TableMap([Range<usize>; TABLES]);
+
+/// Proves that the root and the tables of an index are where they must be (F-020, F-021), and that
+/// it is a valid rkyv archive (F-022).
+///
+/// # Errors
+///
+/// `RootRange`, `TableLayout`, `IndexEncoding`.
+pub(crate) fn map(index: &IndexBytes, root: Range<usize>) -> Result<TableMap> {
+    let root_range = || Error::new(ErrorKind::RootRange).note(format_args!("{root:?}"));
+    if root.end != index.len()
+        || root.end.saturating_sub(root.start) < ROOT_LEN
+        || !root.start.is_multiple_of(ROOT_ALIGN)
+    {
+        return Err(root_range());
+    }
+    let fields = index.get(root.start..root.start + ROOT_LEN).ok_or_else(root_range)?;
+    let fields: &[TableRef] = bytemuck::try_cast_slice(fields)
+        .map_err(|error| Error::new(ErrorKind::RootRange).note(error))?;
+    let wrong = |table: &str| Error::new(ErrorKind::TableLayout).at(table);
+
+    let mut counts = [0; TABLES];
+    for (count, field) in counts.iter_mut().zip(fields) {
+        *count = usize::try_from(field.len.to_native()).unwrap_or(usize::MAX);
+    }
+    let (starts, end) = place(&counts).ok_or_else(|| wrong("root"))?;
+    for (number, (field, start)) in fields.iter().zip(starts).enumerate() {
+        let from = i64::try_from(root.start + number * size_of::<TableRef>()).ok();
+        let rel = i64::from(field.rel.to_native());
+        if from.map(|from| from + rel) != i64::try_from(start).ok() {
+            return Err(wrong(Tables::NAMES[number]));
+        }
+    }
+    let gaps_end = end.checked_next_multiple_of(ROOT_ALIGN).ok_or_else(|| wrong("root"))?;
+    let this_version = root.len() == ROOT_LEN;
+    if gaps_end > root.start || (this_version && gaps_end != root.start) {
+        return Err(wrong("root"));
+    }
+    let mut table_end = 0;
+    for ((start, count), (size, _)) in starts.iter().zip(counts).zip(Tables::RECORDS) {
+        check_gap(index, table_end..*start)?;
+        table_end = start + count * size;
+    }
+    if this_version {
+        check_gap(index, table_end..root.start)?;
+    }
+    prove_archive(index, root.start)?;
+    let ends = starts.iter().zip(counts).zip(Tables::RECORDS);
+    let mut ranges = ends.map(|((start, count), (size, _))| *start..start + count * size);
+    Ok(TableMap(std::array::from_fn(|_| ranges.next().expect("one range for each table"))))
+}
+
+fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
+    match index.get(gap.clone()) {
+        Some(bytes) if bytes.iter().all(|byte| *byte == 0) => Ok(()),
+        _ => Err(Error::new(ErrorKind::TableLayout)
+            .note(format_args!("gap {gap:?} of the index is not zero"))),
+    }
+}
+
+/// Lets rkyv check the index. With fixed-size records only, that takes the same time for any number
+/// of them.
+fn prove_archive(index: &IndexBytes, root_off: usize) -> Result<()> {
+    use rkyv::validation::Validator;
+    use rkyv::validation::archive::ArchiveValidator;
+
+    let mut validator = Validator::new(ArchiveValidator::new(index), ());
+    rkyv::api::access_pos_with_context::<ArchivedRoot, _, rkyv::rancor::Failure>(
+        index,
+        root_off,
+        &mut validator,
+    )
+    .map(drop)
+    .map_err(|error| Error::new(ErrorKind::IndexEncoding).note(error))
+}

@@ -1,0 +1,507 @@
+//! Tensors: metadata, and bytes that several of them may share.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::dtype::Dtype;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mesh::DeviceMesh;
+use crate::placement::Placement;
+use crate::runs::Runs;
+use crate::shape::{check_shape, numel, row_major_strides, span_bytes};
+use crate::slice::TensorSlice;
+
+/// What a tensor is, apart from its elements.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct TensorMeta {
+    dtype: Dtype,
+    shape: Box<[u64]>,
+    strides: Option<Box<[u64]>>,
+    flags: TensorFlags,
+}
+
+impl TensorMeta {
+    /// A contiguous tensor of this shape (elements).
+    ///
+    /// # Errors
+    ///
+    /// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if it would be 2^63 bytes or more.
+    pub fn new(dtype: Dtype, shape: &[u64]) -> Result<Self> {
+        check_shape(dtype.itemsize(), shape)?;
+        Ok(Self { dtype, shape: shape.into(), strides: None, flags: TensorFlags::default() })
+    }
+
+    /// The same with these strides (elements). Row-major ones are dropped: they are the default.
+    ///
+    /// # Errors
+    ///
+    /// `ShapeMismatch` if there is not one stride per dimension, `ShapeOverflow` if the elements
+    /// would span 2^63 bytes or more.
+    pub fn with_strides(mut self, strides: &[u64]) -> Result<Self> {
+        if strides.len() != self.shape.len() {
+            return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
+                "{} strides for {} dimensions",
+                strides.len(),
+                self.shape.len()
+            )));
+        }
+        span_bytes(self.dtype.itemsize(), &self.shape, Some(strides))?;
+        self.strides = (strides != row_major_strides(&self.shape)).then(|| strides.into());
+        Ok(self)
+    }
+
+    /// The same with these flags.
+    #[must_use]
+    pub fn with_flags(mut self, flags: TensorFlags) -> Self {
+        self.flags = flags;
+        self
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The shape, in elements.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// The strides, in elements; row-major unless they were given.
+    pub fn strides(&self) -> Vec<u64> {
+        self.strides.as_deref().map_or_else(|| row_major_strides(&self.shape), <[u64]>::to_vec)
+    }
+
+    /// True if the elements lie row-major without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        self.strides.is_none() || self.numel() == 0
+    }
+
+    pub(crate) fn explicit_strides(&self) -> Option<&[u64]> {
+        self.strides.as_deref()
+    }
+
+    /// What else torch or numpy need to know to make the object again.
+    pub fn flags(&self) -> TensorFlags {
+        self.flags
+    }
+
+    /// How many elements it has.
+    pub fn numel(&self) -> u64 {
+        numel(&self.shape)
+    }
+
+    /// Length of the elements laid out, in bytes. A tensor with a stride of 0 spans less.
+    pub fn nbytes(&self) -> u64 {
+        self.numel().saturating_mul(self.dtype.itemsize())
+    }
+
+    /// From the first byte of the first element to the last byte of the last one, in bytes.
+    pub fn span_bytes(&self) -> u64 {
+        span_bytes(self.dtype.itemsize(), &self.shape, self.explicit_strides())
+            .expect("shape and strides were checked when they were set")
+    }
+}
+
+/// Bits that say which object a tensor came from. Spec: section 6.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct TensorFlags(u8);
+
+impl TensorFlags {
+    /// `tensor.requires_grad`.
+    pub const REQUIRES_GRAD: Self = Self(1);
+    /// A `torch.nn.Parameter`.
+    pub const PARAMETER: Self = Self(2);
+    /// A `numpy.ndarray`.
+    pub const NDARRAY: Self = Self(4);
+    /// A numpy scalar, such as `numpy.float32(1)`.
+    pub const SCALAR: Self = Self(8);
+    /// The flags with their names in the JSON view.
+    pub const NAMES: [(Self, &'static str); 4] = [
+        (Self::REQUIRES_GRAD, "requires_grad"),
+        (Self::PARAMETER, "parameter"),
+        (Self::NDARRAY, "ndarray"),
+        (Self::SCALAR, "scalar"),
+    ];
+
+    /// The flags with these bits, if all of them are known.
+    pub const fn from_bits(bits: u8) -> Option<Self> {
+        if bits < 16 { Some(Self(bits)) } else { None }
+    }
+
+    /// The bits.
+    pub const fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// These and those.
+    #[must_use]
+    pub const fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// True if all of `other` are among these.
+    pub const fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// Bytes that tensors lie in, shared and immutable. Two tensors whose bytes overlap in memory are
+/// tied: they are stored once, and come back overlapping.
+#[derive(Clone, Default)]
+pub struct Storage(Bytes);
+
+impl Storage {
+    /// Bytes that belong to `owner`, such as a memory map or another library's buffer.
+    pub fn from_owner(owner: impl AsRef<[u8]> + Send + 'static) -> Self {
+        Self(Bytes::from_owner(owner))
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &Bytes {
+        &self.0
+    }
+}
+
+impl From<Bytes> for Storage {
+    fn from(bytes: Bytes) -> Self {
+        Self(bytes)
+    }
+}
+
+impl From<Vec<u8>> for Storage {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
+    }
+}
+
+/// Elements are given in native memory order, which must be little-endian.
+impl<T: Element> From<&[T]> for Storage {
+    fn from(elements: &[T]) -> Self {
+        Self(Bytes::copy_from_slice(bytemuck::cast_slice(elements)))
+    }
+}
+
+impl fmt::Debug for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Storage({} bytes)", self.0.len())
+    }
+}
+
+/// A tensor in this process's memory. Cloning one clones no bytes.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    meta: TensorMeta,
+    storage: Storage,
+    byte_offset: u64,
+}
+
+impl Tensor {
+    /// A tensor whose element 0 is `byte_offset` bytes into `storage`.
+    ///
+    /// # Errors
+    ///
+    /// `ShapeMismatch` if the elements do not all lie in the storage.
+    pub fn new(meta: TensorMeta, storage: Storage, byte_offset: u64) -> Result<Self> {
+        let end = byte_offset.checked_add(meta.span_bytes());
+        let len = u64::try_from(storage.bytes().len()).unwrap_or(u64::MAX);
+        if meta.numel() > 0 && end.is_none_or(|end| end > len) {
+            return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
+                "{} of shape {:?} at byte {byte_offset} does not fit into {len} bytes",
+                meta.dtype, meta.shape
+            )));
+        }
+        Ok(Self { meta, storage, byte_offset })
+    }
+
+    /// A contiguous tensor with these elements.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorMeta::new`]; `ShapeMismatch` if the shape has another number of elements.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::Tensor;
+    /// let tensor = Tensor::from_slice(&[1.0_f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// assert_eq!(tensor.view().as_slice::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+    /// # Ok::<(), tssd_format::Error>(())
+    /// ```
+    pub fn from_slice<T: Element>(elements: &[T], shape: &[u64]) -> Result<Self> {
+        let meta = TensorMeta::new(T::DTYPE, shape)?;
+        if u64::try_from(elements.len()) != Ok(meta.numel()) {
+            return Err(Error::new(ErrorKind::ShapeMismatch)
+                .note(format_args!("{} elements for shape {shape:?}", elements.len())));
+        }
+        Self::new(meta, elements.into(), 0)
+    }
+
+    /// What it is, apart from its elements.
+    pub fn meta(&self) -> &TensorMeta {
+        &self.meta
+    }
+
+    /// The bytes it lies in.
+    pub fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    /// Where its element 0 is in the storage, in bytes.
+    pub fn byte_offset(&self) -> u64 {
+        self.byte_offset
+    }
+
+    /// Its elements.
+    pub fn view(&self) -> TensorView<'_> {
+        let bytes = self.storage.bytes();
+        let start = usize::try_from(self.byte_offset).unwrap_or(bytes.len()).min(bytes.len());
+        let span = usize::try_from(self.meta.span_bytes()).unwrap_or(0);
+        TensorView { meta: &self.meta, bytes: bytes.get(start..start + span).unwrap_or_default() }
+    }
+}
+
+/// Equal if metadata and elements are, bit for bit, wherever they lie.
+impl PartialEq for Tensor {
+    fn eq(&self, other: &Self) -> bool {
+        self.meta == other.meta && self.view().elements_equal(&other.view())
+    }
+}
+
+/// A look at the elements of a tensor: no copy, no ownership.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    meta: &'a TensorMeta,
+    bytes: &'a [u8],
+}
+
+impl<'a> TensorView<'a> {
+    /// What the tensor is.
+    pub fn meta(&self) -> &'a TensorMeta {
+        self.meta
+    }
+
+    /// The bytes from its first element to its last, gaps and all.
+    pub fn span(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The elements of a contiguous tensor.
+    ///
+    /// # Errors
+    ///
+    /// `WrongType` if its dtype is not `T`'s, `NotContiguous` if there are gaps or another order,
+    /// `Misaligned` if the memory is not aligned for `T`.
+    pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
+        if self.meta.dtype != T::DTYPE {
+            return Err(Error::new(ErrorKind::WrongType).note(format_args!(
+                "expected {}, found {}",
+                T::DTYPE,
+                self.meta.dtype
+            )));
+        }
+        bytemuck::try_cast_slice(self.contiguous()?)
+            .map_err(|error| Error::new(ErrorKind::Misaligned).note(error))
+    }
+
+    /// The bytes of the elements of a contiguous tensor.
+    ///
+    /// # Errors
+    ///
+    /// `NotContiguous` if there are gaps or another order.
+    pub fn contiguous(&self) -> Result<&'a [u8]> {
+        if self.meta.is_contiguous() {
+            Ok(self.bytes)
+        } else {
+            Err(Error::new(ErrorKind::NotContiguous)
+                .note(format_args!("strides {:?}", self.meta.strides())))
+        }
+    }
+
+    /// The elements laid out row-major, in new memory.
+    ///
+    /// # Errors
+    ///
+    /// `LimitExceeded` if they are more than `limit_bytes`: a tensor with a stride of 0 can be of any
+    /// size, however short the file.
+    pub fn to_contiguous(&self, limit_bytes: u64) -> Result<Vec<u8>> {
+        let nbytes = self.meta.nbytes();
+        let len =
+            usize::try_from(nbytes).ok().filter(|_| nbytes <= limit_bytes).ok_or_else(|| {
+                Error::new(ErrorKind::LimitExceeded)
+                    .note(format_args!("{nbytes} bytes, limit {limit_bytes}"))
+            })?;
+        let mut elements = Vec::with_capacity(len);
+        let strides = self.meta.strides();
+        Runs::to_row_major(self.meta.dtype.itemsize(), &self.meta.shape, &strides).for_each(
+            |source, _, run| {
+                // Row-major order of the target is the order of the calls.
+                elements.extend_from_slice(part(self.bytes, source, run));
+            },
+        );
+        Ok(elements)
+    }
+
+    /// True if both have the same elements in the same order, bit for bit.
+    pub fn elements_equal(&self, other: &Self) -> bool {
+        if self.meta.shape != other.meta.shape || self.meta.dtype != other.meta.dtype {
+            return false;
+        }
+        let mut equal = true;
+        Runs::new(
+            self.meta.dtype.itemsize(),
+            &self.meta.shape,
+            &self.meta.strides(),
+            &other.meta.strides(),
+        )
+        .for_each(|left, right, run| {
+            equal = equal && part(self.bytes, left, run) == part(other.bytes, right, run);
+        });
+        equal
+    }
+}
+
+fn part(bytes: &[u8], start: u64, len: u64) -> &[u8] {
+    let index = |value| usize::try_from(value).expect("runs lie inside the span");
+    &bytes[index(start)..][..index(len)]
+}
+
+/// A Rust type that is the element of a dtype.
+pub trait Element: bytemuck::Pod + private::Sealed {
+    /// The dtype.
+    const DTYPE: Dtype;
+}
+
+mod private {
+    pub trait Sealed {}
+}
+
+macro_rules! elements {
+    ($($ty:ty => $dtype:ident,)*) => {
+        $(impl private::Sealed for $ty {}
+        impl Element for $ty { const DTYPE: Dtype = Dtype::$dtype; })*
+    };
+}
+
+elements! {
+    u8 => Uint8, i8 => Int8, u16 => Uint16, i16 => Int16, u32 => Uint32, i32 => Int32,
+    u64 => Uint64, i64 => Int64, f32 => Float32, f64 => Float64,
+    half::f16 => Float16, half::bf16 => Bfloat16,
+}
+
+/// One box of a global tensor: the local tensor of a DTensor, and where it belongs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shard<T = Tensor> {
+    tensor: T,
+    place: ShardPlace,
+}
+
+/// Where a shard belongs: its slice of the global tensor, and what is known of the mesh.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ShardPlace {
+    slice: TensorSlice,
+    mesh: Option<Arc<DeviceMesh>>,
+    placements: Option<Arc<[Placement]>>,
+}
+
+impl ShardPlace {
+    /// Only the slice is known.
+    pub fn new(slice: TensorSlice) -> Self {
+        Self { slice, mesh: None, placements: None }
+    }
+
+    /// The same with the mesh.
+    ///
+    /// # Errors
+    ///
+    /// `MeshMismatch` if the slice is from a mesh of another shape.
+    pub fn on_mesh(mut self, mesh: impl Into<Arc<DeviceMesh>>) -> Result<Self> {
+        let mesh = mesh.into();
+        if mesh.shape() != self.slice.mesh_shape() {
+            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+                "mesh {:?}, slice of mesh {:?}",
+                mesh.shape(),
+                self.slice.mesh_shape()
+            )));
+        }
+        self.mesh = Some(mesh);
+        Ok(self)
+    }
+
+    /// The same with the placements, one per mesh dimension.
+    ///
+    /// # Errors
+    ///
+    /// `PartialPlacement` if one is Partial, `UnknownPlacement` if one names a dimension that the
+    /// tensor lacks, `MeshMismatch` if they are not one per mesh dimension.
+    pub fn placed(mut self, placements: impl Into<Arc<[Placement]>>) -> Result<Self> {
+        let placements = placements.into();
+        if placements.len() != self.slice.mesh_shape().len() {
+            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+                "{} placements for {} mesh dimensions",
+                placements.len(),
+                self.slice.mesh_shape().len()
+            )));
+        }
+        let rank = self.slice.global_shape().len();
+        for placement in placements.iter() {
+            placement.division(rank)?;
+        }
+        self.placements = Some(placements);
+        Ok(self)
+    }
+
+    /// The slice of the global tensor.
+    pub fn slice(&self) -> &TensorSlice {
+        &self.slice
+    }
+
+    /// The mesh with its ranks, if it is known.
+    pub fn mesh(&self) -> Option<&DeviceMesh> {
+        self.mesh.as_deref()
+    }
+
+    /// The placements, if they are known.
+    pub fn placements(&self) -> Option<&[Placement]> {
+        self.placements.as_deref()
+    }
+}
+
+impl<T> Shard<T> {
+    /// The local tensor.
+    pub fn tensor(&self) -> &T {
+        &self.tensor
+    }
+
+    /// Where it belongs.
+    pub fn place(&self) -> &ShardPlace {
+        &self.place
+    }
+
+    /// The slice of the global tensor.
+    pub fn slice(&self) -> &TensorSlice {
+        &self.place.slice
+    }
+}
+
+impl Shard<Tensor> {
+    /// A local tensor and where it belongs.
+    ///
+    /// # Errors
+    ///
+    /// `SliceMismatch` if the slice has another shape than the tensor, `ShapeOverflow` if the global
+    /// tensor would be 2^63 bytes or more.
+    pub fn new(tensor: Tensor, place: ShardPlace) -> Result<Self> {
+        if place.slice.local_shape() != tensor.meta().shape() {
+            return Err(Error::new(ErrorKind::SliceMismatch).note(format_args!(
+                "slice {:?}, tensor {:?}",
+                place.slice.local_shape(),
+                tensor.meta().shape()
+            )));
+        }
+        check_shape(tensor.meta().dtype().itemsize(), place.slice.global_shape())?;
+        Ok(Self { tensor, place })
+    }
+}

@@ -1,0 +1,120 @@
+//! Archives that are written as their tensors come, sizes unknown ahead.
+
+use std::io::Write;
+
+use crate::encode::{AttrValue, Attrs, encode};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fill::jobs;
+use crate::frame::{self, INDEX_ALIGN};
+use crate::key::{Key, ObjectPath, Step};
+use crate::layout::{Options, Planner, combine, tail};
+use crate::state_dict::Value;
+use crate::structure::{Container, Node};
+
+/// Writes one archive to a stream, entry by entry.
+///
+/// The bytes of an entry go to the stream at once, so they need not stay in memory; only what the
+/// index says of them does. Tensors are tied within one entry, not across entries, because the memory
+/// of an earlier one may have been used again.
+///
+/// # Examples
+///
+/// ```
+/// use tssd_format::{Archive, ArchiveWriter, Options, Tensor};
+/// let mut writer = ArchiveWriter::new(Vec::new(), Options::new())?;
+/// for layer in ["0", "1"] {
+///     writer.insert(layer, Tensor::from_slice(&[1.0_f32; 8], &[8])?)?;
+/// }
+/// let file = writer.finish()?;
+/// assert_eq!(Archive::from_bytes(file)?.tensor("1")?.meta().shape(), [8]);
+/// # Ok::<(), tssd_format::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct ArchiveWriter<W> {
+    stream: W,
+    options: Options,
+    planner: Planner,
+    children: Vec<(Step, Node)>,
+    keys: std::collections::BTreeSet<Key>,
+    /// How much of the file is written.
+    written: u64,
+    crcs: Vec<u32>,
+    attrs: Attrs,
+}
+
+impl<W: Write> ArchiveWriter<W> {
+    /// Begins an archive whose root is a dict.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the stream fails.
+    pub fn new(mut stream: W, options: Options) -> Result<Self> {
+        let head = frame::head();
+        stream.write_all(&head)?;
+        Ok(Self {
+            stream,
+            attrs: options.attrs.clone(),
+            options,
+            planner: Planner::new(),
+            children: Vec::new(),
+            keys: std::collections::BTreeSet::new(),
+            written: 64,
+            crcs: Vec::new(),
+        })
+    }
+
+    /// Appends an entry to the root, and writes its bytes.
+    ///
+    /// # Errors
+    ///
+    /// `DuplicateKey` if the key is there; else as [`Layout::plan`](crate::Layout::plan); `Io` if the
+    /// stream fails, after which the archive cannot be finished.
+    pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Result<()> {
+        let key = key.into();
+        let mut path = ObjectPath::root().key(key.clone());
+        if self.keys.contains(&key) {
+            return Err(Error::new(ErrorKind::DuplicateKey).at(path));
+        }
+        let node = self.planner.place(&value.into(), &mut path, &self.options)?;
+        let sources = std::mem::take(&mut self.planner.sources);
+        // An entry without bytes leaves the end of the head unwritten for now.
+        let end = if sources.is_empty() { self.written } else { self.planner.cursor() };
+        let written = std::mem::replace(&mut self.written, end);
+        for job in jobs(written..end, None, &sources) {
+            // Jobs are in order, and so are their entries of the checksum table.
+            let filled = job.write_to(&mut self.stream)?;
+            self.crcs.extend(filled.crcs.into_iter().map(|(_, crc)| crc));
+        }
+        self.keys.insert(key.clone());
+        self.children.push((Step::Key(key), node));
+        Ok(())
+    }
+
+    /// Says something of the archive as a whole.
+    pub fn attr(&mut self, name: impl Into<String>, value: AttrValue) {
+        self.attrs.insert(name.into(), value);
+    }
+
+    /// Writes the index and returns the stream. Dropping a writer instead leaves bytes that no reader
+    /// takes for an archive.
+    ///
+    /// # Errors
+    ///
+    /// `KeysCollide` and what else the keys of the root can break; `TooLarge`; `Io`.
+    pub fn finish(mut self) -> Result<W> {
+        let root = Node::Container(Container::Dict, self.children);
+        let mut crcs = self.crcs.into_iter();
+        for storage in &mut self.planner.storages {
+            storage.crcs = crcs.by_ref().take(storage.crcs.len()).collect();
+            storage.crc32 = combine(storage.len, &storage.crcs);
+        }
+        let tables = encode(&root, &self.planner.storages, &self.attrs, &[])?;
+        let index_off = self.planner.cursor().checked_next_multiple_of(INDEX_ALIGN);
+        let index_off = index_off.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
+        for job in jobs(self.written..index_off, None, &[]) {
+            let _no_checksums = job.write_to(&mut self.stream)?;
+        }
+        self.stream.write_all(&tail(&tables, index_off)?)?;
+        Ok(self.stream)
+    }
+}

@@ -1,0 +1,153 @@
+//! Commit, abort and proof: how a version becomes visible, or does not.
+
+use super::MAX_REASON_BYTES;
+use super::command::{Commit, Outcome};
+use super::identity::{Timestamp, VersionId};
+use super::refusal::{Reason, Refusal};
+use super::state::State;
+use super::version::{Contribution, ManifestReference, Status};
+
+impl State {
+    pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
+        let Commit {
+            id,
+            writer,
+            job,
+            digest,
+            archive,
+            now,
+        } = commit;
+        self.refuse_fenced(job.as_ref())?;
+        let version = self.named(id)?;
+        version.refuse_dropped()?;
+        version.refuse_other_job(job.as_ref())?;
+        let number = version.number;
+        match version.contributions.get_mut(&writer) {
+            None => return Err(Refusal::NotBegun { number, writer }),
+            Some(Contribution::Committed {
+                digest: committed, ..
+            }) if *committed != digest => {
+                return Err(Refusal::ContributionDiffers {
+                    number,
+                    writer,
+                    committed: *committed,
+                });
+            }
+            Some(Contribution::Committed { .. }) => {}
+            Some(begun) => *begun = Contribution::Committed { digest, archive },
+        }
+        let missing = version.missing();
+        if missing.is_empty() && matches!(version.status, Status::Open { .. }) {
+            version.status = Status::Proving { since: now };
+        }
+        Ok(Outcome::Committed {
+            visible: version.manifest().is_some(),
+            missing,
+        })
+    }
+
+    pub(super) fn abort(&mut self, id: VersionId, writer: u32) -> Outcome {
+        let Ok(version) = self.named(id) else {
+            return Outcome::Done;
+        };
+        let begun = version.contributions.get(&writer) == Some(&Contribution::Begun);
+        if begun && version.is_open() {
+            version.contributions.remove(&writer);
+            if version.call.is_some() || version.contributions.is_empty() {
+                version.drop_because(Reason::Aborted { writer });
+            }
+        }
+        Outcome::Done
+    }
+
+    pub(super) fn proved(
+        &mut self,
+        id: VersionId,
+        manifest: ManifestReference,
+        now: Timestamp,
+    ) -> Result<Outcome, Refusal> {
+        let version = self.named(id)?;
+        let number = version.number;
+        match &version.status {
+            Status::Open { .. } => Err(Refusal::NotProving {
+                number,
+                missing: version.missing(),
+            }),
+            Status::Proving { .. } => {
+                version.status = Status::Visible {
+                    since: now,
+                    manifest,
+                };
+                self.reached(id);
+                Ok(Outcome::Done)
+            }
+            Status::Visible {
+                manifest: shown, ..
+            }
+            | Status::Retired { manifest: shown } => {
+                if *shown == manifest {
+                    Ok(Outcome::Done)
+                } else {
+                    Err(Refusal::ManifestDiffers { number })
+                }
+            }
+            Status::Dropped { reason } => Err(Refusal::Dropped {
+                number,
+                reason: reason.clone(),
+            }),
+        }
+    }
+
+    /// Readers have reached a version: what is older and open will never be the newest, and what a
+    /// rewind takes back goes in the same step.
+    fn reached(&mut self, id: VersionId) {
+        let Some(version) = self.known(id) else {
+            return;
+        };
+        let (place, rewinds) = (version.place(), version.rewinds);
+        let (epoch, number) = place;
+        for version in &mut self.versions {
+            if version.is_open() && version.place() < place {
+                version.drop_because(Reason::Superseded { by: number });
+            }
+            if version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from) {
+                version.retire();
+            }
+        }
+        self.epoch = epoch;
+        self.highest = Some(number);
+        self.retire_surplus();
+    }
+
+    pub(super) fn rejected(&mut self, id: VersionId, reason: String) -> Result<Outcome, Refusal> {
+        let version = self.named(id)?;
+        let number = version.number;
+        match &version.status {
+            Status::Open { .. } => Err(Refusal::NotProving {
+                number,
+                missing: version.missing(),
+            }),
+            Status::Proving { .. } => {
+                version.drop_because(Reason::Rejected {
+                    reason: cut(reason),
+                });
+                Ok(Outcome::Done)
+            }
+            Status::Visible { .. } | Status::Retired { .. } => {
+                Err(Refusal::AlreadyVisible { number })
+            }
+            Status::Dropped {
+                reason: Reason::Rejected { .. },
+            } => Ok(Outcome::Done),
+            Status::Dropped { reason } => Err(Refusal::Dropped {
+                number,
+                reason: reason.clone(),
+            }),
+        }
+    }
+}
+
+fn cut(mut reason: String) -> String {
+    reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
+    reason
+}

@@ -1,0 +1,79 @@
+//! Leases and pins: what holds the data of a version.
+
+use super::command::{Outcome, Selector};
+use super::identity::{LeaseId, Timestamp};
+use super::refusal::Refusal;
+use super::state::{Lease, State};
+use super::version::Version;
+
+impl State {
+    pub(super) fn lease_version(
+        &mut self,
+        selector: Selector,
+        lease: LeaseId,
+        holder: String,
+        until: Timestamp,
+    ) -> Result<Outcome, Refusal> {
+        if let Some(held) = self.leases.get_mut(&lease) {
+            if held.expired {
+                return Err(Refusal::LeaseExpired { lease });
+            }
+            held.until = held.until.max(until);
+            let id = held.version;
+            return leased(self.named(id)?);
+        }
+        let version = self.found(selector)?;
+        let outcome = leased(version)?;
+        let held = Lease {
+            version: version.id,
+            holder,
+            until,
+            expired: false,
+        };
+        self.leases.insert(lease, held);
+        Ok(outcome)
+    }
+
+    pub(super) fn release(&mut self, lease: LeaseId) -> Outcome {
+        self.leases.remove(&lease);
+        Outcome::Done
+    }
+
+    pub(super) fn holder_gone(&mut self, holder: &str) -> Outcome {
+        self.leases.retain(|_, lease| lease.holder != holder);
+        Outcome::Done
+    }
+
+    pub(super) fn pin(&mut self, selector: Selector, label: String) -> Result<Outcome, Refusal> {
+        let Version { id, number, .. } = *self.found(selector)?;
+        self.pins.insert(label, id);
+        self.retire_surplus();
+        Ok(Outcome::Pinned { id, number })
+    }
+
+    pub(super) fn unpin(&mut self, label: &str) -> Outcome {
+        self.pins.remove(label);
+        self.retire_surplus();
+        Outcome::Done
+    }
+
+    fn found(&self, selector: Selector) -> Result<&Version, Refusal> {
+        let newest = self.head().map(|version| version.number);
+        self.version(selector)
+            .ok_or(Refusal::NotFound { selector, newest })
+    }
+}
+
+/// What a reader is told; only a version that was never visible has nothing to tell.
+fn leased(version: &Version) -> Result<Outcome, Refusal> {
+    let Version {
+        id, epoch, number, ..
+    } = *version;
+    let manifest = version.manifest().cloned().ok_or(Refusal::Unknown { id })?;
+    Ok(Outcome::Leased {
+        id,
+        epoch,
+        number,
+        manifest,
+    })
+}

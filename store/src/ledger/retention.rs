@@ -1,0 +1,125 @@
+//! Retention: what is retired, abandoned, deleted, and forgotten at last.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use super::OPEN_LIMIT;
+use super::command::{Effect, Outcome, Selection};
+use super::identity::{Timestamp, VersionId};
+use super::refusal::{Reason, Refusal};
+use super::state::State;
+use super::version::{Status, Version};
+
+impl State {
+    pub(super) fn retain(&mut self, keep: NonZeroU32, ttl: Option<Duration>) -> Outcome {
+        self.keep = keep;
+        self.ttl = ttl;
+        self.retire_surplus();
+        Outcome::Done
+    }
+
+    /// Retires what is visible beyond the newest ones and not pinned.
+    pub(super) fn retire_surplus(&mut self) {
+        let keep = usize::try_from(self.keep.get()).unwrap_or(usize::MAX);
+        let surplus: Vec<_> = self
+            .visible()
+            .rev()
+            .skip(keep)
+            .map(|version| version.id)
+            .collect();
+        self.retire_unpinned(&surplus);
+    }
+
+    fn retire_unpinned(&mut self, ids: &[VersionId]) {
+        let unpinned: Vec<_> = ids
+            .iter()
+            .copied()
+            .filter(|id| !self.is_pinned(*id))
+            .collect();
+        for version in self
+            .versions
+            .iter_mut()
+            .filter(|version| unpinned.contains(&version.id))
+        {
+            version.retire();
+        }
+    }
+
+    pub(super) fn expire(&mut self, now: Timestamp) -> Outcome {
+        for version in &mut self.versions {
+            if version.is_abandoned(now) {
+                version.drop_because(Reason::Abandoned {
+                    missing: version.missing(),
+                });
+            }
+        }
+        if let Some(ttl) = self.ttl {
+            let is_old = |version: &&Version| version.is_older(ttl, now);
+            let old: Vec<_> = self
+                .visible()
+                .filter(is_old)
+                .map(|version| version.id)
+                .collect();
+            self.retire_unpinned(&old);
+        }
+        for lease in self.leases.values_mut() {
+            lease.expired |= lease.until <= now;
+        }
+        Outcome::Done
+    }
+
+    pub(super) fn delete(&mut self, selection: Selection) -> Outcome {
+        let mut ids = Vec::new();
+        for version in self
+            .versions
+            .iter_mut()
+            .filter(|version| selection.includes(version))
+        {
+            if version.is_open() {
+                version.drop_because(Reason::Deleted);
+                ids.push(version.id);
+            } else if version.is_visible() {
+                version.retire();
+                ids.push(version.id);
+            }
+        }
+        Outcome::Deleted { ids }
+    }
+
+    pub(super) fn reclaimed(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
+        if let Some(version) = self.known(id) {
+            match self.owed(version) {
+                Some(Effect::Delete { .. }) => self.forget(id),
+                _ => {
+                    return Err(Refusal::InUse {
+                        number: version.number,
+                    });
+                }
+            }
+        }
+        Ok(Outcome::Done)
+    }
+}
+
+impl Version {
+    fn is_abandoned(&self, now: Timestamp) -> bool {
+        match self.status {
+            Status::Open { since } | Status::Proving { since } => since.after(OPEN_LIMIT) <= now,
+            _ => false,
+        }
+    }
+
+    fn is_older(&self, ttl: Duration, now: Timestamp) -> bool {
+        matches!(self.status, Status::Visible { since, .. } if since.after(ttl) <= now)
+    }
+}
+
+impl Selection {
+    fn includes(self, version: &Version) -> bool {
+        match self {
+            Self::All => true,
+            Self::Number(number) => version.number == number,
+            Self::Id(id) => version.id == id,
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! All that the ledger knows of a key, and the questions it answers.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::MAX_ENDED;
+use super::command::{Effect, Selector};
+use super::identity::{JobId, LeaseId, Timestamp, VersionId};
+use super::refusal::Refusal;
+use super::version::{Ended, Fate, Status, Version};
+use super::writers::WriterSet;
+
+/// The ledger of one key at one moment. The default is that of a key never written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// How often the key was rewound, as readers see it.
+    pub(super) epoch: u32,
+    /// The highest number that was ever visible in the epoch. It survives deletion.
+    pub(super) highest: Option<u64>,
+    pub(super) keep: NonZeroU32,
+    pub(super) ttl: Option<Duration>,
+    /// The newest job that contributed.
+    pub(super) job: Option<Job>,
+    /// The older ones, oldest first.
+    pub(super) fenced: VecDeque<JobId>,
+    /// Those that have data, in the order of their places; no two have the same place.
+    pub(super) versions: Vec<Version>,
+    /// Those whose data is gone, oldest first.
+    pub(super) ended: VecDeque<Ended>,
+    pub(super) leases: BTreeMap<LeaseId, Lease>,
+    pub(super) pins: BTreeMap<String, VersionId>,
+}
+
+/// The newest job, and what its next put is compared with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Job {
+    pub(super) id: JobId,
+    /// The writers of the version that it opened last.
+    pub(super) writers: Option<WriterSet>,
+    /// The last of its calls that opened a version, and the number of that version.
+    pub(super) last_call: Option<(u64, u64)>,
+}
+
+/// A reader's hold on a version.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// The version.
+    pub version: VersionId,
+    /// Who reads.
+    pub holder: String,
+    /// Until when new reads may start.
+    pub until: Timestamp,
+    /// Whether that moment has passed. The data stays until the lease is released all the same.
+    pub expired: bool,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            epoch: 0,
+            highest: None,
+            keep: NonZeroU32::MIN,
+            ttl: None,
+            job: None,
+            fenced: VecDeque::new(),
+            versions: Vec::new(),
+            ended: VecDeque::new(),
+            leases: BTreeMap::new(),
+            pins: BTreeMap::new(),
+        }
+    }
+}
+
+impl State {
+    /// The newest visible version.
+    pub fn head(&self) -> Option<&Version> {
+        self.visible().next_back()
+    }
+
+    /// The visible version that a selector means.
+    pub fn version(&self, selector: Selector) -> Option<&Version> {
+        match selector {
+            Selector::Newest => self.head(),
+            Selector::Number(number) => self.visible().find(|version| version.number == number),
+            Selector::Id(id) => self.visible().find(|version| version.id == id),
+        }
+    }
+
+    /// The visible versions, oldest first.
+    pub fn visible(&self) -> impl DoubleEndedIterator<Item = &Version> {
+        self.versions().filter(|version| version.is_visible())
+    }
+
+    /// The open versions, in the order of their epochs and numbers.
+    pub fn open(&self) -> impl DoubleEndedIterator<Item = &Version> {
+        self.versions().filter(|version| version.is_open())
+    }
+
+    /// All versions that have data, in the order of their epochs and numbers.
+    pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
+        self.versions.iter()
+    }
+
+    /// What became of a version, as one who waits for it sees it: none if the ledger has never
+    /// known it, or has forgotten it.
+    pub fn outcome_of(&self, id: VersionId) -> Option<Fate> {
+        let ended = || self.ended(id).map(Ended::fate);
+        self.known(id).map(Version::fate).or_else(ended)
+    }
+
+    /// The highest number that was ever visible, or the one that the key was rewound to since.
+    pub fn highest(&self) -> Option<u64> {
+        self.highest
+    }
+
+    /// How often the key was rewound, as readers see it.
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// The newest job that contributed.
+    pub fn job(&self) -> Option<&JobId> {
+        self.job.as_ref().map(|job| &job.id)
+    }
+
+    /// A lease that is held.
+    pub fn lease(&self, lease: LeaseId) -> Option<&Lease> {
+        self.leases.get(&lease)
+    }
+
+    /// The labels, each with the version that it holds.
+    pub fn pins(&self) -> impl Iterator<Item = (&str, VersionId)> {
+        self.pins.iter().map(|(label, id)| (label.as_str(), *id))
+    }
+
+    /// Whether a lease or a pin holds the data of a version.
+    pub fn is_held(&self, id: VersionId) -> bool {
+        self.is_pinned(id) || self.leases.values().any(|lease| lease.version == id)
+    }
+
+    pub(super) fn is_pinned(&self, id: VersionId) -> bool {
+        self.pins.values().any(|pinned| *pinned == id)
+    }
+
+    /// What somebody has to do about a version.
+    pub(super) fn owed(&self, version: &Version) -> Option<Effect> {
+        let Version {
+            id, epoch, number, ..
+        } = *version;
+        match version.status {
+            Status::Open { .. } | Status::Visible { .. } => None,
+            Status::Proving { .. } => Some(Effect::Prove { id }),
+            Status::Retired { .. } if self.is_held(id) => None,
+            Status::Retired { .. } | Status::Dropped { .. } => {
+                Some(Effect::Delete { id, epoch, number })
+            }
+        }
+    }
+
+    pub(super) fn known(&self, id: VersionId) -> Option<&Version> {
+        self.versions().find(|version| version.id == id)
+    }
+
+    pub(super) fn ended(&self, id: VersionId) -> Option<&Ended> {
+        self.ended.iter().rev().find(|ended| ended.id == id)
+    }
+
+    /// The version that a command names.
+    pub(super) fn named(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
+        let ended = self
+            .ended(id)
+            .map_or(Refusal::Unknown { id }, Ended::refusal);
+        self.versions
+            .iter_mut()
+            .find(|version| version.id == id)
+            .ok_or(ended)
+    }
+
+    /// Forgets the data of a version, and remembers what became of it.
+    pub(super) fn forget(&mut self, id: VersionId) {
+        let gone = self
+            .versions
+            .extract_if(.., |version| version.id == id)
+            .map(Ended::from);
+        self.ended.extend(gone);
+        while self.ended.len() > MAX_ENDED {
+            self.ended.pop_front();
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Random state dicts: every kind of leaf, key, alias and stride.
+
+use bytes::Bytes;
+use num_bigint::BigInt;
+use proptest::prelude::*;
+use tssd_format::{
+    DeviceMesh, Dict, Dtype, Float, Int, Key, Placement, Shard, ShardPlace, StateDict, Storage,
+    Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+};
+
+/// Any Python string: ASCII, other planes, lone surrogates.
+pub fn text() -> impl Strategy<Value = Text> {
+    let surrogates = proptest::collection::vec(
+        prop_oneof![
+            "[a-z.é漢😀]{0,4}".prop_map(|part| part.into_bytes()),
+            (0xA0..=0xBF_u8, 0x80..=0xBF_u8).prop_map(|(b, c)| vec![0xED, b, c]),
+        ],
+        0..4,
+    );
+    prop_oneof![
+        4 => "[a-z0-9_.]{0,12}".prop_map(Text::from),
+        1 => surrogates.prop_map(|parts| {
+            Text::from_generalized_utf8(parts.concat()).expect("made of legal parts")
+        }),
+    ]
+}
+
+/// Any int, most of them small, some around the ends of `i64`, some huge.
+pub fn int() -> impl Strategy<Value = Int> {
+    prop_oneof![
+        (-3_i64..3).prop_map(Int::from),
+        any::<i64>().prop_map(Int::from),
+        (any::<bool>(), -2_i64..2).prop_map(|(low, by)| {
+            Int::from(BigInt::from(if low { i64::MIN } else { i64::MAX }) + by)
+        }),
+        proptest::collection::vec(any::<u8>(), 9..40)
+            .prop_map(|bytes| Int::from(BigInt::from_signed_bytes_le(&bytes))),
+    ]
+}
+
+/// Any float, NaN payloads and signed zeros among them.
+pub fn float() -> impl Strategy<Value = Float> {
+    prop_oneof![
+        any::<u64>().prop_map(Float::from_bits),
+        prop_oneof![Just(0.0), Just(-0.0), Just(f64::NAN), Just(f64::INFINITY), Just(1.0)]
+            .prop_map(Float::from),
+    ]
+}
+
+/// Any key that a dict may have.
+pub fn key() -> impl Strategy<Value = Key> {
+    let leaf = prop_oneof![
+        4 => text().prop_map(Key::Str),
+        2 => int().prop_map(Key::Int),
+        1 => any::<bool>().prop_map(Key::Bool),
+        1 => float().prop_filter("NaN is no key", |key| !key.get().is_nan()).prop_map(Key::Float),
+        1 => Just(Key::None),
+        1 => proptest::collection::vec(any::<u8>(), 0..6).prop_map(|key| Key::Bytes(key.into())),
+    ];
+    leaf.prop_recursive(3, 8, 3, |key| {
+        proptest::collection::vec(key, 0..3).prop_map(|keys| Key::Tuple(keys.into()))
+    })
+}
+
+/// Whether two keys are one in a Python dict, as far as the format looks.
+fn same_in_python(left: &Key, right: &Key) -> bool {
+    let number = |key: &Key| match key {
+        Key::Bool(bool) => Some(Int::from(i64::from(*bool))),
+        Key::Int(int) => Some(int.clone()),
+        Key::Float(float) if float.get().fract() == 0.0 && float.get().abs() < 1e300 => {
+            num_traits_free_int(float.get())
+        }
+        _ => None,
+    };
+    left == right || number(left).is_some_and(|left| number(right) == Some(left))
+}
+
+/// The int that a whole float is equal to, by its decimal form.
+fn num_traits_free_int(float: f64) -> Option<Int> {
+    format!("{float:.0}").replace("-0", "0").parse().ok().or_else(|| {
+        format!("{float:.0}").parse().ok()
+    })
+}
+
+fn dict(value: impl Strategy<Value = Value>) -> impl Strategy<Value = Dict> {
+    proptest::collection::vec((key(), value), 0..5).prop_map(|entries| {
+        let mut dict = Dict::new();
+        for (key, value) in entries {
+            if !dict.iter().any(|(other, _)| same_in_python(other, &key)) {
+                dict.insert(key, value);
+            }
+        }
+        dict
+    })
+}
+
+fn dtype() -> impl Strategy<Value = Dtype> {
+    (0..Dtype::ALL.len()).prop_map(|at| Dtype::ALL[at])
+}
+
+fn flags() -> impl Strategy<Value = TensorFlags> {
+    (0_u8..16).prop_map(|bits| TensorFlags::from_bits(bits).expect("four bits"))
+}
+
+/// A tensor over a few shared storages, so that many overlap; any strides that fit.
+fn tensor(pool: Vec<Storage>) -> impl Strategy<Value = Tensor> {
+    let strided = (
+        dtype(),
+        proptest::collection::vec((0_u64..4, 0_u64..5), 0..4),
+        any::<bool>(),
+        0..pool.len(),
+        0_u64..64,
+        flags(),
+    );
+    strided.prop_map(move |(dtype, dims, contiguous, storage, offset, flags)| {
+        let (shape, strides): (Vec<u64>, Vec<u64>) = dims.into_iter().unzip();
+        let mut meta = TensorMeta::new(dtype, &shape).expect("small").with_flags(flags);
+        if !contiguous {
+            meta = meta.with_strides(&strides).expect("small");
+        }
+        let offset = offset / 16 * 16;
+        let storage = pool[storage].clone();
+        Tensor::new(meta.clone(), storage, offset).unwrap_or_else(|_| {
+            let span = usize::try_from(meta.span_bytes()).expect("small");
+            Tensor::new(meta, vec![7; span].into(), 0).expect("a storage of its own")
+        })
+    })
+}
+
+fn shard() -> impl Strategy<Value = Shard> {
+    let meshes = prop_oneof![Just(vec![2_u64]), Just(vec![2, 2]), Just(vec![3, 1])];
+    (proptest::collection::vec(0_u64..5, 1..3), meshes, 0_u32..9, any::<bool>(), 0_u32..2)
+        .prop_map(|(global, mesh_shape, rank, named, dim)| {
+            let devices: u64 = mesh_shape.iter().product();
+            let rank = rank % u32::try_from(devices).expect("small");
+            let mut mesh = DeviceMesh::from_shape(&mesh_shape).expect("small");
+            if named {
+                let names = (0..mesh_shape.len()).map(|dim| format!("dim{dim}")).collect();
+                mesh = mesh.with_dim_names(names).expect("distinct");
+            }
+            let dim = dim % u32::try_from(global.len()).expect("small");
+            let placements: Vec<Placement> = (0..mesh_shape.len())
+                .map(|at| if at == 0 { Placement::Shard { dim } } else { Placement::Replicate })
+                .collect();
+            let slices = TensorSlice::from_placements(&global, &mesh, rank, &placements);
+            let slice = slices.expect("one box").remove(0);
+            let numel: u64 = slice.local_shape().iter().product();
+            let elements: Vec<u8> = (0..numel).map(|each| each.to_le_bytes()[0]).collect();
+            let tensor = Tensor::from_slice(&elements, slice.local_shape()).expect("as long");
+            let place = ShardPlace::new(slice).on_mesh(mesh).expect("the same mesh");
+            let place = place.placed(placements).expect("one for each dimension");
+            Shard::new(tensor, place).expect("the same shape")
+        })
+}
+
+/// Any value, at most a few levels deep.
+pub fn value() -> impl Strategy<Value = Value> {
+    let pools = proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 3)
+        .prop_map(|pools| pools.into_iter().map(aligned).collect::<Vec<_>>());
+    pools.prop_flat_map(|pool| {
+        let leaf = prop_oneof![
+            6 => tensor(pool).prop_map(Value::Tensor),
+            2 => shard().prop_map(Value::from),
+            1 => Just(Value::None),
+            1 => any::<bool>().prop_map(Value::Bool),
+            2 => int().prop_map(Value::Int),
+            2 => float().prop_map(Value::Float),
+            1 => (float(), float()).prop_map(|(re, im)| Value::Complex(re, im)),
+            2 => text().prop_map(Value::Str),
+            1 => (4090_usize..4100).prop_map(|len| Value::from("x".repeat(len))),
+            1 => proptest::collection::vec(any::<u8>(), 0..9)
+                .prop_map(|bytes| Value::Bytes(bytes.into())),
+            1 => (4090_usize..4100).prop_map(|len| Value::Bytes(vec![3; len].into())),
+            1 => dtype().prop_map(Value::Dtype),
+            1 => proptest::collection::vec(any::<i64>(), 0..4)
+                .prop_map(|sizes| Value::Size(sizes.into())),
+            1 => "(cpu|meta|cuda:[0-9])".prop_map(|name| Value::Device(name.into())),
+        ];
+        leaf.prop_recursive(4, 32, 5, |value| {
+            prop_oneof![
+                dict(value.clone()).prop_map(Value::Dict),
+                dict(value.clone()).prop_map(Value::OrderedDict),
+                proptest::collection::vec(value.clone(), 0..5).prop_map(Value::List),
+                proptest::collection::vec(value.clone(), 0..5).prop_map(Value::Tuple),
+                (text(), proptest::collection::btree_map("[a-z]{1,4}", value, 0..4)).prop_map(
+                    |(name, fields)| Value::NamedTuple(name, Dict::from_iter(fields))
+                ),
+            ]
+        })
+    })
+}
+
+/// Torch aligns storages to 64 bytes; so do these.
+fn aligned(bytes: Vec<u8>) -> Storage {
+    let mut padded = vec![0_u8; bytes.len() + 64];
+    let start = padded.as_ptr().align_offset(64);
+    padded[start..start + bytes.len()].copy_from_slice(&bytes);
+    let end = start + bytes.len();
+    Storage::from(Bytes::from(padded).slice(start..end))
+}
+
+/// Any state dict.
+pub fn state_dict() -> impl Strategy<Value = StateDict> {
+    (any::<bool>(), dict(value())).prop_map(|(ordered, dict)| {
+        let value = if ordered { Value::OrderedDict(dict) } else { Value::Dict(dict) };
+        StateDict::from_value(value).expect("a dict")
+    })
+}

@@ -1,0 +1,3 @@
+//! What the suite and the benches share: generators of state dicts, and naive oracles.
+
+pub mod generate;

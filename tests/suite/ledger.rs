@@ -1,0 +1,719 @@
+//! The ledger under random commands: several writers and jobs, commands lost, repeated and out of
+//! order, effects carried out late, twice or never.
+#![expect(
+    clippy::unwrap_used,
+    reason = "this is a test, though clippy sees its helpers alone"
+)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tssd_store::ledger::{
+    ArchiveReference, Begin, Command, Commit, Contribution, Digest, Effect, Fate, JobId, LeaseId,
+    MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome, Refusal, Selection,
+    Selector, State, Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+};
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_sequence_of_commands_breaks_a_rule(moves in prop::collection::vec(any_move(), 1..120)) {
+        let mut world = World::default();
+        for next in moves {
+            world.play(next);
+        }
+        world.end();
+    }
+}
+
+/// What happens next. Versions are named by how many began after them; numbers and calls count from
+/// a little below the highest.
+#[derive(Clone, Debug)]
+enum Move {
+    /// One command, however senseless.
+    Give(Command),
+    /// A writer begins; a repetition has the identity of the last begin.
+    Begin { begin: Begin, repeats: bool },
+    /// A writer commits, by default under the job of the version.
+    Commit {
+        back: usize,
+        writer: u32,
+        job: Option<JobId>,
+        contents: u8,
+    },
+    /// All writers of a version that are missing commit.
+    Complete { back: usize },
+    /// A command about the version.
+    About { back: usize, about: About },
+    /// Somebody carries out everything that is owed.
+    Settle,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum About {
+    Abort(u32),
+    Proved(bool),
+    Rejected,
+    Reclaimed,
+    Delete,
+    Lease(u128),
+}
+
+fn any_move() -> impl Strategy<Value = Move> {
+    let back = 0..4_usize;
+    let commit = (
+        back.clone(),
+        0..4_u32,
+        prop::option::weighted(0.2, any_job()),
+        0..3_u8,
+    );
+    prop_oneof![
+        8 => (any_begin(), prop::bool::weighted(0.1))
+            .prop_map(|(begin, repeats)| Move::Begin { begin, repeats }),
+        4 => commit.prop_map(|(back, writer, job, contents)| {
+            Move::Commit { back, writer, job, contents }
+        }),
+        6 => back.clone().prop_map(|back| Move::Complete { back }),
+        3 => (back, any_about()).prop_map(|(back, about)| Move::About { back, about }),
+        5 => Just(Move::Settle),
+        5 => any_command().prop_map(Move::Give),
+    ]
+}
+
+fn any_begin() -> impl Strategy<Value = Begin> {
+    let party = prop_oneof![
+        2 => (0..2_u32).prop_map(|writer| (WriterSet::one(writer), writer)),
+        8 => (0..2_u32).prop_map(|writer| ((0..2).collect(), writer)),
+        1 => (0..4_u32).prop_map(|writer| ((0..3).collect(), writer)),
+    ];
+    let name = prop_oneof![
+        3 => (0..8_u64).prop_map(|number| (Some(number), None)),
+        4 => (0..4_u64).prop_map(|call| (None, Some(call))),
+        1 => Just((None, None)),
+    ];
+    let digest = prop::option::weighted(0.3, any_digest());
+    let job = prop::option::weighted(0.8, any_job());
+    let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.2));
+    (party, name, job, digest, flags).prop_map(|(party, name, job, digest, flags)| {
+        let (writers, writer) = party;
+        let ((number, call), (rewind, writers_defaulted)) = (name, flags);
+        let (id, now) = (VersionId(0), Timestamp(0));
+        Begin {
+            writer,
+            writers,
+            writers_defaulted,
+            job,
+            call,
+            number,
+            rewind,
+            digest,
+            id,
+            now,
+        }
+    })
+}
+
+/// Mostly the newest job, so that versions become complete.
+fn any_job() -> impl Strategy<Value = JobId> {
+    let name = prop_oneof![40 => Just(NEWEST), 1 => Just(NEWER), 3 => Just(OLDER)];
+    name.prop_map(|name| JobId(name.to_owned()))
+}
+
+const NEWEST: &str = "newest";
+const NEWER: &str = "newer";
+const OLDER: &str = "older";
+
+fn any_digest() -> impl Strategy<Value = Digest> {
+    (0..3_u8).prop_map(|contents| Digest([contents; 16]))
+}
+
+fn any_about() -> impl Strategy<Value = About> {
+    prop_oneof![
+        3 => (0..4_u32).prop_map(About::Abort),
+        2 => prop::bool::weighted(0.2).prop_map(About::Proved),
+        1 => Just(About::Rejected),
+        1 => Just(About::Reclaimed),
+        1 => Just(About::Delete),
+        2 => (0..4_u128).prop_map(About::Lease),
+    ]
+}
+
+fn any_command() -> impl Strategy<Value = Command> {
+    let selector = prop_oneof![
+        Just(Selector::Newest),
+        (0..6_u64).prop_map(Selector::Number)
+    ];
+    let label = || (0..3_u8).prop_map(|label| label.to_string());
+    let lease = |(selector, lease, holder): (_, _, u8)| Command::Lease {
+        selector,
+        lease: LeaseId(lease),
+        holder: holder.to_string(),
+        ttl: Duration::from_mins(2),
+        now: Timestamp(0),
+    };
+    let keep = (1..4_u32).prop_map(|keep| NonZeroU32::new(keep).unwrap());
+    let ttl = prop::option::weighted(0.3, Just(Duration::from_mins(30)));
+    let selection =
+        prop_oneof![1 => Just(Selection::All), 4 => (0..6_u64).prop_map(Selection::Number)];
+    prop_oneof![
+        3 => (0..480_000_u64).prop_map(|now| Command::Expire { now: Timestamp(now) }),
+        4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
+        2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
+        1 => (0..2_u8).prop_map(|holder| Command::HolderGone { holder: holder.to_string() }),
+        2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
+        2 => label().prop_map(|label| Command::Unpin { label }),
+        2 => (keep, ttl).prop_map(|(keep, ttl)| Command::Retain { keep, ttl }),
+        1 => selection.prop_map(|selection| Command::Delete { selection }),
+    ]
+}
+
+/// The ledger, and what an observer has seen of it.
+#[derive(Default)]
+struct World {
+    state: State,
+    now: u64,
+    keep: Option<NonZeroU32>,
+    /// The versions that were begun, oldest first.
+    begun: Vec<VersionId>,
+    /// What was said of each version when it opened.
+    opened: BTreeMap<VersionId, Version>,
+    /// What each version was when it became visible.
+    shown: BTreeMap<VersionId, Version>,
+    committed: BTreeMap<(VersionId, u32), Digest>,
+    calls: BTreeMap<(JobId, u64), VersionId>,
+    last_call: u64,
+    jobs: u32,
+    fenced: BTreeSet<JobId>,
+    fates: BTreeMap<VersionId, Fate>,
+    proposed: u128,
+}
+
+impl World {
+    fn play(&mut self, next: Move) {
+        match next {
+            Move::Give(command) => {
+                let command = self.dated(command);
+                self.give(&command)
+            }
+            Move::Begin { begin, repeats } => {
+                self.proposed += u128::from(!repeats);
+                let (id, now) = (VersionId(self.proposed), Timestamp(self.now));
+                let number = begin.number.map(|number| self.lowest() + number);
+                let call = begin
+                    .call
+                    .map(|call| self.last_call.saturating_sub(1) + call);
+                let job = begin.job.map(|job| self.job(&job));
+                self.give(&Command::Begin(Begin {
+                    id,
+                    now,
+                    number,
+                    call,
+                    job,
+                    ..begin
+                }))
+            }
+            Move::Commit {
+                back,
+                writer,
+                job,
+                contents,
+            } => {
+                let Some(id) = self.back(back) else {
+                    return;
+                };
+                let of_version = self.opened[&id].job.clone();
+                let job = job.map(|job| self.job(&job)).or(of_version);
+                self.commit(id, writer, job, contents)
+            }
+            Move::Complete { back } => {
+                let Some(id) = self.back(back) else { return };
+                self.complete(id);
+                return;
+            }
+            Move::About { back, about } => {
+                let Some(id) = self.back(back) else { return };
+                self.give(&self.about(id, about))
+            }
+            Move::Settle => {
+                self.settle();
+                return;
+            }
+        }
+        .ok();
+    }
+
+    fn job(&mut self, name: &JobId) -> JobId {
+        self.jobs += u32::from(name.0 == NEWER);
+        JobId((self.jobs - u32::from(name.0 == OLDER && self.jobs > 0)).to_string())
+    }
+
+    /// The number that a move calls 0.
+    fn lowest(&self) -> u64 {
+        self.state.highest().unwrap_or(0).saturating_sub(3)
+    }
+
+    /// A command with the numbers and the moment that it means. Time passes by what an expiry says.
+    fn dated(&mut self, mut command: Command) -> Command {
+        let lowest = self.lowest();
+        match &mut command {
+            Command::Expire { now } => {
+                self.now += now.0;
+                now.0 = self.now;
+            }
+            Command::Lease { now, .. } => now.0 = self.now,
+            _ => {}
+        }
+        match &mut command {
+            Command::Lease {
+                selector: Selector::Number(number),
+                ..
+            }
+            | Command::Pin {
+                selector: Selector::Number(number),
+                ..
+            }
+            | Command::Delete {
+                selection: Selection::Number(number),
+            } => *number += lowest,
+            _ => {}
+        }
+        command
+    }
+
+    fn back(&self, back: usize) -> Option<VersionId> {
+        self.begun.iter().rev().nth(back).copied()
+    }
+
+    fn commit(
+        &mut self,
+        id: VersionId,
+        writer: u32,
+        job: Option<JobId>,
+        contents: u8,
+    ) -> Result<Outcome, Refusal> {
+        let archive = ArchiveReference {
+            name: format!("{id}.{writer}"),
+            file_len: 9,
+            bytes: 8,
+        };
+        let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
+        self.give(&Command::Commit(Commit {
+            id,
+            writer,
+            job,
+            digest,
+            archive,
+            now,
+        }))
+    }
+
+    fn complete(&mut self, id: VersionId) {
+        let Version {
+            number,
+            job,
+            writers,
+            ..
+        } = self.opened[&id].clone();
+        for writer in writers.iter() {
+            let begin = Begin {
+                writer,
+                writers: writers.clone(),
+                writers_defaulted: false,
+                job: job.clone(),
+                call: None,
+                number: Some(number),
+                rewind: false,
+                digest: None,
+                id: VersionId(u128::MAX - self.proposed),
+                now: Timestamp(self.now),
+            };
+            self.proposed += 1;
+            self.give(&Command::Begin(begin)).ok();
+            self.commit(id, writer, job.clone(), 1).ok();
+        }
+    }
+
+    fn about(&self, id: VersionId, about: About) -> Command {
+        let now = Timestamp(self.now);
+        match about {
+            About::Abort(writer) => Command::Abort { id, writer },
+            About::Proved(other) => {
+                let manifest = if other {
+                    manifest(VersionId(0))
+                } else {
+                    manifest(id)
+                };
+                Command::Proved { id, manifest, now }
+            }
+            About::Rejected => Command::Rejected {
+                id,
+                reason: "hole".repeat(400),
+            },
+            About::Reclaimed => Command::Reclaimed { id },
+            About::Delete => Command::Delete {
+                selection: Selection::Id(id),
+            },
+            About::Lease(lease) => {
+                let (selector, lease) = (Selector::Id(id), LeaseId(lease));
+                let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));
+                Command::Lease {
+                    selector,
+                    lease,
+                    holder,
+                    ttl,
+                    now,
+                }
+            }
+        }
+    }
+
+    /// Carries out what is owed, and proves that twice is as good as once.
+    fn settle(&mut self) {
+        for _ in 0..1000 {
+            let owed = pending(&self.state);
+            let commands: Vec<_> = owed
+                .iter()
+                .map(|effect| self.carried_out(*effect))
+                .collect();
+            let mut twice = self.state.clone();
+            for command in commands.iter().chain(&commands) {
+                if let Ok(step) = step(&twice, command.clone()) {
+                    twice = step.state;
+                }
+            }
+            for command in &commands {
+                self.give(command).ok();
+            }
+            assert_eq!(self.state, twice);
+            if owed.is_empty() {
+                return;
+            }
+        }
+        panic!("effects are owed for ever");
+    }
+
+    fn carried_out(&self, effect: Effect) -> Command {
+        match effect {
+            Effect::Prove { id } if id.0 % 8 == 7 => self.about(id, About::Rejected),
+            Effect::Prove { id } => self.about(id, About::Proved(false)),
+            Effect::Delete { id, .. } => Command::Reclaimed { id },
+            _ => unreachable!("{effect:?}"),
+        }
+    }
+
+    /// When all is said and done nothing is open, and only what retention keeps is left.
+    fn end(&mut self) {
+        self.settle();
+        self.now += u64::try_from(OPEN_LIMIT.as_millis()).unwrap();
+        self.give(&Command::Expire {
+            now: Timestamp(self.now),
+        })
+        .unwrap();
+        for holder in ["0", "1"] {
+            self.give(&Command::HolderGone {
+                holder: holder.to_owned(),
+            })
+            .unwrap();
+        }
+        for label in ["0", "1", "2"] {
+            self.give(&Command::Unpin {
+                label: label.to_owned(),
+            })
+            .unwrap();
+        }
+        self.settle();
+        assert!(self.state.versions().all(Version::is_visible));
+        assert!(self.state.visible().count() <= self.keep());
+        for id in self.opened.keys() {
+            assert!(!matches!(
+                self.state.outcome_of(*id),
+                Some(Fate::Pending { .. })
+            ));
+        }
+    }
+
+    fn keep(&self) -> usize {
+        usize::try_from(self.keep.unwrap_or(NonZeroU32::MIN).get()).unwrap()
+    }
+
+    /// Gives a command, repeats it, and checks every rule.
+    fn give(&mut self, command: &Command) -> Result<Outcome, Refusal> {
+        let before = self.state.clone();
+        let result = step(&before, command.clone());
+        assert_eq!(result, step(&before, command.clone()), "not deterministic");
+        self.check_fenced(command, &result);
+        let Step {
+            state,
+            outcome,
+            effects,
+        } = result?;
+        if let Ok(again) = step(&state, command.clone()) {
+            assert_eq!(
+                (&again.state, again.effects),
+                (&state, Vec::new()),
+                "{command:?}"
+            );
+        }
+        if let Command::Retain { keep, .. } = command {
+            self.keep = Some(*keep);
+        }
+        self.state = state;
+        self.check_effects(&before, &effects);
+        self.check_outcome(command, &outcome);
+        self.check_versions(command);
+        self.check_progress(&before, command);
+        self.check_retention(&before, command);
+        self.check_fates();
+        self.check_size();
+        Ok(outcome)
+    }
+
+    /// A fenced job changes nothing.
+    fn check_fenced(&mut self, command: &Command, result: &Result<Step, Refusal>) {
+        let job = match command {
+            Command::Begin(Begin { job, .. }) | Command::Commit(Commit { job, .. }) => job.as_ref(),
+            _ => None,
+        };
+        let newest = self.state.job().cloned();
+        let is_fenced = job.is_some_and(|job| self.fenced.contains(job));
+        let is_incomplete = matches!(
+            result,
+            Err(Refusal::NotAWriter { .. } | Refusal::CallRequired { .. })
+        );
+        if let Some(by) = newest.clone().filter(|_| is_fenced && !is_incomplete) {
+            assert_eq!(result, &Err(Refusal::Fenced { by }));
+        }
+        if let (Ok(step), Some(newest)) = (result, newest)
+            && step.state.job() != Some(&newest)
+        {
+            assert!(matches!(command, Command::Begin(_)));
+            self.fenced.insert(newest);
+        }
+    }
+
+    /// Effects are what is owed from now on; what is held is not deleted; what is owed stays owed
+    /// until it is done.
+    fn check_effects(&self, before: &State, effects: &[Effect]) {
+        let (earlier, owed) = (pending(before), pending(&self.state));
+        let arisen: Vec<_> = owed
+            .iter()
+            .filter(|it| !earlier.contains(it))
+            .copied()
+            .collect();
+        assert_eq!(effects, arisen);
+        for effect in &owed {
+            if let Effect::Delete { id, epoch, number } = *effect {
+                let version = self
+                    .state
+                    .versions()
+                    .find(|version| version.id == id)
+                    .unwrap();
+                assert_eq!((version.epoch, version.number), (epoch, number));
+                assert!(!self.state.is_held(id) && !version.is_open() && !version.is_visible());
+            }
+        }
+        for effect in earlier {
+            if let Effect::Delete { id, .. } = effect {
+                let is_known = self.state.versions().any(|version| version.id == id);
+                assert!(
+                    owed.contains(&effect) || !is_known,
+                    "{effect:?} is owed no more"
+                );
+            }
+        }
+    }
+
+    fn check_outcome(&mut self, command: &Command, outcome: &Outcome) {
+        match (command, outcome) {
+            (Command::Begin(begin), Outcome::Begun { id, .. } | Outcome::Retry { id, .. }) => {
+                let version = self
+                    .state
+                    .versions()
+                    .find(|version| version.id == *id)
+                    .unwrap();
+                assert_eq!(
+                    (&version.job, &version.writers),
+                    (&begin.job, &begin.writers)
+                );
+                if !self.begun.contains(id) {
+                    self.begun.push(*id);
+                }
+                if let (None, Some(job), Some(call)) = (begin.number, &begin.job, begin.call) {
+                    self.check_call(job, call, *id);
+                }
+            }
+            (Command::Proved { id, manifest, .. }, _) => {
+                let version = self.state.versions().find(|version| version.id == *id);
+                assert_eq!(version.and_then(Version::manifest), Some(manifest));
+            }
+            (Command::Commit(commit), Outcome::Committed { missing, .. }) => {
+                let Commit {
+                    id, writer, digest, ..
+                } = commit;
+                assert_eq!(commit.job, self.opened[id].job, "jobs are mixed");
+                assert!(self.opened[id].writers.contains(*writer) && !missing.contains(*writer));
+                let committed = self.committed.entry((*id, *writer)).or_insert(*digest);
+                assert_eq!(committed, digest, "a contribution changed");
+            }
+            _ => {}
+        }
+    }
+
+    /// A call is one version, and calls open in their order.
+    fn check_call(&mut self, job: &JobId, call: u64, id: VersionId) {
+        let is_later = |(of, later): &(JobId, u64)| of == job && *later > call;
+        match self.calls.get(&(job.clone(), call)) {
+            Some(of_call) => assert_eq!(*of_call, id, "one call opened two versions"),
+            None => assert!(
+                !self.calls.keys().any(is_later),
+                "an early call opened late"
+            ),
+        }
+        self.calls.insert((job.clone(), call), id);
+        self.last_call = self.last_call.max(call);
+    }
+
+    fn check_versions(&mut self, command: &Command) {
+        let mut places = BTreeSet::new();
+        for version in self.state.versions() {
+            let opened = self
+                .opened
+                .entry(version.id)
+                .or_insert_with(|| version.clone());
+            let said = |it: &Version| (it.epoch, it.number, it.call, it.rewinds);
+            assert_eq!(said(opened), said(version));
+            assert_eq!(
+                (&opened.job, &opened.writers),
+                (&version.job, &version.writers)
+            );
+            assert!(
+                places.insert((version.epoch, version.number)),
+                "a place is taken twice"
+            );
+            for (writer, contribution) in &version.contributions {
+                assert!(version.writers.contains(*writer));
+                if let Contribution::Committed { digest, .. } = contribution {
+                    assert_eq!(self.committed.get(&(version.id, *writer)), Some(digest));
+                }
+            }
+            if version.manifest().is_some() {
+                let shown = self.shown.entry(version.id).or_insert_with(|| {
+                    let is_proof = |command: &Command| match command {
+                        Command::Proved { id, manifest, .. } => {
+                            *id == version.id && Some(manifest) == version.manifest()
+                        }
+                        _ => false,
+                    };
+                    assert!(is_proof(command), "visible without a proof");
+                    assert!(
+                        version.missing().is_empty(),
+                        "visible without a contribution"
+                    );
+                    version.clone()
+                });
+                assert_eq!(shown.contributions, version.contributions);
+                assert_eq!(shown.manifest(), version.manifest());
+            }
+            if version.is_open() {
+                let is_fenced = version
+                    .job
+                    .as_ref()
+                    .is_some_and(|job| self.fenced.contains(job));
+                assert!(!is_fenced, "a fenced job has an open version");
+                let is_proving = matches!(version.status, Status::Proving { .. });
+                assert_eq!(is_proving, version.missing().is_empty());
+            }
+        }
+        assert!(self.state.open().count() <= MAX_OPEN);
+    }
+
+    /// Versions become visible in the order of their places; nothing but deletion and age takes
+    /// the head back.
+    fn check_progress(&self, before: &State, command: &Command) {
+        let reached = |state: &State| (state.epoch(), state.highest());
+        let place = |version: &Version| (version.epoch, version.number);
+        assert!(reached(before) <= reached(&self.state));
+        for version in self.state.visible() {
+            let is_new = before.version(Selector::Id(version.id)).is_none();
+            if is_new {
+                let (epoch, number) = place(version);
+                assert!((epoch, Some(number)) > reached(before));
+                assert_eq!((epoch, Some(number)), reached(&self.state));
+                assert!(self.state.open().all(|open| place(open) > (epoch, number)));
+            }
+        }
+        if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
+            assert!(before.head().map(place) <= self.state.head().map(place));
+        }
+    }
+
+    /// The newest K and the pinned stay visible, no more and no less; what is held has its data.
+    fn check_retention(&self, before: &State, command: &Command) {
+        let visible = |state: &State| state.visible().map(|it| it.id).collect::<Vec<_>>();
+        if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
+            let fresh = self
+                .state
+                .visible()
+                .filter(|it| before.version(Selector::Id(it.id)).is_none());
+            let fresh: Vec<_> = fresh.collect();
+            let is_taken_back = |version: &&Version| {
+                let from = fresh
+                    .first()
+                    .and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
+                from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
+            };
+            let stay = before
+                .visible()
+                .filter(|it| !is_taken_back(it))
+                .chain(fresh.iter().copied());
+            let mut stay: Vec<_> = stay.map(|version| version.id).collect();
+            let surplus = stay.len().saturating_sub(self.keep());
+            let pinned: BTreeSet<_> = self.state.pins().map(|(_, id)| id).collect();
+            let mut index = 0;
+            stay.retain(|id| {
+                index += 1;
+                index > surplus || pinned.contains(id)
+            });
+            assert_eq!(visible(&self.state), stay, "{command:?}");
+        }
+        let has_data = |id| self.state.versions().any(|version| version.id == id);
+        assert!(self.state.pins().all(|(_, id)| has_data(id)));
+        let leases = (0..4).filter_map(|lease| self.state.lease(LeaseId(lease)));
+        assert!(leases.into_iter().all(|lease| has_data(lease.version)));
+    }
+
+    /// What was said to one who waits is never taken back, only forgotten.
+    fn check_fates(&mut self) {
+        for id in self.opened.keys() {
+            let (known, now) = (self.fates.get(id), self.state.outcome_of(*id));
+            match (known, now) {
+                (Some(Fate::Pending { .. }) | None, Some(now)) => {
+                    self.fates.insert(*id, now);
+                }
+                (Some(known), Some(now)) => assert_eq!(known, &now),
+                (known, None) => assert!(!matches!(known, Some(Fate::Pending { .. }))),
+            }
+        }
+    }
+
+    fn check_size(&self) {
+        let text = serde_json::to_string(&self.state).unwrap();
+        assert_eq!(serde_json::from_str::<State>(&text).unwrap(), self.state);
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(value["ended"].as_array().unwrap().len() <= MAX_ENDED);
+        let held = self.state.pins().count() + 4;
+        assert!(
+            self.state.versions().count() <= 2 * MAX_OPEN + self.keep() + held + MAX_DELETIONS + 4
+        );
+    }
+}
+
+fn manifest(id: VersionId) -> ManifestReference {
+    ManifestReference {
+        name: format!("{id}.manifest"),
+        digest: Digest([9; 16]),
+    }
+}

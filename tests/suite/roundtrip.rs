@@ -1,0 +1,255 @@
+//! State dicts to bytes and back: bit for bit, ties kept, the same bytes every time.
+
+use proptest::prelude::*;
+use tssd_format::{
+    Archive, ArchiveWriter, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
+    ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice, Text, TorchStoreStateDict,
+    Value,
+};
+use tssd_tests::generate;
+
+fn encode(dict: &StateDict) -> Vec<u8> {
+    TorchStoreStateDict::from_state_dict(dict).unwrap().as_bytes().to_vec()
+}
+
+/// Which tensors overlap which, and by how many bytes.
+fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
+    let tensors: Vec<&Tensor> = dict
+        .leaves()
+        .into_iter()
+        .filter_map(|(_, leaf)| match leaf {
+            Value::Tensor(tensor) if tensor.meta().numel() > 0 => Some(tensor),
+            _ => None,
+        })
+        .collect();
+    let mut ties = Vec::new();
+    for (left, one) in tensors.iter().enumerate() {
+        for (right, other) in tensors.iter().enumerate().skip(left + 1) {
+            let (one, other) = (one.view().span().as_ptr_range(), other.view().span().as_ptr_range());
+            if one.start < other.end && other.start < one.end {
+                let apart = other.start.addr().cast_signed() - one.start.addr().cast_signed();
+                ties.push((left, right, apart));
+            }
+        }
+    }
+    ties
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn every_state_dict_comes_back(dict in generate::state_dict()) {
+        let bytes = encode(&dict);
+        let archive = Archive::from_bytes(bytes.clone()).unwrap();
+        archive.verify().unwrap();
+        let back = archive.to_state_dict().unwrap();
+        prop_assert_eq!(&back, &dict);
+        prop_assert_eq!(ties(&back), ties(&dict));
+        // What came back is the same state dict, so it is the same bytes.
+        prop_assert_eq!(encode(&back), &bytes[..]);
+        prop_assert_eq!(TorchStoreStateDict::encoded_len(&dict).unwrap(), bytes.len() as u64);
+    }
+
+    #[test]
+    fn jobs_in_any_order_write_the_same_bytes(
+        dict in generate::state_dict(),
+        dirt in any::<u8>(),
+        reverse in any::<bool>(),
+    ) {
+        let layout = Layout::plan(&dict, &Options::new()).unwrap();
+        let mut file = vec![dirt; layout.file_len() as usize];
+        let mut jobs = layout.jobs();
+        if reverse {
+            jobs.reverse();
+        }
+        let filled: Vec<_> = jobs.iter().map(|job| {
+            let range = job.range().start as usize..job.range().end as usize;
+            job.run(&mut file[range]).unwrap()
+        }).collect();
+        let tail = layout.seal(filled).unwrap();
+        file[layout.index_off() as usize..].copy_from_slice(&tail);
+        prop_assert_eq!(file, encode(&dict));
+    }
+
+    #[test]
+    fn a_stream_holds_the_same_values(dict in generate::state_dict()) {
+        let mut writer = ArchiveWriter::new(Vec::new(), Options::new()).unwrap();
+        for (key, value) in dict.entries().iter() {
+            writer.insert(key.clone(), value.clone()).unwrap();
+        }
+        let archive = Archive::from_reader(bytes::Bytes::from(writer.finish().unwrap())).unwrap();
+        archive.verify().unwrap();
+        let plain = StateDict::from_value(Value::Dict(dict.entries().clone())).unwrap();
+        prop_assert_eq!(archive.to_state_dict().unwrap(), plain);
+    }
+
+    #[test]
+    fn every_leaf_is_found(dict in generate::state_dict()) {
+        let archive = Archive::from_bytes(encode(&dict)).unwrap();
+        let leaves = dict.leaves();
+        for (path, leaf) in &leaves {
+            prop_assert_eq!(&archive.value(path).unwrap(), *leaf);
+            let fqn = path.fqn();
+            let same = leaves.iter().filter(|(other, _)| other.fqn() == fqn).count();
+            // Keys that an fqn cannot spell (bytes, tuples, floats, surrogates) have the exact path only.
+            match archive.leaf(&fqn) {
+                Ok(found) => prop_assert!(leaves.iter().any(|(other, leaf)| {
+                    other.fqn() == fqn && **leaf == found
+                })),
+                Err(error) => prop_assert!(
+                    error.kind() == ErrorKind::AmbiguousFqn && same > 1
+                        || error.kind() == ErrorKind::NotFound
+                ),
+            }
+        }
+    }
+}
+
+fn tensor(len: u8) -> Tensor {
+    Tensor::from_slice(&(0..len).collect::<Vec<_>>(), &[u64::from(len)]).unwrap()
+}
+
+#[track_caller]
+fn refused(dict: &StateDict, kind: ErrorKind, path: &str) {
+    let error = Layout::plan(dict, &Options::new()).unwrap_err();
+    assert_eq!((error.kind(), error.path()), (kind, Some(path)), "{error}");
+}
+
+#[test]
+fn keys_keep_their_types() {
+    let mut inner = Dict::new();
+    inner.insert(1_i64, tensor(1));
+    inner.insert("1", tensor(2));
+    let mut dict = StateDict::new();
+    dict.insert("a", inner);
+    dict.insert("a.1", tensor(3));
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    assert_eq!(archive.to_state_dict().unwrap(), dict);
+    let error = archive.leaf("a.1").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AmbiguousFqn);
+    assert!(error.to_string().contains(r#"["a"][1]"#), "{error}");
+    let exact = ObjectPath::root().key("a").key(1);
+    assert_eq!(archive.value(&exact).unwrap(), Value::from(tensor(1)));
+}
+
+#[test]
+fn what_cannot_be_stored_is_named() {
+    let mut dict = StateDict::new();
+    let mut inner = Dict::new();
+    inner.insert("rng", Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() });
+    dict.insert("state", inner);
+    refused(&dict, ErrorKind::UntypedLeaf, r#"["state"]["rng"]"#);
+
+    let mut dict = StateDict::new();
+    dict.insert("a", Dict::from_iter([(Key::Bool(true), 1_i64), (Key::Int(1.into()), 2)]));
+    refused(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
+
+    let mut dict = StateDict::new();
+    dict.insert(Key::Float(Float::from(f64::NAN)), 1_i64);
+    refused(&dict, ErrorKind::KeyKind, "[NaN]");
+
+    let mut dict = StateDict::new();
+    dict.insert("k".repeat(4097), 1_i64);
+    let error = Layout::plan(&dict, &Options::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::KeyKind);
+
+    // Two u16 views of one u8 storage, one of them at an odd byte.
+    let storage = Storage::from(vec![0_u8; 8]);
+    let view = |offset| {
+        let meta = TensorMeta::new(tssd_format::Dtype::Int16, &[2]).unwrap();
+        Tensor::new(meta, storage.clone(), offset).unwrap()
+    };
+    let mut dict = StateDict::new();
+    dict.insert("even", view(0));
+    dict.insert("odd", view(1));
+    refused(&dict, ErrorKind::Misaligned, r#"["even"]"#);
+}
+
+#[test]
+fn nesting_ends_at_64_levels() {
+    let nested = |levels| {
+        let mut value = Value::from(1_i64);
+        for _ in 1..levels {
+            value = Value::List(vec![value]);
+        }
+        let mut dict = StateDict::new();
+        dict.insert("deep", value);
+        dict
+    };
+    let legal = nested(64);
+    assert_eq!(Archive::from_bytes(encode(&legal)).unwrap().to_state_dict().unwrap(), legal);
+    let error = Layout::plan(&nested(65), &Options::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TooDeep);
+    assert!(error.path().unwrap().starts_with(r#"["deep"][0][0]"#), "{error}");
+}
+
+#[test]
+fn shards_must_fit() {
+    let slice = |offset| TensorSlice::new(&[offset], &[4], &[8]);
+    assert_eq!(slice(5).unwrap_err().kind(), ErrorKind::OutsideGlobal);
+    let place = ShardPlace::new(slice(4).unwrap());
+    assert_eq!(Shard::new(tensor(3), place).unwrap_err().kind(), ErrorKind::SliceMismatch);
+}
+
+#[test]
+fn views_are_typed_and_bounded() {
+    let meta = TensorMeta::new(tssd_format::Dtype::Float32, &[1 << 40]).unwrap();
+    let expanded = meta.with_strides(&[0]).unwrap();
+    let storage = Storage::from(&[1.5_f32][..]);
+    let tensor = Tensor::new(expanded, storage, 0).unwrap();
+    assert_eq!(tensor.meta().span_bytes(), 4);
+    let view = tensor.view();
+    assert_eq!(view.to_contiguous(1 << 20).unwrap_err().kind(), ErrorKind::LimitExceeded);
+    assert_eq!(view.as_slice::<f32>().unwrap_err().kind(), ErrorKind::NotContiguous);
+    assert_eq!(view.as_slice::<u32>().unwrap_err().kind(), ErrorKind::WrongType);
+
+    let mut dict = StateDict::new();
+    dict.insert("expanded", tensor);
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    assert!(archive.file_len() < 8192, "an expanded tensor is stored once");
+    assert_eq!(archive.tensor("expanded").unwrap().meta().shape(), [1 << 40]);
+}
+
+#[test]
+fn a_view_does_not_drag_its_storage_along() {
+    let storage = Storage::from(vec![9_u8; 1 << 20]);
+    let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[10]).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("slice", Tensor::new(meta, storage, 1000).unwrap());
+    assert!(encode(&dict).len() < 8192);
+}
+
+#[test]
+fn a_writer_that_fails_says_so() {
+    struct Full(usize);
+    impl std::io::Write for Full {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let room = self.0.min(bytes.len());
+            self.0 -= room;
+            if room == 0 { Err(std::io::ErrorKind::StorageFull.into()) } else { Ok(room) }
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut dict = StateDict::new();
+    dict.insert("weight", tensor(200));
+    let layout = Layout::plan(&dict, &Options::new()).unwrap();
+    let whole = usize::try_from(layout.file_len()).unwrap();
+    for room in (0..whole).step_by(97) {
+        let error = layout.write_to(&mut Full(room)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+    }
+    layout.write_to(&mut Full(whole)).unwrap();
+}
+
+#[test]
+fn text_that_is_long_lies_in_the_blob() {
+    let long = Text::from_generalized_utf8([&b"\xED\xA0\x80"[..], &[b'x'; 5000]].concat()).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("long", Value::Str(long));
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    assert_eq!(archive.storage_count(), 1);
+    assert_eq!(archive.to_state_dict().unwrap(), dict);
+}

@@ -1,0 +1,104 @@
+//! The spec against the code: byte tables, rules, dtypes, vectors.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+use tssd_format::{Archive, Dtype, ErrorKind};
+
+fn spec(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec").join(path)
+}
+
+fn read_json(path: &str) -> Json {
+    serde_json::from_slice(&std::fs::read(spec(path)).unwrap()).unwrap()
+}
+
+#[test]
+fn byte_tables_are_those_of_the_code() {
+    let text = std::fs::read_to_string(spec("format.md")).unwrap();
+    let mut tables: BTreeMap<&str, Vec<(String, usize, usize)>> = BTreeMap::new();
+    let mut record = None;
+    for line in text.lines() {
+        if let Some(heading) = line.strip_prefix("### ") {
+            record = heading.split_once(" (").map(|(name, size)| {
+                (name, size.trim_end_matches(" bytes)").parse::<usize>().unwrap())
+            });
+        }
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let (Some((name, _)), [_, offset, size, field, ..]) = (record, cells.as_slice()) else {
+            continue;
+        };
+        if let (Ok(offset), Ok(size)) = (offset.parse(), size.parse()) {
+            tables.entry(name).or_default().push(((*field).into(), offset, size));
+        }
+    }
+    for (name, fields) in tssd_format::record_tables() {
+        let fields: Vec<_> = fields.iter().map(|(f, o, s)| ((*f).to_string(), *o, *s)).collect();
+        assert_eq!(tables.remove(name), Some(fields), "the table of {name}");
+    }
+    assert!(tables.is_empty(), "the spec has tables that the code lacks: {tables:?}");
+}
+
+#[test]
+fn every_rule_has_a_kind_and_every_kind_a_rule() {
+    let text = std::fs::read_to_string(spec("format.md")).unwrap();
+    let mut rules: BTreeSet<(String, String)> = BTreeSet::new();
+    // A rule runs from its number to the next blank line or rule; it names its kind in backticks last.
+    for part in text.split("\n- **").skip(1) {
+        let part = part.split("\n\n").next().unwrap();
+        let (Some(rule), true) = (part.get(..5), part.starts_with("F-")) else { continue };
+        let named = ErrorKind::ALL.iter().filter(|kind| part.contains(&format!("`{}`", kind.name())));
+        rules.extend(named.map(|kind| (rule.to_string(), kind.name().to_string())));
+    }
+    let kinds = ErrorKind::ALL.iter().filter(|kind| kind.rule().starts_with("F-"));
+    let kinds: BTreeSet<_> =
+        kinds.map(|kind| (kind.rule().to_string(), kind.name().to_string())).collect();
+    assert_eq!(rules, kinds);
+}
+
+#[test]
+fn dtypes_are_those_of_the_table() {
+    let rows = Dtype::ALL.iter().map(|dtype| {
+        serde_json::json!({
+            "code": dtype.code(), "name": dtype.name(), "itemsize": dtype.itemsize(),
+            "bits": dtype.bits(), "safetensors": dtype.safetensors(),
+        })
+    });
+    assert_eq!(read_json("dtypes.json"), Json::Array(rows.collect()));
+    assert_eq!(Dtype::ALL.len(), 47);
+}
+
+#[test]
+fn good_vectors_are_read() {
+    let manifest = read_json("vectors/manifest.json");
+    let valid = manifest["valid"].as_array().unwrap();
+    assert!(valid.len() >= 20);
+    for vector in valid {
+        let name = vector["name"].as_str().unwrap();
+        let file = std::fs::read(spec(&format!("vectors/valid/{name}.tssd"))).unwrap();
+        let archive = Archive::from_bytes(file).unwrap_or_else(|error| panic!("{name}: {error}"));
+        archive.verify().unwrap_or_else(|error| panic!("{name}: {error}"));
+        let view = tssd_format::to_json(&archive).unwrap();
+        assert_eq!(view, read_json(&format!("vectors/valid/{name}.json")), "{name}");
+    }
+}
+
+#[test]
+fn bad_vectors_are_refused_for_their_reason() {
+    let manifest = read_json("vectors/manifest.json");
+    let invalid = manifest["invalid"].as_array().unwrap();
+    assert!(invalid.len() >= 40);
+    let mut wrong = Vec::new();
+    for vector in invalid {
+        let name = vector["name"].as_str().unwrap();
+        let file = std::fs::read(spec(&format!("vectors/invalid/{name}.tssd"))).unwrap();
+        let refused = Archive::from_bytes(file).and_then(|archive| archive.verify());
+        let found = refused.map_err(|error| (error.kind().rule(), error.kind().name()));
+        let expected = (vector["rule"].as_str().unwrap(), vector["kind"].as_str().unwrap());
+        if found != Err(expected) {
+            wrong.push(format!("{name}: expected {expected:?}, found {found:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), invalid.len(), wrong.join("\n"));
+}

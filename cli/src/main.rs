@@ -1,1 +1,83 @@
-fn main() {}
+//! `tssd`: pack, inspect, verify, compare, store and demonstrate TSSD archives.
+//!
+//! The command translates between people and the libraries; what decides is in `tssd-format` and
+//! `tssd-store`. One file per command.
+
+// How a command is asked, answers and ends.
+mod console;
+mod exit;
+mod failure;
+mod interrupt;
+mod size;
+mod value;
+
+// Files.
+mod archives;
+mod document;
+mod header;
+mod output;
+
+// Commands on files.
+mod diff;
+mod inspect;
+mod pack;
+mod unpack;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::Result;
+
+/// Pack, inspect, verify, compare and store PyTorch-style state dicts.
+#[derive(Debug, Parser)]
+#[command(version, after_help = Exit::help(), max_term_width = 100, infer_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Print results as JSON
+    #[arg(long, global = true)]
+    json: bool,
+    /// Print no progress and no summaries
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Print details
+    #[arg(short, long, global = true)]
+    verbose: bool,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Pack(pack::Args),
+    Unpack(unpack::Args),
+    Inspect(inspect::Args),
+    Verify(verify::Args),
+    Diff(diff::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(&cli) {
+        Ok(exit) => exit.into(),
+        Err(failure) => {
+            let exit = failure.exit();
+            failure.print(cli.json);
+            exit.into()
+        }
+    }
+}
+
+fn run(cli: &Cli) -> Result<Exit> {
+    let console = Console { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
+    interrupt::install()?;
+    match &cli.command {
+        Command::Pack(args) => pack::run(args, &console),
+        Command::Unpack(args) => unpack::run(args, &console),
+        Command::Inspect(args) => inspect::run(args, &console),
+        Command::Verify(args) => verify::run(args, &console),
+        Command::Diff(args) => diff::run(args, &console),
+    }
+}

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::blob::Blob;
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::length;
@@ -14,7 +15,7 @@ use crate::frame::{DATA_START, FRAME_LEN, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::layout::combine;
-use crate::read_at::ReadAt;
+
 use crate::state_dict::{StateDict, Value};
 use crate::structure::{
     CHUNK_BYTES, Node, StorageReference, TensorReference, state_dict_of, tensor_of, value_of,
@@ -30,14 +31,8 @@ use crate::text::is_text;
 #[derive(Clone)]
 pub struct Archive {
     index: Arc<Index>,
-    blob: Blob,
+    blob: Arc<dyn Blob>,
     file_len: u64,
-}
-
-#[derive(Clone)]
-enum Blob {
-    Memory(Bytes),
-    File(Arc<dyn ReadAt>),
 }
 
 impl Archive {
@@ -47,9 +42,7 @@ impl Archive {
     ///
     /// One kind for each rule of the spec from F-001 to F-082, with the place.
     pub fn from_bytes(bytes: impl Into<Bytes>) -> Result<Self> {
-        let bytes = bytes.into();
-        let (index, file_len) = read_index(&bytes)?;
-        Ok(Self { index: Arc::new(index), blob: Blob::Memory(bytes), file_len })
+        Self::from_blob(Arc::new(bytes.into()))
     }
 
     /// Opens a file. Only its head and index are read now; each tensor is read when it is asked for,
@@ -62,17 +55,18 @@ impl Archive {
         let path = path.as_ref();
         let at = |error: Error| error.at(path.display());
         let file = std::fs::File::open(path).map_err(Error::io).map_err(at)?;
-        Self::from_reader(file).map_err(at)
+        Self::from_blob(Arc::new(file)).map_err(at)
     }
 
-    /// Opens anything that can be read at any place, as [`Archive::open`] does a file.
+    /// Opens bytes wherever they are. Tensors are views of those that are in memory; others are read
+    /// when they are asked for, as [`Archive::open`] does.
     ///
     /// # Errors
     ///
-    /// As [`Archive::from_bytes`]; `Io` if it cannot be read.
-    pub fn from_reader(reader: impl ReadAt + 'static) -> Result<Self> {
-        let (index, file_len) = read_index(&reader)?;
-        Ok(Self { index: Arc::new(index), blob: Blob::File(Arc::new(reader)), file_len })
+    /// As [`Archive::from_bytes`]; `Io` if they cannot be read.
+    pub fn from_blob(blob: Arc<dyn Blob>) -> Result<Self> {
+        let (index, file_len) = read_index(&*blob)?;
+        Ok(Self { index: Arc::new(index), blob, file_len })
     }
 
     /// Length of the file in bytes.
@@ -210,14 +204,12 @@ impl Archive {
 
     fn read(&self, range: Range<u64>) -> Result<Bytes> {
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::new(ErrorKind::TooLarge));
-        match &self.blob {
-            Blob::Memory(bytes) => Ok(bytes.slice(size(range.start)?..size(range.end)?)),
-            Blob::File(file) => {
-                let mut bytes = vec![0; size(range.end - range.start)?];
-                file.read_exact_at(&mut bytes, range.start)?;
-                Ok(bytes.into())
-            }
+        if let Some(bytes) = self.blob.bytes() {
+            return Ok(bytes.slice(size(range.start)?..size(range.end)?));
         }
+        let mut bytes = vec![0; size(range.end - range.start)?];
+        self.blob.read_exact_at(&mut bytes, range.start)?;
+        Ok(bytes.into())
     }
 
     /// Proves the payload: every stored byte and every byte of padding.
@@ -360,7 +352,7 @@ impl Verify<'_> {
 
 /// Reads and proves head, trailer and index; nothing is allocated before its length is proven
 /// against that of the file.
-fn read_index(file: &impl ReadAt) -> Result<(Index, u64)> {
+fn read_index(file: &dyn Blob) -> Result<(Index, u64)> {
     let file_len = file.size()?;
     let mut head = [0; 4096];
     let start = usize::try_from(file_len).unwrap_or(head.len()).min(head.len());

@@ -106,7 +106,7 @@ impl<'a> Encoder<'a> {
                     let key = match step {
                         Step::Index(_) => index_key(),
                         Step::Key(key) => FileKey::of(key)
-                            .map_err(|error| error.at(path_of(&queue, next).with(step)))?,
+                            .map_err(|error| error.at(path_of(&queue, next).step(step.clone())))?,
                     };
                     queue.push(Queued { node: child, key, parent: next, step: Some(step) });
                 }
@@ -435,13 +435,6 @@ fn word(count: usize) -> Result<u64> {
 
 fn rank(shape: &[u64]) -> Result<u8> {
     u8::try_from(shape.len()).map_err(|_| Error::new(ErrorKind::RankTooLarge).note(shape.len()))
-}
-
-impl ObjectPath {
-    fn with(mut self, step: &Step) -> Self {
-        self.push(step.clone());
-        self
-    }
 }
 
 impl Key {

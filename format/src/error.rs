@@ -69,7 +69,7 @@ impl Error {
 
     /// Adds the region of the global tensor.
     #[must_use]
-    pub fn region(mut self, region: Region) -> Self {
+    pub fn in_region(mut self, region: Region) -> Self {
         self.0.region = Some(region);
         self
     }
@@ -90,7 +90,7 @@ impl Error {
     }
 
     /// The region of the global tensor that the error is about, if it is about one.
-    pub fn region_at_fault(&self) -> Option<&Region> {
+    pub fn region(&self) -> Option<&Region> {
         self.0.region.as_ref()
     }
 }

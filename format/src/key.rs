@@ -125,6 +125,13 @@ impl ObjectPath {
         self
     }
 
+    /// The path of the child that a step leads to.
+    #[must_use]
+    pub fn step(mut self, step: Step) -> Self {
+        self.0.push(step);
+        self
+    }
+
     /// The steps from the root.
     pub fn steps(&self) -> &[Step] {
         &self.0

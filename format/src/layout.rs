@@ -5,7 +5,7 @@ use std::io::Write;
 use bytes::Bytes;
 use crc32fast::Hasher;
 
-use crate::encode::{AttrValue, Attrs, encode};
+use crate::encode::{AttrValue, Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Fill, Filled, Source, jobs, length};
 use crate::frame::{self, DATA_START, INDEX_ALIGN, IndexPlace};
@@ -170,6 +170,25 @@ impl Layout {
         writer.write_all(&self.seal(filled)?)?;
         Ok(())
     }
+}
+
+/// The bytes of a manifest: an archive without a blob, whose storages lie in the given files beside
+/// it. Storages must be in the order of (shard, offset).
+///
+/// # Errors
+///
+/// What the keys of the tree can break, as in [`Layout::plan`]; `TooLarge`.
+pub fn manifest(
+    root: &Node,
+    storages: &[StorageReference],
+    attrs: &Attrs,
+    shards: &[ShardFile],
+) -> Result<Vec<u8>> {
+    let tables = encode(root, storages, attrs, shards)?;
+    let mut file = head().to_vec();
+    file.resize(usize::try_from(DATA_START).expect("4096"), 0);
+    file.extend(tail(&tables, DATA_START)?);
+    Ok(file)
 }
 
 fn head() -> Bytes {

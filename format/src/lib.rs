@@ -59,16 +59,17 @@ mod writer;
 
 // Reading them.
 mod archive;
+mod blob;
 #[cfg(feature = "json")]
 mod json;
 #[cfg(feature = "mmap")]
 mod mmap;
-mod read_at;
 mod tssd;
 
 mod error;
 
 pub use archive::{Archive, Verify};
+pub use blob::Blob;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
@@ -77,11 +78,12 @@ pub use frame::DATA_START;
 #[cfg(feature = "json")]
 pub use json::to_json;
 pub use key::{Key, ObjectPath, Step};
-pub use layout::{Layout, Options};
+pub use layout::{Layout, Options, manifest};
 pub use mesh::DeviceMesh;
+#[cfg(feature = "mmap")]
+pub use mmap::map_file;
 pub use number::{Float, Int};
 pub use placement::Placement;
-pub use read_at::ReadAt;
 pub use region::Region;
 pub use runs::{Loop, Runs};
 pub use shape::{MAX_RANK, numel, row_major_strides};

@@ -11,6 +11,22 @@ use bytes::Bytes;
 use crate::archive::Archive;
 use crate::error::Result;
 
+/// Maps a file. The map lives as long as the last slice of the bytes.
+///
+/// # Errors
+///
+/// Whatever the system says; a file without bytes cannot be mapped.
+///
+/// # Safety
+///
+/// Nobody may change or truncate the file while the bytes live, in this process or another.
+pub unsafe fn map_file(file: &File) -> std::io::Result<Bytes> {
+    // SAFETY: the caller vouches that the file does not change while the map lives; the map belongs
+    // to the `Bytes`, which live as long as any slice of them.
+    let map = unsafe { memmap2::Mmap::map(file)? };
+    Ok(Bytes::from_owner(map))
+}
+
 impl Archive {
     /// Opens a file as a memory map. The index is copied and proven as always; tensors are views of
     /// the map, and their pages are read when they are touched.
@@ -39,9 +55,7 @@ impl Archive {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub unsafe fn map(file: &File) -> Result<Self> {
-        // SAFETY: the caller vouches that the file does not change while the map lives; the map
-        // belongs to the `Bytes`, which live as long as the archive and all views of it.
-        let map = unsafe { memmap2::Mmap::map(file)? };
-        Self::from_bytes(Bytes::from_owner(map))
+        // SAFETY: the caller vouches for the same.
+        Self::from_bytes(unsafe { map_file(file)? })
     }
 }

@@ -150,7 +150,7 @@ impl Region {
         let mut boxes: Vec<_> = boxes.into_iter().filter(|part| !part.is_empty()).collect();
         if let Some(&outside) = boxes.iter().find(|part| !self.contains(part)) {
             let error = Error::new(ErrorKind::OutsideGlobal).note(format!("not in {self}"));
-            return Err(error.region(outside.clone()));
+            return Err(error.in_region(outside.clone()));
         }
         if self.is_empty() {
             return Ok(());
@@ -305,7 +305,7 @@ fn refuse_overlap(boxes: &mut [&Region]) -> Result<()> {
         for other in &boxes[index + 1..][..behind(boxes, index, dim)] {
             if let Some(shared) = part.intersect(other) {
                 let note = format!("{part} and {other}");
-                return Err(Error::new(ErrorKind::Overlap).note(note).region(shared));
+                return Err(Error::new(ErrorKind::Overlap).note(note).in_region(shared));
             }
         }
     }
@@ -348,5 +348,5 @@ fn first_thin_slab(region: &Region, boxes: &[&Region], dim: usize) -> Option<Ran
 }
 
 fn uncovered(region: Region) -> Error {
-    Error::new(ErrorKind::Uncovered).region(region)
+    Error::new(ErrorKind::Uncovered).in_region(region)
 }

@@ -89,6 +89,23 @@ impl Runs {
         self.loops.iter().fold(self.run, |bytes, each| bytes.saturating_mul(each.count))
     }
 
+    /// From the first byte to the last one in the source.
+    pub fn source_span(&self) -> u64 {
+        self.span(|each| each.source_stride)
+    }
+
+    /// From the first byte to the last one in the target.
+    pub fn target_span(&self) -> u64 {
+        self.span(|each| each.target_stride)
+    }
+
+    fn span(&self, stride: impl Fn(&Loop) -> u64) -> u64 {
+        self.loops.iter().fold(self.run, |span, each| {
+            let last = each.count.saturating_sub(1);
+            span.saturating_add(last.saturating_mul(stride(each)))
+        })
+    }
+
     /// Calls `copy` with source offset, target offset and length of every run, in bytes, in
     /// row-major order of the box.
     pub fn for_each(&self, mut copy: impl FnMut(u64, u64, u64)) {

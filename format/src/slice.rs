@@ -36,7 +36,7 @@ impl TensorSlice {
         }
         if !Region::whole(global_shape).contains(&region) {
             let note = format!("global shape {global_shape:?}");
-            return Err(Error::new(ErrorKind::OutsideGlobal).note(note).region(region));
+            return Err(Error::new(ErrorKind::OutsideGlobal).note(note).in_region(region));
         }
         Ok(Self {
             region,

@@ -12,7 +12,7 @@ use crate::tensor::{Shard, ShardPlace, Tensor, TensorMeta};
 use crate::text::Text;
 
 /// One tensor leaf, or one slice of one: what it is, and which bytes it has.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorReference {
     /// Dtype, shape, strides and flags.
     pub meta: TensorMeta,
@@ -39,6 +39,14 @@ pub struct StorageReference {
     pub align_log2: u8,
     /// The number of its shard; 0 in a file without shards.
     pub shard: u32,
+}
+
+impl StorageReference {
+    /// Where a chunk lies in the storage, in bytes.
+    pub fn chunk(&self, number: u64) -> std::ops::Range<u64> {
+        let start = number.saturating_mul(CHUNK_BYTES).min(self.len);
+        start..start.saturating_add(CHUNK_BYTES).min(self.len)
+    }
 }
 
 /// A storage is checksummed in pieces of this many bytes.
@@ -105,6 +113,21 @@ pub enum Container {
     NamedTuple(Text),
     /// What several writers hold for one leaf, keyed by writer.
     Divergent,
+}
+
+impl Container {
+    /// The value of a container of this kind: with these entries, or, for lists and tuples, these
+    /// values.
+    pub fn value(&self, entries: Dict, values: Vec<Value>) -> Value {
+        match self {
+            Self::Dict => Value::Dict(entries),
+            Self::OrderedDict => Value::OrderedDict(entries),
+            Self::List => Value::List(values),
+            Self::Tuple => Value::Tuple(values),
+            Self::NamedTuple(name) => Value::NamedTuple(name.clone(), entries),
+            Self::Divergent => Value::Divergent(entries),
+        }
+    }
 }
 
 /// A leaf of a value, as [`walk`] meets it.
@@ -287,14 +310,7 @@ pub(crate) fn value_of(
                     Step::Index(_) => values.push(value),
                 }
             }
-            match container {
-                Container::Dict => Value::Dict(dict),
-                Container::OrderedDict => Value::OrderedDict(dict),
-                Container::List => Value::List(values),
-                Container::Tuple => Value::Tuple(values),
-                Container::NamedTuple(name) => Value::NamedTuple(name.clone(), dict),
-                Container::Divergent => Value::Divergent(dict),
-            }
+            container.value(dict, values)
         }
     })
 }

@@ -507,11 +507,13 @@ impl<'a> Validator<'a> {
         if usize::from(slice.mesh_rank) > MAX_RANK || slice.mesh == NONE {
             return Err(wrong("mesh"));
         }
-        let mesh = natives(self.claim_dims(start(slice.mesh), mesh_rank)?);
+        let mesh = natives(self.views.dims_at(slice.mesh.to_native(), mesh_rank)?);
         let size = mesh.iter().try_fold(1_u64, |size, dim| size.checked_mul(*dim));
         let size = size.filter(|size| (1..1 << 32).contains(size)).ok_or_else(|| wrong("size"))?;
-        if slice.ranks != NONE {
-            self.ranks(slice, size)?;
+        if slice.ranks == NONE {
+            self.claim_dims(start(slice.mesh), mesh_rank)?;
+        } else {
+            self.mesh_with_ranks(slice, size)?;
         }
         if slice.coordinates != NONE {
             let coordinates = natives(self.claim_dims(start(slice.coordinates), mesh_rank)?);
@@ -538,9 +540,8 @@ impl<'a> Validator<'a> {
         Ok(())
     }
 
-    /// The ranks of a mesh, which follow its shape. Each mesh is looked at once, however many slices
-    /// name it.
-    fn ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
+    /// A mesh whose ranks follow its shape. Each is looked at once, however many slices name it.
+    fn mesh_with_ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
         let wrong = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
         let start = u64::from(slice.mesh.to_native());
         let (first, len) = (start + u64::from(slice.mesh_rank), u64::from(slice.mesh_rank) + size);
@@ -550,7 +551,7 @@ impl<'a> Validator<'a> {
         if self.meshes.get(&start) == Some(&len) {
             return Ok(());
         }
-        let ranks = self.claim_dims(first, size)?;
+        let (_, ranks) = self.claim_dims(start, len)?.split_at(usize::from(slice.mesh_rank));
         let before = self.meshes.range(..=start).next_back();
         let after = self.meshes.range(start..).next();
         if before.is_some_and(|(other, len)| other + len > start)
@@ -683,7 +684,7 @@ impl<'a> Validator<'a> {
         let mut names = std::collections::BTreeSet::new();
         for shard in self.views.shards {
             let name = self.views.heap_at(shard.name.to_native())?;
-            self.claim_text(shard.name.to_native())?;
+            self.claim_heap(shard.name.to_native())?;
             let index_off = shard.index_off.to_native();
             let end = index_off.checked_add(SMALLEST_TAIL);
             let fits = index_off >= DATA_START
@@ -761,7 +762,7 @@ pub(crate) fn is_base_name(name: &[u8]) -> bool {
     (1..=255).contains(&name.len())
         && name.first().is_some_and(is_word)
         && name.iter().all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
-        && name != b"manifest.tssd"
+        && !name.eq_ignore_ascii_case(b"manifest.tssd")
 }
 
 fn dtype(code: u64) -> Option<Dtype> {

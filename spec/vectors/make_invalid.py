@@ -52,7 +52,7 @@ TABLES = {
     "crcs": ("<I", 4, None),
     "slices": (
         "<IIIIIIIBBH",
-        8,
+        4,
         "offsets global_shape mesh coordinates ranks placements names rank mesh_rank flags",
     ),
     "placements": ("<BBHIQ", 8, "kind reserved reserved2 dim split_factor"),
@@ -134,12 +134,13 @@ class Archive:
 
     def __init__(self):
         self.tables = {name: [] for name in TABLES}
+        self.strings = {}  # the heap range of each string
         self.named = {}  # the children of the root, by key
         self.blob = bytearray()
         self.head = {}
         self.trailer = {}
         self.root = {}
-        self.order = list(TABLES)
+        self.alignments = {}  # those of tables that are not as they should be
         self.gap = b"\0"  # what gaps of the index are filled with
         self.before_root = b""
         self.after_root = b""
@@ -151,11 +152,10 @@ class Archive:
         """The heap range of a string."""
         if not content:
             return 0
-        at = bytes(self.tables["heap"]).find(content)
-        if at < 0:
-            at = len(self.tables["heap"])
+        if content not in self.strings:
+            self.strings[content] = len(content) << 32 | len(self.tables["heap"])
             self.tables["heap"] += content
-        return len(content) << 32 | at
+        return self.strings[content]
 
     def vector(self, numbers):
         """The dims range of a vector."""
@@ -216,16 +216,19 @@ class Archive:
         record.update(storage=NONE if 0 in shape else 0)
         return self.add("tensors", **{**record, **fields})
 
-    def slice(self, offsets, global_shape, mesh=(), **known):
-        """Adds a slice; `known` are coordinates, ranks, names and the first placement."""
+    def slice(self, offsets, global_shape, mesh=(), ranks=(), **known):
+        """Adds a slice; `known` are its coordinates, its names and its first placement."""
         absent = dict.fromkeys(("mesh", "coordinates", "ranks", "placements", "names"), NONE)
         record = {**absent, "rank": len(offsets), "mesh_rank": len(mesh)}
         record.update(offsets=self.vector(offsets), global_shape=self.vector(global_shape))
         if mesh:
-            record.update(mesh=self.vector(mesh))
-        for field in ("coordinates", "ranks", "names"):
-            if field in known:
-                record[field] = self.vector(map(self.word, known.pop(field)))
+            record.update(mesh=self.vector((*mesh, *ranks)))
+        if ranks:
+            record.update(ranks=record["mesh"] + len(mesh))
+        if "coordinates" in known:
+            record.update(coordinates=self.vector(known.pop("coordinates")))
+        if "names" in known:
+            record.update(names=self.vector(map(self.put, known.pop("names"))))
         return self.add("slices", **{**record, **known})
 
     def attr(self, name, kind, value):
@@ -271,8 +274,9 @@ class Archive:
     def build_index(self):
         index = bytearray()
         places = {}
-        for name in self.order:
+        for name in TABLES:
             layout, alignment, fields = TABLES[name]
+            alignment = self.alignments.get(name, alignment)
             index = index.ljust(align_up(len(index), alignment), self.gap)
             places[name] = len(index), len(self.tables[name])
             for record in self.tables[name]:
@@ -395,6 +399,27 @@ def one_slice(shape, offsets, global_shape, *arguments, **fields):
     return one_tensor(shape, slice=0).slice(offsets, global_shape, *arguments, **fields)
 
 
+def meshed(mesh=(2,), **known):
+    """A tensor in a storage of 64 bytes, and its slice on a mesh."""
+    return one_slice((2,), (0,), (4,), mesh, **known)
+
+
+def one_mesh(mesh):
+    """The same, with as many ranks as it takes, of which dims has none."""
+    archive = meshed(mesh)
+    start = archive.tables["slices"][0]["mesh"]
+    return archive.edit("slices", 0, ranks=start + len(mesh))
+
+
+def two_meshes(*meshes):
+    """Two tensors without elements, of global sizes 8 and 9, each on a mesh of one dimension: its
+    size and its ranks."""
+    archive = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
+    for i, (size, ranks) in enumerate(meshes):
+        archive.slice((0,), (8 + i,), (size,), ranks)
+    return archive
+
+
 def divergent(*writers, inside=lambda values: values):
     """A manifest with a leaf on which the writers do not agree."""
     values = Box(DIVERGENT, [(writer, Leaf(INT, i)) for i, writer in enumerate(writers)])
@@ -432,13 +457,13 @@ def zip_file():
     entry = zipfile.ZipInfo("archive/data.pkl")
     entry.create_system = 3
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(entry, bytes(8192))
+        archive.writestr(entry, bytes(4264))
     return file.getvalue()
 
 
 def safetensors_file():
-    head = b'{"w":{"dtype":"U8","shape":[8192],"data_offsets":[0,8192]}}'
-    return struct.pack("<Q", len(head)) + head + bytes(8192)
+    head = b'{"w":{"dtype":"U8","shape":[4264],"data_offsets":[0,4264]}}'
+    return struct.pack("<Q", len(head)) + head + bytes(4264)
 
 
 def png_file():
@@ -449,7 +474,7 @@ def png_file():
     size = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
     # One grey pixel in a stored block.
     pixel = b"\x78\x01\x01\x02\x00\xfd\xff\x00\x00\x00\x02\x00\x01"
-    chunks = (b"IHDR", size), (b"tEXt", b"Comment\0".ljust(8192)), (b"IDAT", pixel), (b"IEND", b"")
+    chunks = (b"IHDR", size), (b"tEXt", b"Comment\0".ljust(4264)), (b"IDAT", pixel), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
 
 
@@ -462,65 +487,35 @@ def of_head_and_trailer():
     index_off, index_len = struct.unpack_from("<QQ", trailer)
 
     yield "001-empty-file", "no bytes at all", b""
-    yield "001-head-only", "the head and nothing else", good[:64]
     yield "001-one-byte-short", "4263 bytes, one less than any archive has", good[:4263]
 
-    yield "002-all-zeros", "8 KiB of zeros", bytes(8192)
+    yield "002-all-zeros", "nothing but zeros", bytes(4264)
     yield "002-zip", "a zip file, as torch.save writes", zip_file()
     yield "002-safetensors", "a safetensors file", safetensors_file()
     yield "002-png", "a PNG image", png_file()
     yield "002-text-mode", "CR LF became LF on the way", good.replace(b"\r\n", b"\n")
-    yield "002-seven-bits", "the top bit of the first byte is lost", b"\x09" + good[1:]
 
     yield "003-bit-flipped", "a bit of `compat` flipped", tensors().patch(32, b"\x01")
-    yield "003-crc-zero", "the head's CRC is zero", tensors().patch(60, bytes(4))
-
-    yield "004-major-0", "major version 0", tensors().override("head", major=0)
     yield "004-major-2", "a file of a later major version", tensors().override("head", major=2)
-    yield "004-major-257", "only the low byte of major is 1", tensors().override("head", major=257)
+    later = tensors().override("head", incompat=1 << 63 | 1 << 62)
+    yield "005-incompat-bit-62", "incompat bit 62 is set", later
+    early = tensors().override("head", data_start=64)
+    yield "010-data-start-64", "data_start is 64", early
 
-    for bit in (0, 31, 62):
-        incompat = 1 << 63 | 1 << bit
-        about = f"incompat bit {bit} is set"
-        yield f"005-incompat-bit-{bit}", about, tensors().override("head", incompat=incompat)
-
-    for start in (0, 64, 8192):
-        about = f"data_start is {start}"
-        yield f"010-data-start-{start}", about, tensors().override("head", data_start=start)
-
-    for field in ("index_off", "index_len", "flags"):
-        about = f"reserved {field} of the head is not zero"
-        yield f"006-head-{field}", about, tensors().override("head", **{field: 1})
+    flags = tensors().override("head", flags=1)
+    yield "006-head-flags", "reserved flags of the head are not zero", flags
     yield "006-byte-64", "the first byte after the head", tensors().patch(64, b"\x01")
     yield "006-byte-4095", "the last byte before the blob", tensors().patch(4095, b"\x01")
-    for field in ("flags", "prev_trailer_off", "generation"):
-        about = f"reserved {field} of the trailer is not zero"
-        yield f"006-trailer-{field}", about, tensors().override("trailer", **{field: 1})
+    later = tensors().override("trailer", generation=1)
+    yield "006-trailer-generation", "reserved generation of the trailer is not zero", later
 
     yield "007-truncated-by-one", "the last byte is missing", good[:-1]
-    yield "007-truncated-to-4264", "only as long as the smallest archive", good[:4264]
-    yield "007-trailing-newline", "a newline at the end", good + b"\n"
     yield "007-trailing-zeros", "64 zeros at the end", good + bytes(64)
-    magic = b"\x89TSD\r\n\x1a\n"
-    yield "007-head-magic", "the head's magic", tensors().override("trailer", end_magic=magic)
-
     yield "008-bit-flipped", "a bit of generation flipped", tensors().patch(-16, b"\x01")
-    yield "008-crc-zero", "the trailer's CRC is zero", tensors().patch(-12, bytes(4))
-
     yield "009-trailer-twice", "the trailer again at the end", good + trailer
-    inserted = good[:4096] + bytes(64) + good[4096:]
-    yield "009-blob-grown", "64 bytes inserted in the blob", inserted
-    yield "009-blob-shrunk", "64 bytes missing in the blob", good[:4096] + good[4160:]
-    length = len(good) + 1
-    yield "009-one-too-long", "file_len one more", tensors().override("trailer", file_len=length)
-
-    for codec in (0, 2, 257):
-        about = f"index codec {codec}"
-        yield f"014-codec-{codec}", about, tensors().override("trailer", index_codec=codec)
-
-    for name, length in (("just", (1 << 30) + 1), ("far", U64)):
-        about = f"index_len is {length:#x}"
-        yield f"012-{name}-too-large", about, tensors().override("trailer", index_len=length)
+    yield "014-codec-2", "index codec 2", tensors().override("trailer", index_codec=2)
+    large = tensors().override("trailer", index_len=(1 << 30) + 1)
+    yield "012-too-large", "index_len is 2^30 + 1", large
 
     def index_at(start, length):
         return tensors().override("trailer", index_off=start, index_len=length)
@@ -528,69 +523,40 @@ def of_head_and_trailer():
     yield "011-unaligned", "index_off no multiple of 64", index_at(index_off - 8, index_len + 8)
     low = index_at(4032, len(good) - 64 - 4032)
     yield "011-in-head-space", "index_off below 4096", low
-    yield "011-short-of-trailer", "the index ends early", index_at(index_off, index_len - 8)
-    yield "011-in-trailer", "the index ends in the trailer", index_at(index_off, index_len + 8)
     wrapped = index_at((1 << 64) - 4096, len(good) + 4096 - 64)
     yield "011-overflow", "index_off + index_len + 64 is right modulo 2^64", wrapped
-
     yield "013-bit-flipped", "a byte of the heap changed", tensors().patch(index_off, b"!")
-    yield "013-crc-zero", "index_crc32 is zero", tensors().override("trailer", index_crc32=0)
 
 
 def of_root_and_tables():
     good = leaves()
-    index, root_off = good.build_index()
+    index, _ = good.build_index()
     length = len(index)
 
     def root_at(start, size):
         return leaves().override("trailer", root_off=start, root_len=size)
 
     yield "020-root-too-short", "a root of 100 bytes", root_at(length - 100, 100)
-    yield "020-no-root", "a root of 0 bytes", root_at(length, 0)
     yield "020-unaligned", "root_off no multiple of 4", root_at(length - 106, 106)
-    yield "020-short-of-end", "the root ends early", leaves().lay(after_root=bytes(8)).override(
-        "trailer", root_len=104
-    )
-    yield "020-beyond-end", "the root ends beyond the index", root_at(root_off, 112)
+    short = leaves().lay(after_root=bytes(8)).override("trailer", root_len=104)
+    yield "020-short-of-end", "the root ends before the index", short
     wrapped = root_at((1 << 32) - 256, length + 256)
     yield "020-overflow", "root_off + root_len is right modulo 2^32", wrapped
 
     # The tables of `leaves` up to its dims, and those that it leaves empty behind them.
     heap, dims = len(good.tables["heap"]), len(good.tables["dims"])
-    nodes = align_up(heap, 8) + 8 * dims
-    count = len(good.tables["nodes"])
-    end = align_up(nodes + 36 * count, 8)
+    end = align_up(align_up(heap, 8) + 8 * dims + 36 * len(good.tables["nodes"]), 8)
 
-    order = list(TABLES)
-    order[1], order[2] = order[2], order[1]
-    yield "021-tables-swapped", "nodes before dims", leaves().lay(order=order)
-    order = list(TABLES)
-    order[-2], order[-3] = order[-3], order[-2]
-    swapped = tensors().attr(b"format", STR, b"pt").set("digests", [bytes(32)] * 2).lay(order=order)
-    yield "021-digests-before-attrs", "digests before attrs", swapped
     yield "021-gap-not-zero", "gaps between tables are not zero", leaves().lay(gap=b"\x01")
-    # A heap of 8 bytes and three nodes: the only gap is behind by_key.
-    after_keys = keyed("abcd", "efgh").lay(gap=b"\x01")
-    yield "021-gap-after-by-key", "the gap after by_key is not zero", after_keys
-    spaced = leaves().lay(before_root=bytes(4))
-    yield "021-root-too-late", "four zeros before the root", spaced
-    hidden = leaves().lay(before_root=b"hide")
-    yield "021-hidden-before-root", "four bytes before the root", hidden
+    yield "021-root-too-late", "four zeros before the root", leaves().lay(before_root=bytes(4))
     lower = leaves().override("root", heap=(1, heap - 1))
     yield "021-first-not-at-0", "the heap begins at 1", lower
-    yield "021-table-overlaps", "dims begin in the heap", leaves().override(
-        "root", dims=(align_up(heap, 8) - 8, dims + 1)
-    )
-    yield "021-table-too-late", "dims begin a record late", leaves().override(
-        "root", dims=(align_up(heap, 8) + 8, dims - 1)
-    )
     yield "021-unaligned", "nodes follow a misaligned heap", unaligned_tables()
-    yield "021-empty-elsewhere", "no tensors, but elsewhere", leaves().override(
-        "root", tensors=(0, 0)
-    )
-    yield "021-empty-below-index", "no tensors, but before the index", leaves().override(
-        "root", tensors=(-4096, 0)
-    )
+    # Behind one CRC the slices are at an odd multiple of 4.
+    spaced = one_slice((2,), (0,), (4,)).lay(alignments={"slices": 8})
+    yield "021-slices-aligned-to-8", "four zeros before the slices", spaced
+    elsewhere = leaves().override("root", tensors=(0, 0))
+    yield "021-empty-elsewhere", "no tensors, but elsewhere", elsewhere
     # Shards are last, so that no later table is where it should not be.
     for name, records in (("into-root", 1), ("beyond-file", NONE)):
         about = f"the last table claims {records} records that it does not have"
@@ -621,97 +587,80 @@ def of_heap_and_dims():
             node["key"] = length << 32 | start
         return archive
 
+    prefix = with_heap(b"ab", (0, 2), (0, 1)).set("by_key", (0, 2, 1))
+    beyond = 9 << 32
+    dim_name = meshed(ranks=(0, 1), names=(b"dp",))
+    dim_name.set("dims", [d + beyond if d >> 32 else d for d in dim_name.tables["dims"]])
+    type_name = Archive().tree(Box(DICT, [("p", Box(NAMEDTUPLE, [], b"P"))]))
     for name, about, archive in (
         ("key-beyond", "a key ends a byte beyond the heap", with_heap(b"ab", (0, 3))),
         ("key-overflow", "offset and length overflow 32 bits", with_heap(b"ab", (NONE, NONE))),
         ("key-late", "a key begins after the claimed part", with_heap(b"a?b", (0, 1), (2, 1))),
         ("key-out-of-order", "the second key is first", with_heap(b"ba", (1, 1), (0, 1))),
         ("key-straddles", "a key begins in another and goes on", with_heap(b"abc", (0, 2), (1, 2))),
+        ("key-prefix", "a key is the beginning of another", prefix),
         ("empty-not-0", "an empty key at offset 1", with_heap(b"a", (1, 0), (0, 1))),
-        ("value-beyond", "a str", leaf(STR, b"text").at("leaf", a=5 << 32 | 4)),
-        ("bytes-beyond", "a bytes leaf", leaf(BYTES, b"text").at("leaf", a=5 << 32 | 4)),
-        ("device-beyond", "a device", leaf(DEVICE, b"cpu").at("leaf", a=4 << 32 | 4)),
-        ("media-beyond", "a media tag", leaf(OPAQUE, 0, b"a/b").at("leaf", b=5 << 32 | 4)),
-        ("attr-beyond", "an attribute's name", attrs(b"xy").edit("attrs", 0, name=3 << 32 | 1)),
+        ("opaque-beyond", "an opaque", leaf(OPAQUE, b"{}", b"a/b").at("leaf", a=beyond | 4)),
+        ("media-beyond", "a media tag", leaf(OPAQUE, 0, b"a/b").at("leaf", b=beyond | 4)),
+        ("type-name-beyond", "the name of a namedtuple", type_name.at("p", b=beyond | 1)),
+        ("dim-name-beyond", "a mesh dimension's name", dim_name),
+        ("shard-name-beyond", "a shard's name", divergent(0).edit("shards", 0, name=beyond | 4)),
     ):
         yield f"030-{name}", about, archive
-    named = sliced()
-    yield "030-dim-name-beyond", "a mesh dimension's name", named.set(
-        "dims", [d + (1 << 32) if d >= 1 << 32 else d for d in named.tables["dims"]]
-    )
 
-    transposed = one_tensor((2, 3), UINT8, (3, 1))
-    late = one_tensor((2, 3)).set("dims", (9, 2, 3))
     scalar = one_tensor((), strides=())
+    straddling = one_tensor((2, 3), UINT8, (3, 1)).set("dims", (2, 3, 1))
+    # The shape of the mesh is claimed as global_shape, and the ranks are not yet.
+    mesh = one_slice((0,), (0,), (2,), (2,), (4, 5)).edit("slices", 0, mesh=1, ranks=2)
+    mesh.set("dims", (0, 2, 4, 5))
     for name, about, archive in (
-        ("shape-beyond", "a shape", one_tensor((2, 3)).edit("tensors", 0, shape=1)),
         ("shape-none", "a shape of NONE", one_tensor((2, 3)).edit("tensors", 0, shape=NONE)),
-        ("strides-beyond", "strides", transposed.edit("tensors", 0, strides=3)),
-        ("shape-late", "a shape behind a hidden number", late.edit("tensors", 0, shape=1)),
+        ("strides-straddle", "strides", straddling.edit("tensors", 0, strides=1)),
         ("empty-not-0", "no strides, at 1,", scalar.edit("tensors", 0, strides=1)),
-        ("size-beyond", "a size", leaf(SIZE, (2, 3)).at("leaf", a=1)),
         ("size-far-beyond", "a size at 2^32", leaf(SIZE, (2, 3)).at("leaf", a=1 << 32)),
-        ("size-overflow", "a size at 2^64 - 1", leaf(SIZE, (2, 3)).at("leaf", a=U64)),
         ("size-huge", "a size of 2^32 - 1", leaf(SIZE, (2, 3)).at("leaf", count=NONE)),
+        ("mesh-straddles", "a mesh whose shape is claimed and whose ranks are not", mesh),
+        ("ranks-huge", "a mesh of 2^32 - 1 ranks in a small file", one_mesh((NONE,))),
     ):
         yield f"033-{name}", f"{about} out of range or order", archive
-    straddling = one_tensor((2, 3), UINT8, (3, 1)).set("dims", (2, 3, 1))
-    straddling.edit("tensors", 0, strides=1)
-    yield "033-strides-straddle", "strides begin in the shape and go on", straddling
-    for field in ("offsets", "global_shape", "mesh", "coordinates", "ranks", "names"):
-        archive = one_slice((2,), (0,), (4,), (2,)).edit("slices", 0, **{field: 4})
+    for field in ("offsets", "mesh", "coordinates"):
+        archive = meshed().edit("slices", 0, **{field: 4})
         yield f"033-{field}-beyond", f"the {field} of a slice out of range", archive
-    huge = one_slice((2,), (0,), (4,), (NONE,)).edit("slices", 0, ranks=0)
-    yield "033-ranks-huge", "a mesh of 2^32 - 1 ranks in a small file", huge
+    beyond = meshed(ranks=(0, 1)).edit("slices", 0, names=8)
+    yield "033-names-beyond", "the names of a slice out of range", beyond
 
     unclaimed = with_heap(b"a?", (0, 1))
     yield "031-heap-end", "a byte at the end of the heap that nothing names", unclaimed
-    yield "031-heap-only", "a heap that nothing names", keyed().set("heap", b"hidden")
     unclaimed = one_tensor((2, 3)).set("dims", (2, 3, 4))
     yield "031-dims-end", "a number at the end of dims that nothing names", unclaimed
-    yield "031-dims-only", "dims that nothing names", keyed("a").set("dims", (1,))
 
     for name, text in (
         ("stray-byte", b"\xff"),
-        ("stray-continuation", b"a\x80"),
-        ("overlong-nul", b"\xc0\x80"),
         ("overlong-slash", b"\xe0\x80\xaf"),
-        ("overlong-4", b"\xf0\x80\x80\xaf"),
         ("above-10ffff", b"\xf4\x90\x80\x80"),
         ("cut-short", b"a\xe2\x82"),
-        ("latin-1", "Käse".encode("latin-1")),
     ):
         yield f"032-{name}", f"the key {text.hex()}", keyed(Key(K_STR, text))
     bad = b"a\xff"
-    field = Box(DICT, [("p", Box(NAMEDTUPLE, [(Key(K_STR, bad), Leaf(NONE_LEAF))], b"P"))])
-    type_name = Box(DICT, [("p", Box(NAMEDTUPLE, [], bad))])
     for name, about, archive in (
         ("str", "a str leaf", leaf(STR, bad)),
         ("device", "a device", leaf(DEVICE, bad)),
         ("media", "a media tag", leaf(OPAQUE, b"{}", bad)),
-        ("type-name", "the type name of a namedtuple", Archive().tree(type_name)),
-        ("field-name", "the field name of a namedtuple", Archive().tree(field)),
-        ("attr-name", "an attribute's name", attrs(bad)),
         ("attr-value", "an attribute's str", keyed("a").attr(b"format", STR, bad)),
-        ("dim-name", "a mesh dimension", one_slice((2,), (0,), (4,), (2,), names=(bad,))),
         ("stored", "a str in a storage", stored(STR, b"text" * 1025 + bad)),
     ):
         yield f"032-{name}", f"{about} is not UTF-8", archive
 
 
 def of_nodes():
-    for kind in (13, 31, 38, 255):
+    for kind in (13, 38):
         yield f"040-kind-{kind}", f"a node of kind {kind}", leaves().at("none", kind=kind)
-
     yield "048-no-root", "no nodes at all", Archive()
-    for name, kind in (("list", LIST), ("tuple", TUPLE), ("namedtuple", NAMEDTUPLE)):
-        yield f"048-{name}", f"the root is a {name}", Archive().tree(Box(kind, []))
-    yield "048-leaf", "the root is an int", Archive().set("by_key", [0]).add("nodes", kind=INT)
+    yield "048-list", "the root is a list", Archive().tree(Box(LIST, []))
     yield "048-key-kind", "the root has a none key", keyed("a").edit("nodes", 0, key_kind=K_NONE)
-
-    yield from of_children()
+    yield "048-key", "the key of the root is 1", keyed("a").edit("nodes", 0, key=1)
     yield "042-65-levels", "65 levels of containers", nested(65)
-    yield "042-100-levels", "100 levels of containers", nested(100)
+    yield from of_children()
     yield from of_keys()
     yield from of_leaves()
 
@@ -725,27 +674,25 @@ def of_children():
     for name, about, archive in (
         ("late", "children after the first unclaimed node", pair().at("y", a=5)),
         ("shared", "two lists with the same child", pair().at("y", a=3)),
-        ("out-of-order", "the second list has the first child", pair().at("x", a=4).at("y", a=3)),
-        ("root-is-child", "a list that holds the root", pair().at("x", a=0)),
         ("overflow", "children at 2^64 - 1", pair().at("y", a=U64)),
         ("beyond", "more children than nodes", pair().at("y", count=2)),
-        ("far-beyond", "2^32 - 1 children", pair().at("y", count=NONE)),
         ("orphan", "a node that no container claims", pair().at("y", count=0)),
         ("empty-at-0", "an empty list whose children begin at 0", nested(2).at("list", a=0)),
         ("by-key-short", "by_key lacks an entry", pair().set("by_key", (0, 1, 2, 3))),
-        ("by-key-long", "by_key has an entry too many", pair().set("by_key", (0, 1, 2, 3, 4, 5))),
         ("by-key-root", "by_key[0] is not 0", pair().set("by_key", (1, 1, 2, 3, 4))),
     ):
         yield f"041-{name}", about, archive
     cycle = keyed("a").edit("nodes", 0, count=0).edit("nodes", 1, kind=LIST, count=1, a=1)
     cycle.edit("nodes", 1, key_kind=K_INDEX, key=0).set("heap", b"")
     yield "041-cycle", "a list that is its own child, and an empty root", cycle
-    for kind in ("list", "tuple"):
-        archive = leaves()
-        first = archive.named[kind]["a"]
-        by_key = archive.tables["by_key"]
-        by_key[first : first + 2] = first + 1, first
-        yield f"041-by-key-of-{kind}", f"by_key of a {kind} is not in order", archive
+    yield "041-by-key-of-list", "by_key of a list is not in order", by_key_swapped("list")
+
+
+def by_key_swapped(kind):
+    archive = leaves()
+    first = archive.named[kind]["a"]
+    archive.tables["by_key"][first : first + 2] = first + 1, first
+    return archive
 
 
 def of_keys():
@@ -756,110 +703,74 @@ def of_keys():
         archive = Archive().tree(Box(DICT, [("box", Box(kind, items))]))
         return archive.edit("nodes", 2, **fields)
 
-    index, integer = {"key_kind": K_INDEX, "key": 0}, {"key_kind": K_INT, "key": 1}
+    integer = {"key_kind": K_INT, "key": 1}
     nan = 0x7FF8 << 48
+    long = b"k" * 4097
     for name, about, archive in (
         ("kind-9", "a key of kind 9", keyed(Key(9, 0))),
-        ("kind-255", "a key of kind 255", keyed(Key(255, 0))),
         ("index-in-dict", "a dict with an index key", keyed(Key(K_INDEX, 0))),
         ("int-in-list", "a list with an int key", child(LIST, **integer)),
-        ("none-in-tuple", "a tuple with a none key", child(TUPLE, key_kind=K_NONE)),
-        ("index-not-0", "the key of a list's child is 1", child(LIST, key=1)),
-        ("root-not-0", "the key of the root is 1", keyed("a").edit("nodes", 0, key=1)),
+        ("int-in-namedtuple", "a field named 1", child(NAMEDTUPLE, **integer).set("heap", b"box")),
+        ("bool-in-divergent", "a writer that is a bool", divergent(True)),
+        ("index-not-0", "the key of a tuple's child is 1", child(TUPLE, key=1)),
         ("none-not-0", "a none key of 1", keyed(Key(K_NONE, 1))),
         ("bool-2", "a bool key of 2", keyed(Key(K_BOOL, 2))),
         ("nan", "a float key that is not a number", keyed(Key(K_FLOAT, nan))),
-        ("signalling-nan", "the first of the NaNs", keyed(Key(K_FLOAT, (0x7FF << 52) + 1))),
-        ("negative-nan", "the last of the NaNs", keyed(Key(K_FLOAT, U64))),
         ("writer-too-large", "a writer of 2^32", divergent(0, 1 << 32)),
-        ("writer-negative", "a writer of -1", divergent(0, -1)),
-        ("str-in-divergent", "a writer that is a str", divergent("a")),
-        ("bool-in-divergent", "a writer that is a bool", divergent(True)),
+        ("long-str", "a str key of 4097 bytes", keyed(Key(K_STR, long))),
+        ("long-bigint", "a bigint key of 4097 bytes", keyed(Key(K_BIGINT, long))),
+        ("long-tuple", "a tuple key of 4097 bytes", packed_key(packed(long[9:]))),
     ):
         yield f"043-{name}", about, archive
-    field = child(NAMEDTUPLE, **integer).set("heap", b"box")
-    yield "043-int-in-namedtuple", "a field named 1", field
-    unnamed = child(ORDERED_DICT, **index).set("heap", b"box")
-    yield "043-index-in-ordered-dict", "an ordered_dict with an index key", unnamed
 
     element = struct.pack("<I", 1)
     for name, about, content in (
-        ("empty", "no bytes", b""),
-        ("cut-count", "three bytes of the count", bytes(3)),
-        ("cut-elements", "two elements of three", packed(1, 2, 3)[:-9]),
-        ("cut-int", "an int of seven bytes", packed(1)[:-1]),
-        ("cut-length", "three bytes of a length", packed("text")[:-5]),
         ("cut-str", "a str that ends beyond the key", packed("text")[:-1]),
         ("huge-count", "2^32 - 1 elements", struct.pack("<I", NONE) + packed(1)[4:]),
         ("trailing", "a byte after the last element", packed(1) + b"\0"),
         ("kind-0", "an index for an element", element + bytes([K_INDEX])),
-        ("kind-9", "an element of kind 9", element + bytes([9])),
         ("bool-2", "a bool of 2", element + bytes([K_BOOL, 2])),
         ("nested-9-deep", "tuples 9 deep", packed_nested(9)),
-        ("nested-1000-deep", "tuples 1000 deep", packed_nested(1000)),
+        ("nested-800-deep", "tuples 800 deep", packed_nested(800)),
         ("nan", "an element that is not a number", packed(Key(K_FLOAT, nan))),
         ("not-text", "a str that is not UTF-8", packed(Key(K_STR, b"\xff"))),
         ("short-bigint", "a bigint that is an i64", packed(Key(K_BIGINT, bytes(8)))),
     ):
         yield f"043-tuple-{name}", f"a packed tuple: {about}", packed_key(content)
 
-    for kind in ("dict", "ordered_dict", "namedtuple"):
-        archive = leaves()
-        first = archive.named[kind]["a"]
-        by_key = archive.tables["by_key"]
-        by_key[first : first + 2] = first + 1, first
-        yield f"044-by-key-of-{kind}", f"by_key of a {kind} out of order", archive
-    names = divergent(0, 1).set("by_key", (0, 1, 3, 2))
-    yield "044-by-key-of-divergent", "by_key of a divergent out of order", names
+    for kind in ("dict", "namedtuple"):
+        yield f"044-by-key-of-{kind}", f"by_key of a {kind} out of order", by_key_swapped(kind)
+    apart = keyed("a", "b").set("heap", b"aa")
+    cousins = Box(DICT, [(name, Box(DICT, [("k", Leaf(INT, 7))])) for name in "xy"])
+    cousins = Archive().tree(cousins).set("by_key", (0, 1, 2, 4, 3))
     for name, about, archive in (
+        ("by-key-of-divergent", "writers out of order", divergent(1, 0).set("by_key", range(4))),
         ("duplicate-str", "a str key twice", keyed("a", "b", "a")),
-        ("duplicate-int", "an int key twice", keyed(1, 1)),
-        ("duplicate-none", "a none key twice", keyed(None, None)),
-        ("duplicate-float", "a float key twice", keyed(1.5, 1.5)),
-        ("duplicate-tuple", "a tuple key twice", keyed((1, 2), (1, 2))),
-        ("duplicate-empty", "an empty key twice", keyed("", "")),
-        ("duplicate-field", "a field twice", keyed("x", "x", kind=NAMEDTUPLE)),
-        ("duplicate-in-ordered-dict", "a key twice", keyed("x", "x", kind=ORDERED_DICT)),
-        ("duplicate-writer", "a writer twice", divergent(3, 3)),
+        ("duplicate-apart", "a str key twice, at two places of the heap", apart),
         ("child-twice", "by_key names a child twice", keyed("a", "b").set("by_key", (0, 1, 1))),
-        ("by-key-root", "by_key names the root", keyed("a", "b").set("by_key", (0, 0, 2))),
         ("by-key-beyond", "by_key names node 3 of 3", keyed("a", "b").set("by_key", (0, 1, 3))),
-        ("by-key-none", "by_key names NONE", keyed("a", "b").set("by_key", (0, 1, NONE))),
+        ("by-key-cousin", "by_key of a dict names the child of another", cousins),
         ("signed-order", "ints in the order of i64", keyed(1, -1).set("by_key", (0, 2, 1))),
-        ("float-order", "floats by value", keyed(1.5, -1.5).set("by_key", (0, 2, 1))),
         ("length-order", "the shorter str first", keyed("b", "aa").set("by_key", (0, 1, 2))),
         ("kind-order", "an int before a str", keyed("a", 1).set("by_key", (0, 2, 1))),
     ):
         yield f"044-{name}", about, archive
-    cousins = Box(DICT, [(name, Box(DICT, [("k", Leaf(INT, 7))])) for name in "xy"])
-    yield "044-by-key-cousin", "by_key of a dict names the child of another", Archive().tree(
-        cousins
-    ).set("by_key", (0, 1, 2, 4, 3))
 
     for name, keys in (
         ("int-bool", (1, True)),
-        ("int-bool-false", (0, False)),
-        ("int-float", (1, 1.0)),
-        ("bool-float", (True, 1.0)),
-        ("int-float-2", (2, 2.0)),
+        ("int-float", (2, 2.0)),
         ("zero-minus-zero", (0.0, -0.0)),
         ("int-minus-zero", (0, -0.0)),
-        ("false-minus-zero", (False, -0.0)),
-        ("negative", (-3, -3.0)),
         ("i64-min", (-(1 << 63), -(2.0**63))),
-        ("i64-max-exact", ((1 << 53) + 2, 2.0**53 + 2)),
-        ("bigint-float", (1 << 64, 2.0**64)),
-        ("bigint-float-large", (-(1 << 1023), -(2.0**1023))),
+        ("i64-largest", ((1 << 63) - 1024, 2.0**63 - 1024)),
         ("apart", (1, "a", None, 2.5, True)),
     ):
         yield f"045-{name}", f"the keys {keys}", keyed(*keys)
-    yield "045-in-ordered-dict", "the keys 1 and True", keyed(1, True, kind=ORDERED_DICT)
 
 
 def of_leaves():
     for name, content in (
         ("empty", b""),
-        ("i64", (7).to_bytes(8, "little")),
         ("i64-max-in-9", ((1 << 63) - 1).to_bytes(9, "little")),
         ("i64-min-in-9", (-(1 << 63)).to_bytes(9, "little", signed=True)),
         ("zero-at-end", bigint(1 << 64) + b"\0"),
@@ -867,55 +778,39 @@ def of_leaves():
     ):
         about = f"a bigint of {len(content)} bytes, {content.hex() or 'empty'}"
         yield f"046-{name}", about, leaf(BIGINT, content)
-        yield f"046-key-{name}", f"a key, {about}", keyed(Key(K_BIGINT, content))
+    short = Key(K_BIGINT, (7).to_bytes(8, "little"))
+    yield "046-key", "a bigint key that is an i64", keyed(short)
 
-    zeros = {
-        "none": "count a b",
-        "bool": "count b",
-        "int": "count b",
-        "bigint": "count b",
-        "float": "count b",
-        "complex": "count",
-        "str": "count b",
-        "bytes": "count b",
-        "dtype": "count b",
-        "size": "b",
-        "device": "count b",
-        "opaque": "count",
-        "dict": "b",
-        "ordered_dict": "b",
-        "list": "b",
-        "tuple": "b",
-    }
-    for kind, fields in zeros.items():
-        for field in fields.split():
-            about = f"{field} of a {kind} node is 1"
-            yield f"047-{kind}-{field}", about, leaves().at(kind, **{field: 1})
+    for kind, field in (
+        ("none", "a"),
+        ("bool", "b"),
+        ("int", "count"),
+        ("str", "b"),
+        ("size", "b"),
+        ("opaque", "count"),
+        ("dict", "b"),
+    ):
+        about = f"{field} of a {kind} node is 1"
+        yield f"047-{kind}-{field}", about, leaves().at(kind, **{field: 1})
     yield "047-tensor-b", "b of a tensor node is 1", one_tensor((2,)).at("0", b=1)
-    yield "047-divergent-b", "b of a divergent node is 1", divergent(0, 1).at("leaf", b=1)
     yield "047-bool-2", "a bool of 2", leaves().at("bool", a=2)
-    for code in (47, 256, 1 << 32):
+    for code in (47, 1 << 32):
         yield f"047-dtype-{code}", f"a dtype leaf of code {code}", leaves().at("dtype", a=code)
-    for kind in ("none", "int", "device", "dict", "list"):
+    for kind in ("int", "dict"):
         yield f"047-flag-0-{kind}", f"flag bit 0 on a {kind} node", leaves().at(kind, flags=1)
-    for bit in (1, 15):
-        yield f"047-flag-{bit}", f"flag bit {bit}", leaves().at("str", flags=1 << bit)
+    yield "047-flag-1", "flag bit 1", leaves().at("str", flags=2)
 
     long = b"text" * 1025
     yield "049-long-str", "a str of 4100 bytes in the heap", leaf(STR, long)
-    yield "049-long-bytes", "a bytes leaf of 4097 bytes in the heap", leaf(BYTES, long[:4097])
-    yield "049-long-opaque", "an opaque of 4100 bytes in the heap", leaf(OPAQUE, long, b"a/b")
-    yield "049-short-str", "a str of 4096 bytes in a storage", stored(STR, long[:4096])
-    yield "049-short-bytes", "a bytes leaf of one byte in a storage", stored(BYTES, b"!")
+    yield "049-long-opaque", "an opaque of 4097 bytes in the heap", leaf(OPAQUE, long[:4097], b"a")
+    yield "049-short-str", "a str of 4095 bytes in a storage", stored(STR, long[:4095])
     shared = stored().at("other", flags=1, a=0).set("heap", b"longother")
     yield "049-two-leaves", "two leaves in one storage", shared
     shared = [("long", Leaf(STR, 0, flags=1)), ("tensor", Leaf(TENSOR, 0, count=1))]
     shared = Archive().tree(Box(DICT, shared)).storage(long).tensor((4,))
     yield "049-leaf-and-tensor", "a str and a tensor in one storage", shared
-    for number in (1, 1 << 32, U64):
-        archive = stored()
-        archive.set("heap", b"longothertext").named["other"].update(flags=1, a=number)
-        archive.set("heap", b"longother")
+    for number in (1, 1 << 32):
+        archive = stored().at("other", flags=1, a=number).set("heap", b"longother")
         yield f"049-storage-{number:x}", f"a str in storage {number:#x}, one is there", archive
 
 
@@ -926,18 +821,11 @@ def of_tensors():
             archive.tensor((0,))
         return archive
 
-    half = sliced().edit("tensors", 1, slice=NONE)
-    half.set("slices", half.tables["slices"][:1]).set("placements", half.tables["placements"][:1])
-    last = half.tables["slices"][0]
-    claimed = max(last[field] + 2 for field in ("offsets", "global_shape", "ranks"))
-    half.set("dims", half.tables["dims"][: max(claimed, last["names"] + 1)])
+    half = runs(2).storage(bytes(64)).tensor((2,), slice=0).tensor((2,)).slice((0,), (2,))
     for name, about, archive in (
         ("empty-run", "a run of 0", empty_tensors(1, 1).at("1", count=0)),
-        ("late", "the first run begins at 1", empty_tensors(1, 1).at("0", a=1)),
-        ("swapped", "two runs swapped", empty_tensors(1, 1).at("0", a=1).at("1", a=0)),
         ("shared", "two leaves with one record", empty_tensors(1, 1).at("1", a=0)),
         ("beyond", "a run that ends beyond the table", empty_tensors(1, 1).at("1", count=2)),
-        ("far-beyond", "a run of 2^32 - 1", empty_tensors(1, 1).at("1", count=NONE)),
         ("overflow", "a run at 2^64 - 1", empty_tensors(1, 1).at("1", a=U64)),
         ("unnamed", "a record that no leaf names", empty_tensors(1).tensor((0,))),
         ("unsliced", "a run of two without slices", empty_tensors(2)),
@@ -945,28 +833,22 @@ def of_tensors():
     ):
         yield f"051-{name}", about, archive
 
-    for code in (47, 256, 65535):
+    for code in (47, 256):
         yield f"050-dtype-{code}", f"a tensor of dtype {code}", one_tensor((2,), code)
     yield "052-rank-65", "a tensor of rank 65", one_tensor((1,) * 65)
-    yield "052-rank-255", "a tensor of rank 255", one_tensor((1,) * 255)
 
     top = 1 << 63
     for name, about, archive in (
         ("size", "a size of 2^63 beside one of 0", one_tensor((top, 0))),
-        ("stride", "a stride of 2^63 along a size of 1", one_tensor((1,), UINT8, (top,))),
         ("stride-empty", "a stride of 2^63, no elements", one_tensor((0,), UINT8, (top,))),
-        ("product", "2^63 elements, strides 0", one_tensor((1 << 32, 1 << 31), UINT8, (0, 0))),
         ("product-empty", "2^80 bytes but for a size of 0", one_tensor((1 << 40, 0, 1 << 40))),
-        ("product-wraps", "2^64 elements, strides 0", one_tensor((1 << 32,) * 2, UINT8, (0, 0))),
         ("itemsize", "2^63 bytes in 2^61 elements", one_tensor((1 << 61,), FLOAT32, (0,))),
         ("span", "a span of 4 modulo 2^64", one_tensor((5,), FLOAT32, (1 << 62,))),
-        ("offset", "a byte_offset of 2^63", one_tensor((2,), byte_offset=top)),
         ("offset-wraps", "an end of 1 modulo 2^64", one_tensor((2,), byte_offset=U64)),
     ):
         yield f"053-{name}", about, archive
 
     yield "056-flag-16", "flag 16", one_tensor((2,), flags=16)
-    yield "056-flag-128", "flag 128", one_tensor((2,), flags=128)
     yield "056-reserved", "reserved is 1", one_tensor((2,), reserved=1)
 
     empty = tensors().edit("tensors", 3, storage=0)
@@ -977,39 +859,28 @@ def of_tensors():
     yield "054-no-storage", "a tensor with elements but no storage", bare
     for name, about, archive in (
         ("storage-beyond", "storage 1 of 1", runs(1).tensor((2,), storage=1)),
-        ("offset", "begins at the end", one_tensor((1,), byte_offset=64)),
         ("shape", "one element too many", one_tensor((65,))),
         ("itemsize", "its last element is cut", one_tensor((4,), FLOAT32, byte_offset=52)),
-        ("stride", "its second element is outside", one_tensor((2,), UINT8, (64,))),
         ("strides", "its last corner is outside", one_tensor((8, 8), UINT8, (8, 2))),
-        ("scalar", "a scalar at the end", one_tensor((), byte_offset=64)),
     ):
         yield f"054-{name}", about, archive
-
-    for name, dtype, offset in (("float32", FLOAT32, 2), ("complex128", COMPLEX128, 8)):
-        archive = one_tensor((2,), dtype, byte_offset=offset)
-        yield f"055-{name}", f"a {name} tensor at byte {offset}", archive
+    odd = one_tensor((2,), COMPLEX128, byte_offset=8)
+    yield "055-complex128", "a complex128 tensor at byte 8", odd
 
 
 def of_storages():
-    for log in (0, 5, 255):
-        about = f"align_log2 is {log}"
-        yield f"061-align-{log}", about, one_tensor((2,)).edit("storages", 0, align_log2=log)
+    yield "061-align-5", "align_log2 is 5", one_tensor((2,)).edit("storages", 0, align_log2=5)
     far = manifest().edit("storages", 1, align_log2=22, offset=1 << 22)
     far.edit("shards", 1, index_off=1 << 23, file_len=1 << 24)
     yield "061-align-22", "align_log2 is 22, in a shard", far
 
     for name, about, fields in (
         ("zstd", "codec 1, without chunks", {"codec": 1}),
-        ("codec-2", "codec 2", {"codec": 2}),
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
-        ("chunk-log2-0", "chunk_log2 is 0", {"chunk_log2": 0}),
-        ("chunk-log2-255", "chunk_log2 is 255", {"chunk_log2": 255}),
         ("shuffle", "a byte shuffle", {"shuffle": 4}),
         ("reserved", "reserved is 1", {"reserved": 1}),
         ("chunks", "a first chunk", {"chunks": 0}),
         ("raw-longer", "raw_len above stored_len", {"raw_len": 65}),
-        ("raw-shorter", "raw_len below stored_len", {"raw_len": 63}),
     ):
         yield f"063-{name}", about, one_tensor((2,)).edit("storages", 0, **fields)
 
@@ -1019,39 +890,21 @@ def of_storages():
     def second(**fields):
         return tensors().edit("storages", 1, **fields)
 
-    empty = runs(1).storage(b"").tensor((0,)).set("crcs", [])
-    late = runs(1).lay(blob=bytearray(256)).storage(bytes(64)).tensor((2,))
     gap = tensors()
     gap.set("storages", gap.tables["storages"][:1]).set("crcs", gap.tables["crcs"][:1])
-    gap.lay(blob=gap.blob.ljust(512, b"\0")).storage(bytes(16))
+    gap.lay(blob=gap.blob[:100].ljust(512, b"\0")).storage(bytes(16))
     spaced = tensors()
-    spaced.lay(blob=align_blob(spaced) + bytes(64))
-    beyond = first(stored_len=4096, raw_len=4096)
-    far_beyond = first(stored_len=(1 << 64) - 4096, raw_len=(1 << 64) - 4096)
+    spaced.lay(blob=spaced.blob.ljust(align_up(len(spaced.blob), 64) + 64, b"\0"))
     for name, about, archive in (
-        ("first-late", "storage 0 begins at 4352", late),
-        ("first-in-head", "storage 0 begins at 0", first(offset=0)),
         ("first-unaligned", "storage 0 of 8 KiB alignment begins at 4096", first(align_log2=13)),
-        ("overlap", "storage 1 begins where storage 0 does", second(offset=4096)),
         ("gap", "256 bytes between storages", gap),
         ("unaligned", "storage 1 follows without its alignment", second(align_log2=9)),
-        ("in-index", "storage 0 ends beyond the index", beyond),
-        ("overflow", "storage 0 ends at 2^64", far_beyond),
-        ("offset-overflow", "storage 1 begins at 2^64 - 256", second(offset=(1 << 64) - 256)),
+        ("in-index", "storage 0 ends beyond the index", first(stored_len=4096, raw_len=4096)),
         ("shard", "storage 0 is in shard 1, of none", first(shard=1)),
         ("index-late", "64 bytes between the blob and the index", spaced),
         ("hidden-blob", "a blob without storages", keyed("a").lay(blob=bytearray(64))),
-        ("empty", "a storage without bytes", empty),
     ):
         yield f"060-{name}", about, archive
-    swapped = tensors()
-    swapped.tables["storages"].reverse()
-    for number, storage in enumerate(swapped.tables["storages"]):
-        storage["crcs"] = number
-    swapped.tables["crcs"].reverse()
-    for tensor in swapped.tables["tensors"][:3]:
-        tensor["storage"] = 1 - tensor["storage"]
-    yield "060-out-of-order", "the storages are not in the order of their bytes", swapped
 
     def of_shards(*places):
         archive = manifest()
@@ -1059,91 +912,69 @@ def of_storages():
             archive.edit("storages", i, shard=shard, offset=offset)
         return archive
 
+    touching = of_shards((0, 4096), (0, 4352)).edit("storages", 0, stored_len=257, raw_len=257)
     for name, about, archive in (
         ("unsorted", "storages not sorted by shard", of_shards((1, 4096), (0, 4096))),
-        ("offsets", "storages not sorted by offset", of_shards((0, 4352), (0, 4096))),
-        ("overlap", "storages that overlap", of_shards((0, 4096), (0, 4096))),
-        ("touch", "storages that overlap by a byte", manifest_touching()),
+        ("touch", "storages that overlap by a byte", touching),
         ("unaligned", "a storage that is not aligned", of_shards((0, 4096), (1, 4097))),
         ("shard", "a storage in shard 2 of 2", of_shards((0, 4096), (2, 4096))),
-        ("shard-none", "a storage in shard NONE", of_shards((0, 4096), (NONE, 4096))),
         ("in-head", "a storage in the head of its shard", of_shards((0, 0), (1, 4096))),
         ("in-index", "a storage in the index of its shard", of_shards((0, 4096), (1, 8192))),
         ("overflow", "a storage at 2^64 - 256", of_shards((0, 4096), (1, (1 << 64) - 256))),
         ("blob", "a manifest with a blob", manifest().lay(blob=bytearray(64))),
     ):
         yield f"060-shards-{name}", about, archive
-    empty = manifest().edit("storages", 0, stored_len=0, raw_len=0)
-    empty.set("crcs", empty.tables["crcs"][1:]).edit("storages", 1, crcs=0)
-    empty.edit("tensors", 0, storage=1)
-    yield "060-shards-empty", "a storage without bytes", empty
 
     crcs = tensors().tables["crcs"]
     swapped = second(crcs=0).edit("storages", 0, crcs=1).set("crcs", crcs[::-1])
-    for name, about, archive in (
-        ("swapped", "two storages with each other's CRCs", swapped),
-        ("shared", "two storages with one CRC", second(crcs=0)),
-        ("beyond", "a storage with CRCs beyond the table", second(crcs=2)),
-        ("too-many", "a CRC that no storage claims", tensors().set("crcs", crcs + [0])),
-        ("too-few", "a storage without CRC", tensors().set("crcs", crcs[:1])),
-        ("chunk-record", "a chunk record", tensors().add("chunks", stored_len=100)),
-    ):
-        yield f"064-{name}", about, archive
     large = manifest().edit("storages", 1, stored_len=1 << 40, raw_len=1 << 40)
     large.edit("shards", 1, index_off=1 << 41, file_len=1 << 42)
-    yield "064-tebibyte", "a storage of 1 TiB with one CRC", large
+    for name, about, archive in (
+        ("swapped", "two storages with each other's CRCs", swapped),
+        ("too-many", "a CRC that no storage claims", tensors().set("crcs", crcs + [0])),
+        ("chunk-record", "a chunk record", tensors().add("chunks", stored_len=100)),
+        ("tebibyte", "a storage of 1 TiB with one CRC", large),
+    ):
+        yield f"064-{name}", about, archive
 
     yield "062-unused", "a storage that nothing names", one_tensor((2,)).storage(b"hidden")
-    yield "062-unused-alone", "a storage in a file without tensors", keyed("a").storage(b"hidden")
     unused = manifest().edit("tensors", 1, storage=0)
     yield "062-unused-in-shard", "a storage in a shard that nothing names", unused
-
-
-def align_blob(archive):
-    return archive.blob.ljust(align_up(len(archive.blob), 64), b"\0")
-
-
-def manifest_touching():
-    archive = manifest().edit("storages", 0, stored_len=257, raw_len=257)
-    return archive.edit("storages", 1, shard=0, offset=4352)
 
 
 def of_slices():
     for name, about, archive in (
         ("rank", "a slice of rank 2 of a tensor of rank 1", one_slice((2,), (0, 0), (4, 4))),
-        ("rank-lower", "a slice of rank 0 of a tensor of rank 1", one_slice((2,), (), ())),
         ("outside", "ends one beyond the global size", one_slice((2,), (3,), (4,))),
-        ("outside-empty", "no elements, one beyond", one_slice((0,), (5,), (4,))),
-        ("larger", "larger than the global tensor", one_slice((2, 4), (0, 0), (2, 3))),
         ("wraps", "ends at 1 modulo 2^64", one_slice((2,), (U64,), (4,))),
         ("global-size", "a global size of 2^63", one_slice((0, 2), (0, 0), (0, 1 << 63))),
-        ("product", "2^80 bytes", one_slice((1, 1), (0, 0), (1 << 40, 1 << 40))),
         ("product-empty", "2^80 but for 0", one_slice((0, 1, 1), (0,) * 3, (0, 1 << 40, 1 << 40))),
     ):
         yield f"070-{name}", about, archive
     items = one_slice((2,), (0,), (1 << 61,)).edit("tensors", 0, dtype=FLOAT32)
     yield "070-itemsize", "2^63 bytes in 2^61 elements", items
 
-    def meshed(mesh=(2,), **fields):
-        return one_slice((2,), (0,), (4,), mesh, **fields)
-
-    for field in ("mesh", "coordinates", "ranks", "placements", "names"):
+    for field in ("mesh", "ranks", "names"):
         archive = one_slice((2,), (0,), (4,)).edit("slices", 0, **{field: 0})
         yield f"071-no-mesh-{field}", f"no mesh, but {field}", archive
     bare = one_slice((2,), (0,), (4,)).edit("slices", 0, mesh_rank=1)
-    inverse = (U64 * 2 // 3 + 1) & U64
-    assert 3 * inverse & U64 == 1
+    # The ranks 3 and 1 are what follows the shape in the first; `ranks` names another pair.
+    apart = meshed(ranks=(3, 1), coordinates=(1,)).edit("slices", 0, ranks=0)
     for name, about, archive in (
         ("mesh-none", "mesh_rank 1, but no mesh", bare),
         ("mesh-rank-65", "a mesh of rank 65", meshed((1,) * 65)),
         ("mesh-empty", "a mesh of no devices", meshed((2, 0))),
         ("mesh-too-large", "a mesh of 2^32 devices", meshed((1 << 16, 1 << 16))),
-        ("mesh-wraps", "a mesh of 1 device modulo 2^64", meshed((3, inverse))),
         ("coordinate", "coordinate 2 in a mesh of 2", meshed(coordinates=(2,))),
-        ("coordinate-2", "outside in the second", meshed((2, 3), coordinates=(1, 3))),
         ("rank-too-large", "global rank 2^32", meshed(ranks=(0, 1 << 32))),
+        ("rank-twice", "a global rank twice", meshed(ranks=(3, 3))),
+        ("ranks-apart", "ranks that do not follow the mesh", apart),
+        ("mesh-overlaps", "two meshes that overlap", two_meshes((2, (3, 1)), (1, (9,)))),
+        ("mesh-inside", "a mesh inside another", two_meshes((3, (1, 7, 8)), (1, (7,)))),
+        ("names-without-ranks", "names, but no ranks", meshed(names=(b"dp",))),
+        ("names-twice", "two dimensions dp", meshed((1, 1), ranks=(5,), names=(b"dp", b"dp"))),
+        ("names-surrogate", "a surrogate", meshed(ranks=(5, 6), names=(b"\xed\xa0\x80",))),
         ("flags", "flags of a slice", meshed().edit("slices", 0, flags=1)),
-        ("flags-high", "the last flag", meshed().edit("slices", 0, flags=1 << 15)),
         ("unnamed", "a slice that no tensor names", meshed().slice((0,), (4,))),
         ("beyond", "slice 1 of 1", meshed().edit("tensors", 0, slice=1)),
     ):
@@ -1154,94 +985,61 @@ def of_slices():
     def placed(kind=SHARD, **fields):
         return meshed(placements=0).add("placements", kind=kind, **fields)
 
-    late = placed().add("placements").edit("slices", 0, placements=1)
+    swapped = sliced().edit("slices", 0, placements=1).edit("slices", 1, placements=0)
     for name, about, archive in (
         ("kind-3", "a placement of kind 3", placed(3)),
-        ("partial", "a placement of kind 255", placed(255)),
         ("reserved", "a reserved byte", placed(reserved=1)),
-        ("reserved-last", "the last reserved byte", placed(reserved2=1 << 8)),
         ("replicate-dim", "Replicate with a dim", placed(REPLICATE, dim=1)),
-        ("replicate-factor", "Replicate with a factor", placed(REPLICATE, split_factor=1)),
-        ("shard-factor", "Shard with a factor", placed(SHARD, split_factor=2)),
         ("strided-no-factor", "_StridedShard without", placed(STRIDED_SHARD)),
         ("dim", "Shard(1) of a tensor of rank 1", placed(SHARD, dim=1)),
-        ("dim-none", "Shard(2^32 - 1)", placed(SHARD, dim=NONE)),
-        ("strided-dim", "_StridedShard(1, 2)", placed(STRIDED_SHARD, dim=1, split_factor=2)),
         ("unclaimed", "a placement of no slice", placed().add("placements")),
-        ("unclaimed-all", "placements of no slice", meshed().add("placements")),
         ("beyond", "a slice with a placement beyond", meshed(placements=0)),
-        ("late", "the first placement skipped", late),
+        ("out-of-order", "the second placement is named first", swapped),
     ):
         yield f"073-{name}", about, archive
-    swapped = sliced().edit("slices", 0, placements=1).edit("slices", 1, placements=0)
-    yield "073-out-of-order", "the second placement is named first", swapped
 
-    mixed = sliced().edit("tensors", 1, dtype=1)
-    yield "074-dtype", "a run of uint8 and int8", mixed
-    mixed = two_halves((4, 3), (5, 3))
+    yield "074-dtype", "a run of uint8 and int8", sliced().edit("tensors", 1, dtype=1)
+    mixed = runs(2).storage(b"first half").storage(b"secondhalf")
+    for i in range(2):
+        mixed.tensor((2, 3), storage=i, slice=i)
+    mixed.slice((0, 0), (4, 3)).slice((0, 0), (5, 3))
     yield "074-global-shape", "a run of two global shapes", mixed
-    mixed = two_halves((4, 3), (4, 3, 1))
-    yield "074-global-rank", "a run of two global ranks", mixed
-
-
-def two_halves(*global_shapes):
-    """A run of two records of two global tensors."""
-    archive = runs(2).storage(b"first half").storage(b"secondhalf")
-    for i, global_shape in enumerate(global_shapes):
-        archive.tensor((2, 3, 1)[: len(global_shape)], storage=i, slice=i)
-    for i, global_shape in enumerate(global_shapes):
-        archive.slice((0,) * len(global_shape), global_shape)
-    return archive
 
 
 def of_attrs_and_shards():
     for name, about, archive in (
         ("unsorted", "b before a", attrs(b"b", b"a")),
-        ("prefix", "ab before a", attrs(b"ab", b"a")),
         ("twice", "a name twice", attrs(b"a", b"b", b"b")),
         ("unsigned", "bytes are compared without sign", attrs("é".encode(), b"a")),
-        ("none", "an attribute of kind none", attrs(b"a").edit("attrs", 0, kind=0, value=0)),
+        ("surrogate", "a name with a surrogate", attrs(b"\xed\xa0\x80")),
         ("float", "an attribute of kind float", attrs(b"a").edit("attrs", 0, kind=FLOAT)),
-        ("bool", "an attribute of kind bool", attrs(b"a").edit("attrs", 0, kind=BOOL)),
         ("reserved", "a reserved byte", attrs(b"a").edit("attrs", 0, reserved=1)),
-        ("reserved-last", "the last one", attrs(b"a").edit("attrs", 0, reserved3=1 << 31)),
     ):
         yield f"080-{name}", about, archive
-
-    for name, about, archive, count in (
-        ("too-few", "one digest of two storages", tensors(), 1),
-        ("too-many", "three digests of two storages", tensors(), 3),
-        ("no-storages", "a digest, but no storages", keyed("a"), 1),
-    ):
-        yield f"081-{name}", about, archive.set("digests", [bytes(32)] * count)
+    digests = tensors().set("digests", [bytes(32)])
+    yield "081-too-few", "one digest of two storages", digests
 
     for name, file in (
         ("parent", b"../x"),
-        ("parent-alone", b".."),
-        ("slash", b"a/b"),
-        ("absolute", b"/etc/passwd"),
         ("backslash", b"a\\b"),
-        ("drive", b"c:a"),
         ("hidden", b".a"),
-        ("dash", b"-rf"),
-        ("space", b"a b"),
         ("empty", b""),
-        ("nul", b"a\0"),
         ("newline", b"a.tssd\n"),
         ("not-ascii", "é.tssd".encode()),
         ("too-long", b"a" * 256),
         ("manifest", b"manifest.tssd"),
+        ("manifest-case", b"Manifest.TSSD"),
     ):
         yield f"082-name-{name}", f"a shard named {file[:20]!r}", keyed("a").shard(file)
-    twice = keyed("a").shard(b"a.tssd").shard(b"a.tssd", writer=1)
-    yield "082-name-twice", "two shards of one name", twice
+    twice = keyed("a").shard(b"b.tssd").shard(b"B.tssd", writer=1)
+    yield "082-name-twice-case", "two shards of one name but for its case", twice
     for name, about, fields in (
         ("low", "below 4096", {"index_off": 4032}),
-        ("zero", "at 0", {"index_off": 0}),
-        ("at-end", "at the end", {"index_off": 12288}),
-        ("beyond-end", "beyond the end", {"index_off": 12352}),
+        ("unaligned", "no multiple of 64", {"index_off": 8200}),
+        ("short", "167 bytes before the end", {"index_off": 8192, "file_len": 8192 + 167}),
+        ("overflow", "at 2^64 - 64", {"index_off": (1 << 64) - 64}),
     ):
-        archive = keyed("a").shard(b"a.tssd", **fields)
+        archive = keyed("a").shard(b"b.tssd", **fields)
         yield f"082-index-{name}", f"the index of a shard is {about} of its file", archive
     outside = divergent(0, 1).set("shards", []).set("heap", b"leaf")
     yield "082-divergent-outside", "a divergent node in a file without shards", outside
@@ -1253,18 +1051,23 @@ def of_attrs_and_shards():
 
 def of_payload():
     yield "090-first-byte", "the first byte of a storage", tensors().patch(4096, b"\xff")
-    yield "090-last-byte", "the last byte of a storage", tensors().patch(4352 + 15, b"\xff")
-    stored_text = stored().patch(4096, b"T")
-    yield "090-text", "a letter of a str in a storage", stored_text
     # With one chunk its CRC is that of the storage: both are changed, so that they agree.
     wrong = tensors().edit("storages", 0, crc32=1)
-    yield "090-crc", "the CRCs agree, but not with the bytes", wrong.set(
-        "crcs", [1] + wrong.tables["crcs"][1:]
-    )
+    wrong.set("crcs", [1] + wrong.tables["crcs"][1:])
+    yield "090-crc", "the CRCs agree, but not with the bytes", wrong
     yield "091-crc", "the CRC of a storage", tensors().edit("storages", 1, crc32=1)
+    yield "091-manifest", "the CRC of a storage of a manifest", manifest().edit(
+        "storages", 1, crc32=1
+    )
+    # Two chunks of zeros and a short one. Their CRCs are right, that of the storage is not.
+    chunks = bytes(1 << 20), bytes(1 << 20), bytes(100)
+    large = manifest().edit("storages", 1, stored_len=(2 << 20) + 100, raw_len=(2 << 20) + 100)
+    large.edit("shards", 1, index_off=4 << 20, file_len=8 << 20)
+    large.set("crcs", large.tables["crcs"][:1] + [zlib.crc32(chunk) for chunk in chunks])
+    large.edit("storages", 1, crc32=zlib.crc32(b"".join(chunks)) ^ 1)
+    yield "091-manifest-chunks", "the CRC of a storage of three chunks in a manifest", large
 
     yield "092-after-first", "the byte after storage 0", tensors().patch(4096 + 100, b"\x01")
-    yield "092-before-second", "the byte before storage 1", tensors().patch(4351, b"\x01")
     yield "092-before-index", "the byte before the index", tensors().patch(4352 + 63, b"\x01")
     aligned = runs(1).storage(bytes(64), align_log2=13).tensor((2,))
     yield "092-before-first", "a byte before storage 0, at 8192", aligned.patch(4096, b"\x01")

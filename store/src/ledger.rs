@@ -76,23 +76,13 @@ pub fn step(state: &State, command: Command) -> Result<Step, Refusal> {
     let mut next = state.clone();
     let outcome = next.apply(command)?;
     let owed = pending(state);
-    let effects = pending(&next)
-        .into_iter()
-        .filter(|effect| !owed.contains(effect))
-        .collect();
-    Ok(Step {
-        state: next,
-        outcome,
-        effects,
-    })
+    let effects = pending(&next).into_iter().filter(|effect| !owed.contains(effect)).collect();
+    Ok(Step { state: next, outcome, effects })
 }
 
 /// All effects that a state owes, whether or not somebody is carrying them out.
 pub fn pending(state: &State) -> Vec<Effect> {
-    state
-        .versions()
-        .filter_map(|version| state.owed(version))
-        .collect()
+    state.versions().filter_map(|version| state.owed(version)).collect()
 }
 
 impl State {
@@ -104,13 +94,9 @@ impl State {
             Command::Proved { id, manifest, now } => self.proved(id, manifest, now),
             Command::Rejected { id, reason } => self.rejected(id, reason),
             Command::Expire { now } => Ok(self.expire(now)),
-            Command::Lease {
-                selector,
-                lease,
-                holder,
-                ttl,
-                now,
-            } => self.lease_version(selector, lease, holder, now.after(ttl)),
+            Command::Lease { selector, lease, holder, ttl, now } => {
+                self.lease_version(selector, lease, holder, now.after(ttl))
+            }
             Command::Release { lease } => Ok(self.release(lease)),
             Command::HolderGone { holder } => Ok(self.holder_gone(&holder)),
             Command::Pin { selector, label } => self.pin(selector, label),

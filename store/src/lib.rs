@@ -1,1 +1,40 @@
-//! placeholder
+//! The TSSD store: keeps, moves and reshards state dicts, in immutable versions.
+//!
+//! N writers put their shards of a state dict under a key; the version becomes visible in one step
+//! when the last of them has committed and all shards are proven to be one state dict. M readers then
+//! get it whole or in another sharding, each exactly the bytes that it needs, all of one version.
+//!
+//! A [`Store`] lives in this process's memory or in a directory that several processes share. What it
+//! decides is pure ([`ledger`], the merge of contributions, [`plan`]); files are touched in one
+//! module. [`blocking::Store`] is the same for programs without an async runtime.
+
+// What is decided.
+mod key;
+pub mod ledger;
+mod merge;
+pub mod plan;
+
+// Where things are.
+mod disk;
+mod environment;
+mod meta;
+mod volume;
+
+// What is done.
+mod controller;
+mod get;
+mod parallel;
+mod put;
+mod version;
+
+pub mod blocking;
+mod error;
+mod store;
+
+pub use error::{Error, ErrorKind, Result};
+pub use get::{GetOptions, GetReport, Target};
+pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
+pub use ledger::{JobId, Refusal, VersionId, WriterSet};
+pub use merge::Divergent;
+pub use put::{PutOptions, PutReport, Replicas};
+pub use store::{Store, VersionInfo};

@@ -77,9 +77,11 @@ fn same_in_python(left: &Key, right: &Key) -> bool {
 
 /// The int that a whole float is equal to, by its decimal form.
 fn num_traits_free_int(float: f64) -> Option<Int> {
-    format!("{float:.0}").replace("-0", "0").parse().ok().or_else(|| {
-        format!("{float:.0}").parse().ok()
-    })
+    format!("{float:.0}")
+        .replace("-0", "0")
+        .parse()
+        .ok()
+        .or_else(|| format!("{float:.0}").parse().ok())
 }
 
 fn dict(value: impl Strategy<Value = Value>) -> impl Strategy<Value = Dict> {
@@ -129,8 +131,8 @@ fn tensor(pool: Vec<Storage>) -> impl Strategy<Value = Tensor> {
 
 fn shard() -> impl Strategy<Value = Shard> {
     let meshes = prop_oneof![Just(vec![2_u64]), Just(vec![2, 2]), Just(vec![3, 1])];
-    (proptest::collection::vec(0_u64..5, 1..3), meshes, 0_u32..9, any::<bool>(), 0_u32..2)
-        .prop_map(|(global, mesh_shape, rank, named, dim)| {
+    (proptest::collection::vec(0_u64..5, 1..3), meshes, 0_u32..9, any::<bool>(), 0_u32..2).prop_map(
+        |(global, mesh_shape, rank, named, dim)| {
             let devices: u64 = mesh_shape.iter().product();
             let rank = rank % u32::try_from(devices).expect("small");
             let mut mesh = DeviceMesh::from_shape(&mesh_shape).expect("small");
@@ -150,7 +152,8 @@ fn shard() -> impl Strategy<Value = Shard> {
             let place = ShardPlace::new(slice).on_mesh(mesh).expect("the same mesh");
             let place = place.placed(placements).expect("one for each dimension");
             Shard::new(tensor, place).expect("the same shape")
-        })
+        },
+    )
 }
 
 /// Any value, at most a few levels deep.
@@ -182,9 +185,8 @@ pub fn value() -> impl Strategy<Value = Value> {
                 dict(value.clone()).prop_map(Value::OrderedDict),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::List),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::Tuple),
-                (text(), proptest::collection::btree_map("[a-z]{1,4}", value, 0..4)).prop_map(
-                    |(name, fields)| Value::NamedTuple(name, Dict::from_iter(fields))
-                ),
+                (text(), proptest::collection::btree_map("[a-z]{1,4}", value, 0..4))
+                    .prop_map(|(name, fields)| Value::NamedTuple(name, Dict::from_iter(fields))),
             ]
         })
     })

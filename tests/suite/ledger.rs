@@ -1,9 +1,6 @@
 //! The ledger under random commands: several writers and jobs, commands lost, repeated and out of
 //! order, effects carried out late, twice or never.
-#![expect(
-    clippy::unwrap_used,
-    reason = "this is a test, though clippy sees its helpers alone"
-)]
+#![expect(clippy::unwrap_used, reason = "this is a test, though clippy sees its helpers alone")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -38,12 +35,7 @@ enum Move {
     /// A writer begins; a repetition has the identity of the last begin.
     Begin { begin: Begin, repeats: bool },
     /// A writer commits, by default under the job of the version.
-    Commit {
-        back: usize,
-        writer: u32,
-        job: Option<JobId>,
-        contents: u8,
-    },
+    Commit { back: usize, writer: u32, job: Option<JobId>, contents: u8 },
     /// All writers of a version that are missing commit.
     Complete { back: usize },
     /// A command about the version.
@@ -64,12 +56,7 @@ enum About {
 
 fn any_move() -> impl Strategy<Value = Move> {
     let back = 0..4_usize;
-    let commit = (
-        back.clone(),
-        0..4_u32,
-        prop::option::weighted(0.2, any_job()),
-        0..3_u8,
-    );
+    let commit = (back.clone(), 0..4_u32, prop::option::weighted(0.2, any_job()), 0..3_u8);
     prop_oneof![
         8 => (any_begin(), prop::bool::weighted(0.1))
             .prop_map(|(begin, repeats)| Move::Begin { begin, repeats }),
@@ -101,18 +88,7 @@ fn any_begin() -> impl Strategy<Value = Begin> {
         let (writers, writer) = party;
         let ((number, call), (rewind, writers_defaulted)) = (name, flags);
         let (id, now) = (VersionId(0), Timestamp(0));
-        Begin {
-            writer,
-            writers,
-            writers_defaulted,
-            job,
-            call,
-            number,
-            rewind,
-            digest,
-            id,
-            now,
-        }
+        Begin { writer, writers, writers_defaulted, job, call, number, rewind, digest, id, now }
     })
 }
 
@@ -142,10 +118,7 @@ fn any_about() -> impl Strategy<Value = About> {
 }
 
 fn any_command() -> impl Strategy<Value = Command> {
-    let selector = prop_oneof![
-        Just(Selector::Newest),
-        (0..6_u64).prop_map(Selector::Number)
-    ];
+    let selector = prop_oneof![Just(Selector::Newest), (0..6_u64).prop_map(Selector::Number)];
     let label = || (0..3_u8).prop_map(|label| label.to_string());
     let lease = |(selector, lease, holder): (_, _, u8)| Command::Lease {
         selector,
@@ -202,25 +175,11 @@ impl World {
                 self.proposed += u128::from(!repeats);
                 let (id, now) = (VersionId(self.proposed), Timestamp(self.now));
                 let number = begin.number.map(|number| self.lowest() + number);
-                let call = begin
-                    .call
-                    .map(|call| self.last_call.saturating_sub(1) + call);
+                let call = begin.call.map(|call| self.last_call.saturating_sub(1) + call);
                 let job = begin.job.map(|job| self.job(&job));
-                self.give(&Command::Begin(Begin {
-                    id,
-                    now,
-                    number,
-                    call,
-                    job,
-                    ..begin
-                }))
+                self.give(&Command::Begin(Begin { id, now, number, call, job, ..begin }))
             }
-            Move::Commit {
-                back,
-                writer,
-                job,
-                contents,
-            } => {
+            Move::Commit { back, writer, job, contents } => {
                 let Some(id) = self.back(back) else {
                     return;
                 };
@@ -267,17 +226,9 @@ impl World {
             _ => {}
         }
         match &mut command {
-            Command::Lease {
-                selector: Selector::Number(number),
-                ..
-            }
-            | Command::Pin {
-                selector: Selector::Number(number),
-                ..
-            }
-            | Command::Delete {
-                selection: Selection::Number(number),
-            } => *number += lowest,
+            Command::Lease { selector: Selector::Number(number), .. }
+            | Command::Pin { selector: Selector::Number(number), .. }
+            | Command::Delete { selection: Selection::Number(number) } => *number += lowest,
             _ => {}
         }
         command
@@ -294,29 +245,13 @@ impl World {
         job: Option<JobId>,
         contents: u8,
     ) -> Result<Outcome, Refusal> {
-        let archive = ArchiveReference {
-            name: format!("{id}.{writer}"),
-            file_len: 9,
-            bytes: 8,
-        };
+        let archive = ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 };
         let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
-        self.give(&Command::Commit(Commit {
-            id,
-            writer,
-            job,
-            digest,
-            archive,
-            now,
-        }))
+        self.give(&Command::Commit(Commit { id, writer, job, digest, archive, now }))
     }
 
     fn complete(&mut self, id: VersionId) {
-        let Version {
-            number,
-            job,
-            writers,
-            ..
-        } = self.opened[&id].clone();
+        let Version { number, job, writers, .. } = self.opened[&id].clone();
         for writer in writers.iter() {
             let begin = Begin {
                 writer,
@@ -341,31 +276,16 @@ impl World {
         match about {
             About::Abort(writer) => Command::Abort { id, writer },
             About::Proved(other) => {
-                let manifest = if other {
-                    manifest(VersionId(0))
-                } else {
-                    manifest(id)
-                };
+                let manifest = if other { manifest(VersionId(0)) } else { manifest(id) };
                 Command::Proved { id, manifest, now }
             }
-            About::Rejected => Command::Rejected {
-                id,
-                reason: "hole".repeat(400),
-            },
+            About::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
             About::Reclaimed => Command::Reclaimed { id },
-            About::Delete => Command::Delete {
-                selection: Selection::Id(id),
-            },
+            About::Delete => Command::Delete { selection: Selection::Id(id) },
             About::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
                 let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));
-                Command::Lease {
-                    selector,
-                    lease,
-                    holder,
-                    ttl,
-                    now,
-                }
+                Command::Lease { selector, lease, holder, ttl, now }
             }
         }
     }
@@ -374,10 +294,7 @@ impl World {
     fn settle(&mut self) {
         for _ in 0..1000 {
             let owed = pending(&self.state);
-            let commands: Vec<_> = owed
-                .iter()
-                .map(|effect| self.carried_out(*effect))
-                .collect();
+            let commands: Vec<_> = owed.iter().map(|effect| self.carried_out(*effect)).collect();
             let mut twice = self.state.clone();
             for command in commands.iter().chain(&commands) {
                 if let Ok(step) = step(&twice, command.clone()) {
@@ -408,30 +325,18 @@ impl World {
     fn end(&mut self) {
         self.settle();
         self.now += u64::try_from(OPEN_LIMIT.as_millis()).unwrap();
-        self.give(&Command::Expire {
-            now: Timestamp(self.now),
-        })
-        .unwrap();
+        self.give(&Command::Expire { now: Timestamp(self.now) }).unwrap();
         for holder in ["0", "1"] {
-            self.give(&Command::HolderGone {
-                holder: holder.to_owned(),
-            })
-            .unwrap();
+            self.give(&Command::HolderGone { holder: holder.to_owned() }).unwrap();
         }
         for label in ["0", "1", "2"] {
-            self.give(&Command::Unpin {
-                label: label.to_owned(),
-            })
-            .unwrap();
+            self.give(&Command::Unpin { label: label.to_owned() }).unwrap();
         }
         self.settle();
         assert!(self.state.versions().all(Version::is_visible));
         assert!(self.state.visible().count() <= self.keep());
         for id in self.opened.keys() {
-            assert!(!matches!(
-                self.state.outcome_of(*id),
-                Some(Fate::Pending { .. })
-            ));
+            assert!(!matches!(self.state.outcome_of(*id), Some(Fate::Pending { .. })));
         }
     }
 
@@ -445,17 +350,9 @@ impl World {
         let result = step(&before, command.clone());
         assert_eq!(result, step(&before, command.clone()), "not deterministic");
         self.check_fenced(command, &result);
-        let Step {
-            state,
-            outcome,
-            effects,
-        } = result?;
+        let Step { state, outcome, effects } = result?;
         if let Ok(again) = step(&state, command.clone()) {
-            assert_eq!(
-                (&again.state, again.effects),
-                (&state, Vec::new()),
-                "{command:?}"
-            );
+            assert_eq!((&again.state, again.effects), (&state, Vec::new()), "{command:?}");
         }
         if let Command::Retain { keep, .. } = command {
             self.keep = Some(*keep);
@@ -479,10 +376,8 @@ impl World {
         };
         let newest = self.state.job().cloned();
         let is_fenced = job.is_some_and(|job| self.fenced.contains(job));
-        let is_incomplete = matches!(
-            result,
-            Err(Refusal::NotAWriter { .. } | Refusal::CallRequired { .. })
-        );
+        let is_incomplete =
+            matches!(result, Err(Refusal::NotAWriter { .. } | Refusal::CallRequired { .. }));
         if let Some(by) = newest.clone().filter(|_| is_fenced && !is_incomplete) {
             assert_eq!(result, &Err(Refusal::Fenced { by }));
         }
@@ -498,19 +393,11 @@ impl World {
     /// until it is done.
     fn check_effects(&self, before: &State, effects: &[Effect]) {
         let (earlier, owed) = (pending(before), pending(&self.state));
-        let arisen: Vec<_> = owed
-            .iter()
-            .filter(|it| !earlier.contains(it))
-            .copied()
-            .collect();
+        let arisen: Vec<_> = owed.iter().filter(|it| !earlier.contains(it)).copied().collect();
         assert_eq!(effects, arisen);
         for effect in &owed {
             if let Effect::Delete { id, epoch, number } = *effect {
-                let version = self
-                    .state
-                    .versions()
-                    .find(|version| version.id == id)
-                    .unwrap();
+                let version = self.state.versions().find(|version| version.id == id).unwrap();
                 assert_eq!((version.epoch, version.number), (epoch, number));
                 assert!(!self.state.is_held(id) && !version.is_open() && !version.is_visible());
             }
@@ -518,10 +405,7 @@ impl World {
         for effect in earlier {
             if let Effect::Delete { id, .. } = effect {
                 let is_known = self.state.versions().any(|version| version.id == id);
-                assert!(
-                    owed.contains(&effect) || !is_known,
-                    "{effect:?} is owed no more"
-                );
+                assert!(owed.contains(&effect) || !is_known, "{effect:?} is owed no more");
             }
         }
     }
@@ -529,15 +413,8 @@ impl World {
     fn check_outcome(&mut self, command: &Command, outcome: &Outcome) {
         match (command, outcome) {
             (Command::Begin(begin), Outcome::Begun { id, .. } | Outcome::Retry { id, .. }) => {
-                let version = self
-                    .state
-                    .versions()
-                    .find(|version| version.id == *id)
-                    .unwrap();
-                assert_eq!(
-                    (&version.job, &version.writers),
-                    (&begin.job, &begin.writers)
-                );
+                let version = self.state.versions().find(|version| version.id == *id).unwrap();
+                assert_eq!((&version.job, &version.writers), (&begin.job, &begin.writers));
                 if !self.begun.contains(id) {
                     self.begun.push(*id);
                 }
@@ -550,9 +427,7 @@ impl World {
                 assert_eq!(version.and_then(Version::manifest), Some(manifest));
             }
             (Command::Commit(commit), Outcome::Committed { missing, .. }) => {
-                let Commit {
-                    id, writer, digest, ..
-                } = commit;
+                let Commit { id, writer, digest, .. } = commit;
                 assert_eq!(commit.job, self.opened[id].job, "jobs are mixed");
                 assert!(self.opened[id].writers.contains(*writer) && !missing.contains(*writer));
                 let committed = self.committed.entry((*id, *writer)).or_insert(*digest);
@@ -567,10 +442,7 @@ impl World {
         let is_later = |(of, later): &(JobId, u64)| of == job && *later > call;
         match self.calls.get(&(job.clone(), call)) {
             Some(of_call) => assert_eq!(*of_call, id, "one call opened two versions"),
-            None => assert!(
-                !self.calls.keys().any(is_later),
-                "an early call opened late"
-            ),
+            None => assert!(!self.calls.keys().any(is_later), "an early call opened late"),
         }
         self.calls.insert((job.clone(), call), id);
         self.last_call = self.last_call.max(call);
@@ -579,20 +451,11 @@ impl World {
     fn check_versions(&mut self, command: &Command) {
         let mut places = BTreeSet::new();
         for version in self.state.versions() {
-            let opened = self
-                .opened
-                .entry(version.id)
-                .or_insert_with(|| version.clone());
+            let opened = self.opened.entry(version.id).or_insert_with(|| version.clone());
             let said = |it: &Version| (it.epoch, it.number, it.call, it.rewinds);
             assert_eq!(said(opened), said(version));
-            assert_eq!(
-                (&opened.job, &opened.writers),
-                (&version.job, &version.writers)
-            );
-            assert!(
-                places.insert((version.epoch, version.number)),
-                "a place is taken twice"
-            );
+            assert_eq!((&opened.job, &opened.writers), (&version.job, &version.writers));
+            assert!(places.insert((version.epoch, version.number)), "a place is taken twice");
             for (writer, contribution) in &version.contributions {
                 assert!(version.writers.contains(*writer));
                 if let Contribution::Committed { digest, .. } = contribution {
@@ -608,20 +471,14 @@ impl World {
                         _ => false,
                     };
                     assert!(is_proof(command), "visible without a proof");
-                    assert!(
-                        version.missing().is_empty(),
-                        "visible without a contribution"
-                    );
+                    assert!(version.missing().is_empty(), "visible without a contribution");
                     version.clone()
                 });
                 assert_eq!(shown.contributions, version.contributions);
                 assert_eq!(shown.manifest(), version.manifest());
             }
             if version.is_open() {
-                let is_fenced = version
-                    .job
-                    .as_ref()
-                    .is_some_and(|job| self.fenced.contains(job));
+                let is_fenced = version.job.as_ref().is_some_and(|job| self.fenced.contains(job));
                 assert!(!is_fenced, "a fenced job has an open version");
                 let is_proving = matches!(version.status, Status::Proving { .. });
                 assert_eq!(is_proving, version.missing().is_empty());
@@ -654,21 +511,15 @@ impl World {
     fn check_retention(&self, before: &State, command: &Command) {
         let visible = |state: &State| state.visible().map(|it| it.id).collect::<Vec<_>>();
         if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
-            let fresh = self
-                .state
-                .visible()
-                .filter(|it| before.version(Selector::Id(it.id)).is_none());
+            let fresh =
+                self.state.visible().filter(|it| before.version(Selector::Id(it.id)).is_none());
             let fresh: Vec<_> = fresh.collect();
             let is_taken_back = |version: &&Version| {
-                let from = fresh
-                    .first()
-                    .and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
+                let from = fresh.first().and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
                 from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
             };
-            let stay = before
-                .visible()
-                .filter(|it| !is_taken_back(it))
-                .chain(fresh.iter().copied());
+            let stay =
+                before.visible().filter(|it| !is_taken_back(it)).chain(fresh.iter().copied());
             let mut stay: Vec<_> = stay.map(|version| version.id).collect();
             let surplus = stay.len().saturating_sub(self.keep());
             let pinned: BTreeSet<_> = self.state.pins().map(|(_, id)| id).collect();
@@ -712,8 +563,5 @@ impl World {
 }
 
 fn manifest(id: VersionId) -> ManifestReference {
-    ManifestReference {
-        name: format!("{id}.manifest"),
-        digest: Digest([9; 16]),
-    }
+    ManifestReference { name: format!("{id}.manifest"), digest: Digest([9; 16]) }
 }

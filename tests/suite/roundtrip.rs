@@ -25,7 +25,8 @@ fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
     let mut ties = Vec::new();
     for (left, one) in tensors.iter().enumerate() {
         for (right, other) in tensors.iter().enumerate().skip(left + 1) {
-            let (one, other) = (one.view().span().as_ptr_range(), other.view().span().as_ptr_range());
+            let (one, other) =
+                (one.view().span().as_ptr_range(), other.view().span().as_ptr_range());
             if one.start < other.end && other.start < one.end {
                 let apart = other.start.addr().cast_signed() - one.start.addr().cast_signed();
                 ties.push((left, right, apart));
@@ -78,7 +79,7 @@ proptest! {
         for (key, value) in dict.entries().iter() {
             writer.insert(key.clone(), value.clone()).unwrap();
         }
-        let archive = Archive::from_reader(bytes::Bytes::from(writer.finish().unwrap())).unwrap();
+        let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
         archive.verify().unwrap();
         let plain = StateDict::from_value(Value::Dict(dict.entries().clone())).unwrap();
         prop_assert_eq!(archive.to_state_dict().unwrap(), plain);
@@ -94,9 +95,12 @@ proptest! {
             let same = leaves.iter().filter(|(other, _)| other.fqn() == fqn).count();
             // Keys that an fqn cannot spell (bytes, tuples, floats, surrogates) have the exact path only.
             match archive.leaf(&fqn) {
-                Ok(found) => prop_assert!(leaves.iter().any(|(other, leaf)| {
-                    other.fqn() == fqn && **leaf == found
-                })),
+                Ok(found) => {
+                    let has_name = |(other, leaf): &(ObjectPath, &Value)| {
+                        other.fqn() == fqn && **leaf == found
+                    };
+                    prop_assert!(leaves.iter().any(has_name));
+                }
                 Err(error) => prop_assert!(
                     error.kind() == ErrorKind::AmbiguousFqn && same > 1
                         || error.kind() == ErrorKind::NotFound
@@ -137,7 +141,10 @@ fn keys_keep_their_types() {
 fn what_cannot_be_stored_is_named() {
     let mut dict = StateDict::new();
     let mut inner = Dict::new();
-    inner.insert("rng", Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() });
+    inner.insert(
+        "rng",
+        Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() },
+    );
     dict.insert("state", inner);
     refused(&dict, ErrorKind::UntypedLeaf, r#"["state"]["rng"]"#);
 

@@ -1,1 +1,115 @@
-fn main() {}
+//! The project's own commands: `cargo xtask help` lists them.
+
+use std::process::ExitCode;
+
+use crate::workspace::Workspace;
+
+/// `bench`: what tests/benches measures.
+mod bench;
+/// What the summary says at the end.
+mod report;
+/// Runs steps in order, up to the first that fails.
+mod runner;
+/// One command that is run.
+mod step;
+/// How many tests an output reports.
+mod tally;
+/// `test`: every check there is.
+mod test;
+/// The checks against torch, and the environment that they need.
+mod torch;
+/// `vectors`: the vectors of the spec, written anew.
+mod vectors;
+/// Where things are.
+mod workspace;
+
+const HELP: &str = "\
+The project's own commands.
+
+    cargo xtask test [-v]         every check that needs Rust and Python 3 alone
+    cargo xtask test --all [-v]   and those that need torch: installs it under target/ (about 5 GB)
+    cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
+    cargo xtask bench [NAME]      the benches in tests/benches, or the one of this name
+    cargo xtask help              this text
+
+The output of a step is shown if it fails, or with -v at once; target/xtask.log has it all.
+";
+
+#[derive(Debug, PartialEq, Eq)]
+enum Task<'a> {
+    Help,
+    Test { all: bool, verbose: bool },
+    Vectors { verbose: bool },
+    Bench { name: Option<&'a str> },
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> =
+        std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let Some(task) = Task::parse(&words) else {
+        eprint!("cargo xtask {}: there is no such command\n\n{HELP}", words.join(" "));
+        return ExitCode::from(2);
+    };
+    let outcome = Workspace::find().and_then(|workspace| match task {
+        Task::Help => {
+            print!("{HELP}");
+            Ok(true)
+        }
+        Task::Test { all, verbose } => test::run(&workspace, all, verbose),
+        Task::Vectors { verbose } => vectors::run(&workspace, verbose),
+        Task::Bench { name } => bench::run(&workspace, name),
+    });
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+impl<'a> Task<'a> {
+    fn parse(words: &[&'a str]) -> Option<Self> {
+        let (command, options) = words.split_first()?;
+        let is_verbose = |word: &&str| matches!(*word, "-v" | "--verbose");
+        let verbose = options.iter().any(is_verbose);
+        let rest: Vec<&str> = options.iter().copied().filter(|word| !is_verbose(word)).collect();
+        match (*command, rest.as_slice(), verbose) {
+            ("help" | "-h" | "--help", [], false) => Some(Self::Help),
+            ("test", [], _) => Some(Self::Test { all: false, verbose }),
+            ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
+            ("vectors", [], _) => Some(Self::Vectors { verbose }),
+            ("bench", [], false) => Some(Self::Bench { name: None }),
+            ("bench", [name], false) if !name.starts_with('-') => {
+                Some(Self::Bench { name: Some(name) })
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Task;
+
+    #[test]
+    fn commands_are_told_apart() {
+        for (words, task) in [
+            ("help", Some(Task::Help)),
+            ("test", Some(Task::Test { all: false, verbose: false })),
+            ("test -v --all", Some(Task::Test { all: true, verbose: true })),
+            ("vectors --verbose", Some(Task::Vectors { verbose: true })),
+            ("bench", Some(Task::Bench { name: None })),
+            ("bench put", Some(Task::Bench { name: Some("put") })),
+            ("", None),
+            ("tests", None),
+            ("test all", None),
+            ("bench --put", None),
+        ] {
+            let words: Vec<&str> = words.split_whitespace().collect();
+            assert_eq!(Task::parse(&words), task, "{words:?}");
+        }
+    }
+}

@@ -25,9 +25,7 @@ impl State {
     pub(super) fn refuse_fenced(&self, job: Option<&JobId>) -> Result<(), Refusal> {
         match &self.job {
             Some(newest) if job.is_some_and(|job| self.fenced.contains(job)) => {
-                Err(Refusal::Fenced {
-                    by: newest.id.clone(),
-                })
+                Err(Refusal::Fenced { by: newest.id.clone() })
             }
             _ => Ok(()),
         }
@@ -38,11 +36,7 @@ impl State {
         if self.job() == Some(newest) {
             return;
         }
-        let job = Job {
-            id: newest.clone(),
-            writers: None,
-            last_call: None,
-        };
+        let job = Job { id: newest.clone(), writers: None, last_call: None };
         let Some(older) = self.job.replace(job) else {
             return;
         };
@@ -79,8 +73,7 @@ impl State {
     /// An open version of that number, or one that this begin repeats identically.
     fn matching_number(&self, number: u64, begin: &Begin) -> Option<VersionId> {
         let open = self.open().find(|version| version.number == number);
-        open.or_else(|| self.identical(number, begin))
-            .map(|version| version.id)
+        open.or_else(|| self.identical(number, begin)).map(|version| version.id)
     }
 
     /// The proved version that a begin repeats. One that a rewind took back is not meant: its
@@ -117,27 +110,16 @@ impl State {
         version.refuse_dropped()?;
         version.refuse_other_job(begin.job.as_ref())?;
         version.refuse_other_writers(&begin.writers)?;
-        let Version {
-            id, epoch, number, ..
-        } = *version;
+        let Version { id, epoch, number, .. } = *version;
         let writer = begin.writer;
         let Some(digest) = version.digest_of(writer) else {
             version.contributions.insert(writer, Contribution::Begun);
             return Ok(Outcome::Begun { id, epoch, number });
         };
         if begin.digest.is_some_and(|offered| offered != digest) {
-            return Err(Refusal::ContributionDiffers {
-                number,
-                writer,
-                committed: digest,
-            });
+            return Err(Refusal::ContributionDiffers { number, writer, committed: digest });
         }
-        Ok(Outcome::Retry {
-            id,
-            epoch,
-            number,
-            digest,
-        })
+        Ok(Outcome::Retry { id, epoch, number, digest })
     }
 
     /// Opens a version; the job that begins it, if any, is the newest one by now.
@@ -151,9 +133,7 @@ impl State {
         let Place { epoch, number, .. } = place;
         let Begin { id, .. } = begin;
         self.remember_opened(&begin, number);
-        let index = self
-            .versions
-            .partition_point(|version| version.place() < (epoch, number));
+        let index = self.versions.partition_point(|version| version.place() < (epoch, number));
         self.versions.insert(index, place.opened_by(begin));
         Ok(Outcome::Begun { id, epoch, number })
     }
@@ -186,24 +166,15 @@ impl State {
 
 impl Begin {
     fn refuse_incomplete(&self) -> Result<(), Refusal> {
-        let Self {
-            writer, writers, ..
-        } = self;
+        let Self { writer, writers, .. } = self;
         if !writers.contains(*writer) {
-            return Err(Refusal::NotAWriter {
-                writer: *writer,
-                writers: writers.clone(),
-            });
+            return Err(Refusal::NotAWriter { writer: *writer, writers: writers.clone() });
         }
         if writers.len() > 1 && self.job.is_none() {
-            return Err(Refusal::JobRequired {
-                writers: writers.clone(),
-            });
+            return Err(Refusal::JobRequired { writers: writers.clone() });
         }
         if writers.len() > 1 && self.number.is_none() && self.call.is_none() {
-            return Err(Refusal::CallRequired {
-                writers: writers.clone(),
-            });
+            return Err(Refusal::CallRequired { writers: writers.clone() });
         }
         Ok(())
     }

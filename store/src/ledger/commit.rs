@@ -9,14 +9,7 @@ use super::version::{Contribution, ManifestReference, Status};
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
-        let Commit {
-            id,
-            writer,
-            job,
-            digest,
-            archive,
-            now,
-        } = commit;
+        let Commit { id, writer, job, digest, archive, now } = commit;
         self.refuse_fenced(job.as_ref())?;
         let version = self.named(id)?;
         version.refuse_dropped()?;
@@ -24,14 +17,8 @@ impl State {
         let number = version.number;
         match version.contributions.get_mut(&writer) {
             None => return Err(Refusal::NotBegun { number, writer }),
-            Some(Contribution::Committed {
-                digest: committed, ..
-            }) if *committed != digest => {
-                return Err(Refusal::ContributionDiffers {
-                    number,
-                    writer,
-                    committed: *committed,
-                });
+            Some(Contribution::Committed { digest: committed, .. }) if *committed != digest => {
+                return Err(Refusal::ContributionDiffers { number, writer, committed: *committed });
             }
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => *begun = Contribution::Committed { digest, archive },
@@ -40,10 +27,7 @@ impl State {
         if missing.is_empty() && matches!(version.status, Status::Open { .. }) {
             version.status = Status::Proving { since: now };
         }
-        Ok(Outcome::Committed {
-            visible: version.manifest().is_some(),
-            missing,
-        })
+        Ok(Outcome::Committed { visible: version.manifest().is_some(), missing })
     }
 
     pub(super) fn abort(&mut self, id: VersionId, writer: u32) -> Outcome {
@@ -69,32 +53,20 @@ impl State {
         let version = self.named(id)?;
         let number = version.number;
         match &version.status {
-            Status::Open { .. } => Err(Refusal::NotProving {
-                number,
-                missing: version.missing(),
-            }),
+            Status::Open { .. } => Err(Refusal::NotProving { number, missing: version.missing() }),
             Status::Proving { .. } => {
-                version.status = Status::Visible {
-                    since: now,
-                    manifest,
-                };
+                version.status = Status::Visible { since: now, manifest };
                 self.reached(id);
                 Ok(Outcome::Done)
             }
-            Status::Visible {
-                manifest: shown, ..
-            }
-            | Status::Retired { manifest: shown } => {
+            Status::Visible { manifest: shown, .. } | Status::Retired { manifest: shown } => {
                 if *shown == manifest {
                     Ok(Outcome::Done)
                 } else {
                     Err(Refusal::ManifestDiffers { number })
                 }
             }
-            Status::Dropped { reason } => Err(Refusal::Dropped {
-                number,
-                reason: reason.clone(),
-            }),
+            Status::Dropped { reason } => Err(Refusal::Dropped { number, reason: reason.clone() }),
         }
     }
 
@@ -123,26 +95,16 @@ impl State {
         let version = self.named(id)?;
         let number = version.number;
         match &version.status {
-            Status::Open { .. } => Err(Refusal::NotProving {
-                number,
-                missing: version.missing(),
-            }),
+            Status::Open { .. } => Err(Refusal::NotProving { number, missing: version.missing() }),
             Status::Proving { .. } => {
-                version.drop_because(Reason::Rejected {
-                    reason: cut(reason),
-                });
+                version.drop_because(Reason::Rejected { reason: cut(reason) });
                 Ok(Outcome::Done)
             }
             Status::Visible { .. } | Status::Retired { .. } => {
                 Err(Refusal::AlreadyVisible { number })
             }
-            Status::Dropped {
-                reason: Reason::Rejected { .. },
-            } => Ok(Outcome::Done),
-            Status::Dropped { reason } => Err(Refusal::Dropped {
-                number,
-                reason: reason.clone(),
-            }),
+            Status::Dropped { reason: Reason::Rejected { .. } } => Ok(Outcome::Done),
+            Status::Dropped { reason } => Err(Refusal::Dropped { number, reason: reason.clone() }),
         }
     }
 }

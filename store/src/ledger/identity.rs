@@ -25,9 +25,7 @@ macro_rules! hexadecimal {
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let $value = self.0;
-                $to_bytes
-                    .iter()
-                    .try_for_each(|byte: &u8| write!(f, "{byte:02x}"))
+                $to_bytes.iter().try_for_each(|byte: &u8| write!(f, "{byte:02x}"))
             }
         }
 
@@ -68,9 +66,7 @@ macro_rules! hexadecimal {
 #[serde(try_from = "String", into = "String")]
 pub struct VersionId(pub u128);
 
-hexadecimal!(VersionId, |value| bytes_of(value), |bytes| integer_of(
-    bytes
-));
+hexadecimal!(VersionId, |value| bytes_of(value), |bytes| integer_of(bytes));
 
 /// The identity of a lease: random, never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -114,10 +110,7 @@ impl Timestamp {
 
 fn sixteen_bytes(text: &str) -> Result<[u8; 16], InvalidHexadecimal> {
     let digits: Vec<u8> = text.bytes().map(digit).collect::<Result<_, _>>()?;
-    let bytes: Vec<u8> = digits
-        .chunks_exact(2)
-        .map(|pair| pair[0] << 4 | pair[1])
-        .collect();
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
     if digits.len() != 32 {
         return Err(InvalidHexadecimal);
     }
@@ -156,12 +149,9 @@ mod tests {
         assert_eq!(id.to_string(), text);
         let digest: Digest = text.parse().unwrap();
         assert_eq!((digest.0[1], digest.to_string()), (0x11, text.to_owned()));
-        for wrong in [
-            "",
-            "0",
-            "00112233445566778899AABBCCDDEEFF",
-            "+0112233445566778899aabbccddeeff",
-        ] {
+        for wrong in
+            ["", "0", "00112233445566778899AABBCCDDEEFF", "+0112233445566778899aabbccddeeff"]
+        {
             assert_eq!(wrong.parse::<LeaseId>(), Err(InvalidHexadecimal));
         }
         assert!(format!("{text}0").parse::<LeaseId>().is_err());

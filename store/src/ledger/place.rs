@@ -34,35 +34,12 @@ pub(super) struct Place {
 
 impl Place {
     pub(super) fn opened_by(self, begin: Begin) -> Version {
-        let Self {
-            epoch,
-            number,
-            rewinds,
-        } = self;
-        let Begin {
-            writer,
-            writers,
-            job,
-            id,
-            now,
-            ..
-        } = begin;
-        let call = begin
-            .call
-            .filter(|_| begin.number.is_none() && job.is_some());
+        let Self { epoch, number, rewinds } = self;
+        let Begin { writer, writers, job, id, now, .. } = begin;
+        let call = begin.call.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
         let status = Status::Open { since: now };
-        Version {
-            id,
-            epoch,
-            number,
-            rewinds,
-            job,
-            call,
-            writers,
-            contributions,
-            status,
-        }
+        Version { id, epoch, number, rewinds, job, call, writers, contributions, status }
     }
 }
 
@@ -76,33 +53,19 @@ impl State {
             Some(number) => return Err(self.not_newer(number, timeline.highest, begin)),
         };
         let Timeline { epoch, rewinds, .. } = timeline;
-        Ok(Place {
-            epoch,
-            number,
-            rewinds,
-        })
+        Ok(Place { epoch, number, rewinds })
     }
 
     /// A rewind opens an epoch of its own, even if it has to be tried again.
     fn place_of_rewind(&self, number: u64) -> Result<Place, Refusal> {
-        let newest = self
-            .versions
-            .last()
-            .map_or(self.epoch, |it| it.epoch.max(self.epoch));
+        let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
         let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
-        Ok(Place {
-            epoch,
-            number,
-            rewinds: Some(number),
-        })
+        Ok(Place { epoch, number, rewinds: Some(number) })
     }
 
     fn not_newer(&self, number: u64, highest: Option<u64>, begin: &Begin) -> Refusal {
         let highest = highest.unwrap_or_default();
-        let superseded = begin
-            .job
-            .as_ref()
-            .and_then(|job| self.superseded(number, job));
+        let superseded = begin.job.as_ref().and_then(|job| self.superseded(number, job));
         superseded.unwrap_or(Refusal::VersionNotNewer { number, highest })
     }
 
@@ -132,24 +95,12 @@ impl State {
     /// The epoch that a new version belongs to: the newest one that is open, so that the steps
     /// after a rewind may begin before that rewind is visible.
     pub(super) fn timeline(&self) -> Timeline {
-        match self
-            .open()
-            .next_back()
-            .filter(|version| version.epoch > self.epoch)
-        {
+        match self.open().next_back().filter(|version| version.epoch > self.epoch) {
             Some(Version { epoch, rewinds, .. }) => {
                 let highest = rewinds.and_then(|number| number.checked_sub(1));
-                Timeline {
-                    epoch: *epoch,
-                    highest,
-                    rewinds: *rewinds,
-                }
+                Timeline { epoch: *epoch, highest, rewinds: *rewinds }
             }
-            None => Timeline {
-                epoch: self.epoch,
-                highest: self.highest,
-                rewinds: None,
-            },
+            None => Timeline { epoch: self.epoch, highest: self.highest, rewinds: None },
         }
     }
 
@@ -165,18 +116,11 @@ impl State {
         }
         let is_deletion = |it: &&Version| matches!(self.owed(it), Some(Effect::Delete { .. }));
         let deletions: Vec<_> = self.versions().filter(is_deletion).collect();
-        if deletions.len() >= MAX_DELETIONS {
-            ids(deletions)
-        } else {
-            Vec::new()
-        }
+        if deletions.len() >= MAX_DELETIONS { ids(deletions) } else { Vec::new() }
     }
 
     fn at(&self, place: (u32, u64)) -> Option<&Version> {
-        let index = self
-            .versions
-            .binary_search_by_key(&place, Version::place)
-            .ok()?;
+        let index = self.versions.binary_search_by_key(&place, Version::place).ok()?;
         self.versions.get(index)
     }
 }
@@ -189,11 +133,6 @@ impl Ended {
 
 impl Version {
     fn is_superseded(&self) -> bool {
-        matches!(
-            self.status,
-            Status::Dropped {
-                reason: Reason::Superseded { .. }
-            }
-        )
+        matches!(self.status, Status::Dropped { reason: Reason::Superseded { .. } })
     }
 }

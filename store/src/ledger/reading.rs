@@ -24,12 +24,7 @@ impl State {
         }
         let version = self.found(selector)?;
         let outcome = leased(version)?;
-        let held = Lease {
-            version: version.id,
-            holder,
-            until,
-            expired: false,
-        };
+        let held = Lease { version: version.id, holder, until, expired: false };
         self.leases.insert(lease, held);
         Ok(outcome)
     }
@@ -59,21 +54,13 @@ impl State {
 
     fn found(&self, selector: Selector) -> Result<&Version, Refusal> {
         let newest = self.head().map(|version| version.number);
-        self.version(selector)
-            .ok_or(Refusal::NotFound { selector, newest })
+        self.version(selector).ok_or(Refusal::NotFound { selector, newest })
     }
 }
 
 /// What a reader is told; only a version that was never visible has nothing to tell.
 fn leased(version: &Version) -> Result<Outcome, Refusal> {
-    let Version {
-        id, epoch, number, ..
-    } = *version;
+    let Version { id, epoch, number, .. } = *version;
     let manifest = version.manifest().cloned().ok_or(Refusal::Unknown { id })?;
-    Ok(Outcome::Leased {
-        id,
-        epoch,
-        number,
-        manifest,
-    })
+    Ok(Outcome::Leased { id, epoch, number, manifest })
 }

@@ -218,49 +218,27 @@ impl Refusal {
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAWriter { writer, writers } => {
-                write!(
-                    f,
-                    "writer {writer} is not among the declared writers {writers}"
-                )
+                write!(f, "writer {writer} is not among the declared writers {writers}")
             }
             Self::JobRequired { writers } => {
-                write!(
-                    f,
-                    "writers {writers} contribute to one version without a job"
-                )
+                write!(f, "writers {writers} contribute to one version without a job")
             }
             Self::CallRequired { writers } => {
-                write!(
-                    f,
-                    "writers {writers} contribute to one version without a number or call"
-                )
+                write!(f, "writers {writers} contribute to one version without a number or call")
             }
             Self::Fenced { by } => write!(f, "job {by} has taken over the key"),
-            Self::JobsDisagree {
-                number,
-                declared,
-                expected,
-            } => {
+            Self::JobsDisagree { number, declared, expected } => {
                 let (declared, expected) = (named(declared.as_ref()), named(expected.as_ref()));
-                write!(
-                    f,
-                    "version {number} takes contributions of {expected}, not of {declared}"
-                )
+                write!(f, "version {number} takes contributions of {expected}, not of {declared}")
             }
             Self::WritersDisagree { declared, expected } => {
-                write!(
-                    f,
-                    "writers {declared} are declared where {expected} are expected"
-                )
+                write!(f, "writers {declared} are declared where {expected} are expected")
             }
             Self::VersionNotNewer { number, highest } => {
                 write!(f, "version {number} is not newer than {highest}")
             }
             Self::LateCall { call, number } => {
-                write!(
-                    f,
-                    "call {call} is late: a later call has opened version {number}"
-                )
+                write!(f, "call {call} is late: a later call has opened version {number}")
             }
             Self::NumbersExhausted => f.write_str("no number or no epoch is left"),
             Self::IdTaken { id } => write!(f, "another version has the identity {id}"),
@@ -272,35 +250,19 @@ impl Refusal {
             Self::NotBegun { number, writer } => {
                 write!(f, "writer {writer} has not begun version {number}")
             }
-            Self::ContributionDiffers {
-                number,
-                writer,
-                committed,
-            } => {
-                write!(
-                    f,
-                    "writer {writer} has committed {committed} to version {number} already"
-                )
+            Self::ContributionDiffers { number, writer, committed } => {
+                write!(f, "writer {writer} has committed {committed} to version {number} already")
             }
             Self::NotProving { number, missing } => {
-                write!(
-                    f,
-                    "writers {missing} have not committed to version {number}"
-                )
+                write!(f, "writers {missing} have not committed to version {number}")
             }
             Self::ManifestDiffers { number } => {
                 write!(f, "version {number} is visible with another manifest")
             }
             Self::AlreadyVisible { number } => write!(f, "version {number} is visible"),
             Self::InUse { number } => write!(f, "version {number} is in use"),
-            Self::NotFound {
-                selector,
-                newest: Some(newest),
-            } => {
-                write!(
-                    f,
-                    "no visible version is {selector}: the newest is {newest}"
-                )
+            Self::NotFound { selector, newest: Some(newest) } => {
+                write!(f, "no visible version is {selector}: the newest is {newest}")
             }
             Self::NotFound { .. } => f.write_str("no version is visible"),
             Self::LeaseExpired { lease } => write!(f, "lease {lease} has expired"),

@@ -21,26 +21,13 @@ impl State {
     /// Retires what is visible beyond the newest ones and not pinned.
     pub(super) fn retire_surplus(&mut self) {
         let keep = usize::try_from(self.keep.get()).unwrap_or(usize::MAX);
-        let surplus: Vec<_> = self
-            .visible()
-            .rev()
-            .skip(keep)
-            .map(|version| version.id)
-            .collect();
+        let surplus: Vec<_> = self.visible().rev().skip(keep).map(|version| version.id).collect();
         self.retire_unpinned(&surplus);
     }
 
     fn retire_unpinned(&mut self, ids: &[VersionId]) {
-        let unpinned: Vec<_> = ids
-            .iter()
-            .copied()
-            .filter(|id| !self.is_pinned(*id))
-            .collect();
-        for version in self
-            .versions
-            .iter_mut()
-            .filter(|version| unpinned.contains(&version.id))
-        {
+        let unpinned: Vec<_> = ids.iter().copied().filter(|id| !self.is_pinned(*id)).collect();
+        for version in self.versions.iter_mut().filter(|version| unpinned.contains(&version.id)) {
             version.retire();
         }
     }
@@ -48,18 +35,12 @@ impl State {
     pub(super) fn expire(&mut self, now: Timestamp) -> Outcome {
         for version in &mut self.versions {
             if version.is_abandoned(now) {
-                version.drop_because(Reason::Abandoned {
-                    missing: version.missing(),
-                });
+                version.drop_because(Reason::Abandoned { missing: version.missing() });
             }
         }
         if let Some(ttl) = self.ttl {
             let is_old = |version: &&Version| version.is_older(ttl, now);
-            let old: Vec<_> = self
-                .visible()
-                .filter(is_old)
-                .map(|version| version.id)
-                .collect();
+            let old: Vec<_> = self.visible().filter(is_old).map(|version| version.id).collect();
             self.retire_unpinned(&old);
         }
         for lease in self.leases.values_mut() {
@@ -70,11 +51,7 @@ impl State {
 
     pub(super) fn delete(&mut self, selection: Selection) -> Outcome {
         let mut ids = Vec::new();
-        for version in self
-            .versions
-            .iter_mut()
-            .filter(|version| selection.includes(version))
-        {
+        for version in self.versions.iter_mut().filter(|version| selection.includes(version)) {
             if version.is_open() {
                 version.drop_because(Reason::Deleted);
                 ids.push(version.id);
@@ -91,9 +68,7 @@ impl State {
             match self.owed(version) {
                 Some(Effect::Delete { .. }) => self.forget(id),
                 _ => {
-                    return Err(Refusal::InUse {
-                        number: version.number,
-                    });
+                    return Err(Refusal::InUse { number: version.number });
                 }
             }
         }

@@ -147,9 +147,7 @@ impl State {
 
     /// What somebody has to do about a version.
     pub(super) fn owed(&self, version: &Version) -> Option<Effect> {
-        let Version {
-            id, epoch, number, ..
-        } = *version;
+        let Version { id, epoch, number, .. } = *version;
         match version.status {
             Status::Open { .. } | Status::Visible { .. } => None,
             Status::Proving { .. } => Some(Effect::Prove { id }),
@@ -170,21 +168,13 @@ impl State {
 
     /// The version that a command names.
     pub(super) fn named(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
-        let ended = self
-            .ended(id)
-            .map_or(Refusal::Unknown { id }, Ended::refusal);
-        self.versions
-            .iter_mut()
-            .find(|version| version.id == id)
-            .ok_or(ended)
+        let ended = self.ended(id).map_or(Refusal::Unknown { id }, Ended::refusal);
+        self.versions.iter_mut().find(|version| version.id == id).ok_or(ended)
     }
 
     /// Forgets the data of a version, and remembers what became of it.
     pub(super) fn forget(&mut self, id: VersionId) {
-        let gone = self
-            .versions
-            .extract_if(.., |version| version.id == id)
-            .map(Ended::from);
+        let gone = self.versions.extract_if(.., |version| version.id == id).map(Ended::from);
         self.ended.extend(gone);
         while self.ended.len() > MAX_ENDED {
             self.ended.pop_front();

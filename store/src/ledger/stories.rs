@@ -43,15 +43,7 @@ impl Ledger {
 
     fn begin_outcome(&mut self, put: Put) -> Result<Outcome, Refusal> {
         self.ids += 1;
-        let Put {
-            writer,
-            writers,
-            job,
-            number,
-            call,
-            rewind,
-            defaulted,
-        } = put;
+        let Put { writer, writers, job, number, call, rewind, defaulted } = put;
         self.give(Command::Begin(Begin {
             writer,
             writers: writers.parse().unwrap(),
@@ -89,15 +81,8 @@ impl Ledger {
     }
 
     fn prove(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
-        let manifest = ManifestReference {
-            name: format!("{id}"),
-            digest: Digest([1; 16]),
-        };
-        self.give(Command::Proved {
-            id,
-            manifest,
-            now: Timestamp(self.now),
-        })
+        let manifest = ManifestReference { name: format!("{id}"), digest: Digest([1; 16]) };
+        self.give(Command::Proved { id, manifest, now: Timestamp(self.now) })
     }
 
     /// Carries out all that is owed: proofs succeed.
@@ -121,10 +106,7 @@ impl Ledger {
     }
 
     fn expire(&mut self) {
-        self.give(Command::Expire {
-            now: Timestamp(self.now),
-        })
-        .unwrap();
+        self.give(Command::Expire { now: Timestamp(self.now) }).unwrap();
     }
 
     fn visible(&self) -> Vec<u64> {
@@ -153,35 +135,17 @@ struct Put {
 /// A put of one writer without a job.
 fn alone(number: Option<u64>) -> Put {
     let (writers, job, call) = ("0", None, None);
-    Put {
-        writer: 0,
-        writers,
-        job,
-        number,
-        call,
-        rewind: false,
-        defaulted: true,
-    }
+    Put { writer: 0, writers, job, number, call, rewind: false, defaulted: true }
 }
 
 /// One of two writers of a job, with a number of the caller's.
 fn step_of(job: &'static str, writer: u32, number: u64) -> Put {
-    Put {
-        writer,
-        writers: "0-1",
-        job: Some(job),
-        number: Some(number),
-        ..alone(None)
-    }
+    Put { writer, writers: "0-1", job: Some(job), number: Some(number), ..alone(None) }
 }
 
 /// One of two writers of a job, with an implicit number.
 fn call_of(job: &'static str, writer: u32, call: u64) -> Put {
-    Put {
-        number: None,
-        call: Some(call),
-        ..step_of(job, writer, 0)
-    }
+    Put { number: None, call: Some(call), ..step_of(job, writer, 0) }
 }
 
 fn job_id(job: &str) -> JobId {

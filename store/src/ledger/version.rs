@@ -149,9 +149,9 @@ impl Version {
     /// What became of it.
     pub fn fate(&self) -> Fate {
         match &self.status {
-            Status::Open { .. } | Status::Proving { .. } => Fate::Pending {
-                missing: self.missing(),
-            },
+            Status::Open { .. } | Status::Proving { .. } => {
+                Fate::Pending { missing: self.missing() }
+            }
             Status::Visible { .. } | Status::Retired { .. } => Fate::Visible,
             Status::Dropped { reason } => Fate::Dropped(reason.clone()),
         }
@@ -165,10 +165,9 @@ impl Version {
     /// Refuses with the reason for which it was dropped, if it was.
     pub(super) fn refuse_dropped(&self) -> Result<(), Refusal> {
         match &self.status {
-            Status::Dropped { reason } => Err(Refusal::Dropped {
-                number: self.number,
-                reason: reason.clone(),
-            }),
+            Status::Dropped { reason } => {
+                Err(Refusal::Dropped { number: self.number, reason: reason.clone() })
+            }
             _ => Ok(()),
         }
     }
@@ -190,10 +189,7 @@ impl Version {
         if self.writers == *declared {
             return Ok(());
         }
-        Err(Refusal::WritersDisagree {
-            declared: declared.clone(),
-            expected: self.writers.clone(),
-        })
+        Err(Refusal::WritersDisagree { declared: declared.clone(), expected: self.writers.clone() })
     }
 
     /// Ends an open version.
@@ -205,17 +201,13 @@ impl Version {
     /// Takes a visible version from the readers.
     pub(super) fn retire(&mut self) {
         if let Status::Visible { manifest, .. } = &self.status {
-            self.status = Status::Retired {
-                manifest: manifest.clone(),
-            };
+            self.status = Status::Retired { manifest: manifest.clone() };
         }
     }
 
     fn committed(&self) -> BTreeSet<u32> {
         let writers = self.contributions.keys().copied();
-        writers
-            .filter(|writer| self.digest_of(*writer).is_some())
-            .collect()
+        writers.filter(|writer| self.digest_of(*writer).is_some()).collect()
     }
 }
 
@@ -234,13 +226,8 @@ impl Ended {
     /// What a command that names the version is told.
     pub(super) fn refusal(&self) -> Refusal {
         match &self.reason {
-            Some(reason) => Refusal::Dropped {
-                number: self.number,
-                reason: reason.clone(),
-            },
-            None => Refusal::Gone {
-                number: self.number,
-            },
+            Some(reason) => Refusal::Dropped { number: self.number, reason: reason.clone() },
+            None => Refusal::Gone { number: self.number },
         }
     }
 
@@ -255,19 +242,7 @@ impl From<Version> for Ended {
             Status::Dropped { reason } => Some(reason),
             _ => None,
         };
-        let Version {
-            id,
-            number,
-            job,
-            call,
-            ..
-        } = version;
-        Self {
-            id,
-            number,
-            job,
-            call,
-            reason,
-        }
+        let Version { id, number, job, call, .. } = version;
+        Self { id, number, job, call, reason }
     }
 }

@@ -26,12 +26,7 @@ struct Range {
 impl WriterSet {
     /// The set of one writer.
     pub fn one(writer: u32) -> Self {
-        Self {
-            ranges: vec![Range {
-                first: writer,
-                last: writer,
-            }],
-        }
+        Self { ranges: vec![Range { first: writer, last: writer }] }
     }
 
     /// Whether the writer is in the set.
@@ -42,10 +37,7 @@ impl WriterSet {
 
     /// How many writers there are.
     pub fn len(&self) -> u64 {
-        self.ranges
-            .iter()
-            .map(|range| u64::from(range.last - range.first) + 1)
-            .sum()
+        self.ranges.iter().map(|range| u64::from(range.last - range.first) + 1).sum()
     }
 
     /// Whether there is no writer.
@@ -55,19 +47,13 @@ impl WriterSet {
 
     /// The writers, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
-        self.ranges
-            .iter()
-            .flat_map(|range| range.first..=range.last)
+        self.ranges.iter().flat_map(|range| range.first..=range.last)
     }
 
     /// This set without some of its writers.
     #[must_use]
     pub fn without(&self, writers: &BTreeSet<u32>) -> Self {
-        let ranges = self
-            .ranges
-            .iter()
-            .flat_map(|range| range.without(writers))
-            .collect();
+        let ranges = self.ranges.iter().flat_map(|range| range.without(writers)).collect();
         Self { ranges }
     }
 }
@@ -79,18 +65,12 @@ impl Range {
         let mut first = Some(self.first);
         for &writer in absent.range(self.first..=self.last) {
             if let Some(first) = first.filter(|first| *first < writer) {
-                left.push(Self {
-                    first,
-                    last: writer - 1,
-                });
+                left.push(Self { first, last: writer - 1 });
             }
             first = writer.checked_add(1);
         }
         if let Some(first) = first.filter(|first| *first <= self.last) {
-            left.push(Self {
-                first,
-                last: self.last,
-            });
+            left.push(Self { first, last: self.last });
         }
         left
     }
@@ -102,10 +82,7 @@ impl FromIterator<u32> for WriterSet {
         for writer in writers.into_iter().collect::<BTreeSet<_>>() {
             match ranges.last_mut() {
                 Some(range) if range.last + 1 == writer => range.last = writer,
-                _ => ranges.push(Range {
-                    first: writer,
-                    last: writer,
-                }),
+                _ => ranges.push(Range { first: writer, last: writer }),
             }
         }
         Self { ranges }
@@ -132,11 +109,7 @@ pub struct InvalidWriterSet(String);
 
 impl fmt::Display for InvalidWriterSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "expected writers in ascending order such as `0-3,8`, found `{}`",
-            self.0
-        )
+        write!(f, "expected writers in ascending order such as `0-3,8`, found `{}`", self.0)
     }
 }
 
@@ -149,34 +122,22 @@ impl FromStr for WriterSet {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let invalid = || InvalidWriterSet(text.to_owned());
         let ranges = text.split(',').filter(|part| !part.is_empty()).map(range);
-        let set = Self {
-            ranges: ranges.collect::<Option<_>>().ok_or_else(invalid)?,
-        };
-        if set.is_ordered() && set.to_string() == text {
-            Ok(set)
-        } else {
-            Err(invalid())
-        }
+        let set = Self { ranges: ranges.collect::<Option<_>>().ok_or_else(invalid)? };
+        if set.is_ordered() && set.to_string() == text { Ok(set) } else { Err(invalid()) }
     }
 }
 
 fn range(text: &str) -> Option<Range> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
-    let range = Range {
-        first: first.parse().ok()?,
-        last: last.parse().ok()?,
-    };
+    let range = Range { first: first.parse().ok()?, last: last.parse().ok()? };
     (range.first <= range.last).then_some(range)
 }
 
 impl WriterSet {
     fn is_ordered(&self) -> bool {
-        self.ranges.windows(2).all(|pair| {
-            pair[0]
-                .last
-                .checked_add(1)
-                .is_some_and(|absent| absent < pair[1].first)
-        })
+        self.ranges
+            .windows(2)
+            .all(|pair| pair[0].last.checked_add(1).is_some_and(|absent| absent < pair[1].first))
     }
 }
 
@@ -207,29 +168,12 @@ mod tests {
         for text in ["", "0", "0-3,8", "1,3,5-4294967295"] {
             assert_eq!(writers(text).to_string(), text);
         }
-        assert_eq!(
-            [8, 2, 1, 0, 3, 8]
-                .into_iter()
-                .collect::<WriterSet>()
-                .to_string(),
-            "0-3,8"
-        );
+        assert_eq!([8, 2, 1, 0, 3, 8].into_iter().collect::<WriterSet>().to_string(), "0-3,8");
     }
 
     #[test]
     fn a_text_that_is_no_set_is_refused() {
-        for text in [
-            "-",
-            "a",
-            "3-1",
-            "1,0",
-            "0,1",
-            "0-3,3",
-            "+1",
-            "0,",
-            " 0",
-            "4294967296",
-        ] {
+        for text in ["-", "a", "3-1", "1,0", "0,1", "0-3,3", "+1", "0,", " 0", "4294967296"] {
             assert!(text.parse::<WriterSet>().is_err(), "{text}");
         }
     }
@@ -237,18 +181,9 @@ mod tests {
     #[test]
     fn a_set_without_some_writers() {
         let absent = |ranks: &[u32]| ranks.iter().copied().collect();
-        assert_eq!(
-            writers("0-3,8").without(&absent(&[0, 2, 8])).to_string(),
-            "1,3"
-        );
-        assert_eq!(
-            writers("0-3,8").without(&absent(&[1, 7])).to_string(),
-            "0,2-3,8"
-        );
-        assert_eq!(
-            writers("0-4294967295").without(&absent(&[u32::MAX])).len(),
-            4_294_967_295
-        );
+        assert_eq!(writers("0-3,8").without(&absent(&[0, 2, 8])).to_string(), "1,3");
+        assert_eq!(writers("0-3,8").without(&absent(&[1, 7])).to_string(), "0,2-3,8");
+        assert_eq!(writers("0-4294967295").without(&absent(&[u32::MAX])).len(), 4_294_967_295);
         assert!(writers("0-1").without(&absent(&[0, 1])).is_empty());
     }
 

@@ -10,33 +10,17 @@ fn a_version_is_visible_when_all_have_committed_and_the_proof_has_come() {
     let missing = writers("1");
     assert_eq!(
         ledger.commit(id, step_of("a", 0, 5), 1),
-        Ok(Outcome::Committed {
-            visible: false,
-            missing: missing.clone()
-        })
+        Ok(Outcome::Committed { visible: false, missing: missing.clone() })
     );
-    assert_eq!(
-        ledger.prove(id),
-        Err(Refusal::NotProving { number: 5, missing })
-    );
+    assert_eq!(ledger.prove(id), Err(Refusal::NotProving { number: 5, missing }));
     ledger.commit(id, step_of("a", 1, 5), 2).unwrap();
     assert_eq!(pending(&ledger.state), [Effect::Prove { id }]);
     assert!(ledger.state.head().is_none());
     ledger.prove(id).unwrap();
     assert_eq!(ledger.state.head().unwrap().id, id);
-    let other = ManifestReference {
-        name: "other".to_owned(),
-        digest: Digest([2; 16]),
-    };
-    let again = Command::Proved {
-        id,
-        manifest: other,
-        now: Timestamp(0),
-    };
-    assert_eq!(
-        ledger.give(again),
-        Err(Refusal::ManifestDiffers { number: 5 })
-    );
+    let other = ManifestReference { name: "other".to_owned(), digest: Digest([2; 16]) };
+    let again = Command::Proved { id, manifest: other, now: Timestamp(0) };
+    assert_eq!(ledger.give(again), Err(Refusal::ManifestDiffers { number: 5 }));
 }
 
 #[test]
@@ -48,24 +32,16 @@ fn a_version_that_becomes_visible_supersedes_older_open_ones() {
     }
     ledger.settle();
     assert_eq!(ledger.reason(slow), Reason::Superseded { by: 6 });
-    let refusal = Refusal::Dropped {
-        number: 5,
-        reason: Reason::Superseded { by: 6 },
-    };
+    let refusal = Refusal::Dropped { number: 5, reason: Reason::Superseded { by: 6 } };
     assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(refusal));
 }
 
 #[test]
 fn a_third_put_waits() {
     let mut ledger = Ledger::default();
-    let on: Vec<_> = (5..7)
-        .map(|number| ledger.put(step_of("a", 0, number)).unwrap())
-        .collect();
+    let on: Vec<_> = (5..7).map(|number| ledger.put(step_of("a", 0, number)).unwrap()).collect();
     let before = ledger.state.clone();
-    assert_eq!(
-        ledger.begin_outcome(step_of("a", 0, 7)),
-        Ok(Outcome::Wait { on })
-    );
+    assert_eq!(ledger.begin_outcome(step_of("a", 0, 7)), Ok(Outcome::Wait { on }));
     assert_eq!(ledger.state, before);
     ledger.put(step_of("a", 1, 5)).unwrap();
     ledger.settle();
@@ -78,16 +54,9 @@ fn a_rejected_version_is_dropped_and_everyone_learns_why() {
     for writer in [0, 1] {
         ledger.put(step_of("a", writer, 5)).unwrap();
     }
-    let Some(&Effect::Prove { id }) = pending(&ledger.state).first() else {
-        panic!()
-    };
+    let Some(&Effect::Prove { id }) = pending(&ledger.state).first() else { panic!() };
     let reason = "hole in `w` at [0:2]: writers 0-1".to_owned();
-    ledger
-        .give(Command::Rejected {
-            id,
-            reason: reason.clone(),
-        })
-        .unwrap();
+    ledger.give(Command::Rejected { id, reason: reason.clone() }).unwrap();
     ledger.settle();
     let reason = Reason::Rejected { reason };
     assert_eq!(ledger.reason(id), reason);
@@ -105,20 +74,10 @@ fn an_open_version_is_abandoned_after_ten_minutes() {
     ledger.commit(full, alone(None), 7).unwrap();
     ledger.now = 10 * MINUTE;
     ledger.expire();
-    assert_eq!(
-        ledger.reason(half),
-        Reason::Abandoned {
-            missing: writers("1")
-        }
-    );
+    assert_eq!(ledger.reason(half), Reason::Abandoned { missing: writers("1") });
     ledger.now = 19 * MINUTE;
     ledger.expire();
-    assert_eq!(
-        ledger.reason(full),
-        Reason::Abandoned {
-            missing: WriterSet::default()
-        }
-    );
+    assert_eq!(ledger.reason(full), Reason::Abandoned { missing: WriterSet::default() });
 }
 
 #[test]

@@ -7,31 +7,14 @@ fn an_incomplete_begin_is_refused() {
     let declared = writers("0-1");
     let cases = [
         (
-            Put {
-                writer: 2,
-                ..step_of("a", 0, 1)
-            },
-            Refusal::NotAWriter {
-                writer: 2,
-                writers: declared.clone(),
-            },
+            Put { writer: 2, ..step_of("a", 0, 1) },
+            Refusal::NotAWriter { writer: 2, writers: declared.clone() },
         ),
         (
-            Put {
-                job: None,
-                ..step_of("a", 0, 1)
-            },
-            Refusal::JobRequired {
-                writers: declared.clone(),
-            },
+            Put { job: None, ..step_of("a", 0, 1) },
+            Refusal::JobRequired { writers: declared.clone() },
         ),
-        (
-            Put {
-                number: None,
-                ..step_of("a", 0, 1)
-            },
-            Refusal::CallRequired { writers: declared },
-        ),
+        (Put { number: None, ..step_of("a", 0, 1) }, Refusal::CallRequired { writers: declared }),
     ];
     for (put, refusal) in cases {
         assert_eq!(Ledger::default().begin(put), Err(refusal));
@@ -44,20 +27,13 @@ fn jobs_and_writer_sets_never_mix_in_one_version() {
     ledger.begin(step_of("a", 0, 5)).unwrap();
     let (declared, expected) = (writers("0-2"), writers("0-1"));
     assert_eq!(
-        ledger.begin(Put {
-            writers: "0-2",
-            ..step_of("a", 1, 5)
-        }),
+        ledger.begin(Put { writers: "0-2", ..step_of("a", 1, 5) }),
         Err(Refusal::WritersDisagree { declared, expected })
     );
     let (declared, expected) = (None, Some(job_id("a")));
     assert_eq!(
         ledger.begin(alone(Some(5))),
-        Err(Refusal::JobsDisagree {
-            number: 5,
-            declared,
-            expected
-        })
+        Err(Refusal::JobsDisagree { number: 5, declared, expected })
     );
 }
 
@@ -70,14 +46,8 @@ fn a_restarted_job_never_completes_an_old_half() {
     assert_eq!(begun, Ok(Outcome::Wait { on: vec![old] }));
     let by = job_id("b");
     assert_eq!(ledger.reason(old), Reason::Fenced { by: by.clone() });
-    assert_eq!(
-        ledger.begin(step_of("a", 1, 5)),
-        Err(Refusal::Fenced { by: by.clone() })
-    );
-    assert_eq!(
-        ledger.commit(old, step_of("a", 0, 5), 7),
-        Err(Refusal::Fenced { by })
-    );
+    assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(Refusal::Fenced { by: by.clone() }));
+    assert_eq!(ledger.commit(old, step_of("a", 0, 5), 7), Err(Refusal::Fenced { by }));
     ledger.settle();
     for writer in [0, 1] {
         assert_ne!(ledger.put(step_of("b", writer, 5)).unwrap(), old);
@@ -93,10 +63,7 @@ fn a_refused_job_fences_nobody() {
         ledger.put(step_of("a", writer, 5)).unwrap();
     }
     ledger.settle();
-    let refusal = Refusal::VersionNotNewer {
-        number: 5,
-        highest: 5,
-    };
+    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5 };
     assert_eq!(ledger.put(step_of("b", 0, 5)), Err(refusal));
     assert_eq!(ledger.state.job(), Some(&job_id("a")));
     ledger.put(step_of("a", 0, 6)).unwrap();
@@ -109,26 +76,12 @@ fn a_restart_with_another_writer_set_is_a_new_job_and_may_have_one() {
         ledger.put(step_of("a", writer, 5)).unwrap();
     }
     ledger.settle();
-    let smaller = Put {
-        writers: "0",
-        ..step_of("a", 0, 6)
-    };
+    let smaller = Put { writers: "0", ..step_of("a", 0, 6) };
     let (declared, expected) = (writers("0"), writers("0-1"));
     let refusal = Refusal::WritersDisagree { declared, expected };
     assert_eq!(ledger.begin(smaller), Err(refusal));
-    ledger
-        .begin(Put {
-            defaulted: false,
-            ..smaller
-        })
-        .unwrap();
-    ledger
-        .begin(Put {
-            job: Some("b"),
-            number: Some(7),
-            ..smaller
-        })
-        .unwrap();
+    ledger.begin(Put { defaulted: false, ..smaller }).unwrap();
+    ledger.begin(Put { job: Some("b"), number: Some(7), ..smaller }).unwrap();
 }
 
 #[test]
@@ -136,12 +89,7 @@ fn a_failed_put_never_shifts_later_steps_into_each_other() {
     let mut ledger = Ledger::default();
     let first = ledger.put(call_of("a", 0, 1)).unwrap();
     assert_eq!(ledger.begin(call_of("a", 1, 1)), Ok(first));
-    ledger
-        .give(Command::Abort {
-            id: first,
-            writer: 1,
-        })
-        .unwrap();
+    ledger.give(Command::Abort { id: first, writer: 1 }).unwrap();
     assert_eq!(ledger.reason(first), Reason::Aborted { writer: 1 });
 
     let second = ledger.put(call_of("a", 1, 2)).unwrap();
@@ -159,10 +107,7 @@ fn a_failed_put_never_shifts_later_steps_into_each_other() {
 fn a_call_that_never_opened_cannot_open_after_a_later_one() {
     let mut ledger = Ledger::default();
     ledger.put(call_of("a", 0, 2)).unwrap();
-    assert_eq!(
-        ledger.put(call_of("a", 1, 1)),
-        Err(Refusal::LateCall { call: 1, number: 1 })
-    );
+    assert_eq!(ledger.put(call_of("a", 1, 1)), Err(Refusal::LateCall { call: 1, number: 1 }));
 }
 
 #[test]
@@ -172,13 +117,7 @@ fn a_failed_put_with_a_number_may_be_tried_again() {
     ledger.begin(step_of("a", 1, 5)).unwrap();
     ledger.give(Command::Abort { id, writer: 1 }).unwrap();
     let late = ledger.commit(id, step_of("a", 1, 5), 7);
-    assert_eq!(
-        late,
-        Err(Refusal::NotBegun {
-            number: 5,
-            writer: 1
-        })
-    );
+    assert_eq!(late, Err(Refusal::NotBegun { number: 5, writer: 1 }));
     assert_eq!(ledger.put(step_of("a", 1, 5)), Ok(id));
 
     let id = ledger.begin(step_of("a", 0, 6)).unwrap();
@@ -194,8 +133,5 @@ fn a_begin_that_is_repeated_is_one_begin() {
     assert_eq!(ledger.begin(alone(None)), Ok(first));
     assert_eq!(ledger.state.open().count(), 1);
     ledger.ids -= 1;
-    assert_eq!(
-        ledger.begin(alone(Some(9))),
-        Err(Refusal::IdTaken { id: first })
-    );
+    assert_eq!(ledger.begin(alone(Some(9))), Err(Refusal::IdTaken { id: first }));
 }

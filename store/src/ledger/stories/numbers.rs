@@ -14,10 +14,7 @@ fn a_single_writer_needs_no_job_and_its_numbers_start_at_one() {
     let mut ledger = Ledger::default();
     ledger.put(alone(Some(0))).unwrap();
     ledger.settle();
-    assert_eq!(
-        (ledger.visible(), ledger.state.highest()),
-        (vec![0], Some(0))
-    );
+    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![0], Some(0)));
 }
 
 #[test]
@@ -27,22 +24,12 @@ fn an_identical_retry_succeeds_and_another_content_is_refused() {
     ledger.settle();
     assert_eq!(ledger.begin(alone(Some(5))), Ok(id));
     let missing = WriterSet::default();
-    let success = Outcome::Committed {
-        visible: true,
-        missing,
-    };
+    let success = Outcome::Committed { visible: true, missing };
     assert_eq!(ledger.commit(id, alone(None), 7), Ok(success));
     let (number, committed) = (5, Digest([7; 16]));
-    let refusal = Refusal::ContributionDiffers {
-        number,
-        writer: 0,
-        committed,
-    };
+    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
     assert_eq!(ledger.commit(id, alone(None), 8), Err(refusal));
-    let refusal = Refusal::VersionNotNewer {
-        number: 4,
-        highest: 5,
-    };
+    let refusal = Refusal::VersionNotNewer { number: 4, highest: 5 };
     assert_eq!(ledger.begin(alone(Some(4))), Err(refusal));
 }
 
@@ -53,34 +40,17 @@ fn a_rewind_opens_an_epoch_and_takes_back_what_is_newer_when_it_becomes_visible(
         ledger.put(alone(Some(number))).unwrap();
         ledger.settle();
     }
-    let rewind = Put {
-        rewind: true,
-        ..step_of("b", 0, 20)
-    };
+    let rewind = Put { rewind: true, ..step_of("b", 0, 20) };
     ledger.put(rewind).unwrap();
     // Writer 0 goes on before writer 1 has come: its next step belongs to the new epoch.
     ledger.put(step_of("b", 0, 21)).unwrap();
-    assert_eq!(
-        (ledger.visible(), ledger.state.highest()),
-        (vec![10, 20, 30], Some(30))
-    );
-    ledger
-        .put(Put {
-            writer: 1,
-            ..rewind
-        })
-        .unwrap();
+    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10, 20, 30], Some(30)));
+    ledger.put(Put { writer: 1, ..rewind }).unwrap();
     ledger.settle();
-    assert_eq!(
-        (ledger.visible(), ledger.state.highest()),
-        (vec![10, 20], Some(20))
-    );
+    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10, 20], Some(20)));
     ledger.put(step_of("b", 1, 21)).unwrap();
     ledger.settle();
-    assert_eq!(
-        (ledger.visible(), ledger.state.epoch()),
-        (vec![10, 20, 21], 1)
-    );
+    assert_eq!((ledger.visible(), ledger.state.epoch()), (vec![10, 20, 21], 1));
 }
 
 #[test]
@@ -91,28 +61,15 @@ fn a_rewind_below_an_open_rewind_has_an_epoch_of_its_own() {
         ledger.settle();
     }
     for number in [20, 10] {
-        ledger
-            .put(Put {
-                rewind: true,
-                ..step_of("b", 0, number)
-            })
-            .unwrap();
+        ledger.put(Put { rewind: true, ..step_of("b", 0, number) }).unwrap();
     }
     let epochs: Vec<_> = ledger.state.open().map(|version| version.epoch).collect();
     assert_eq!(epochs, [1, 2]);
     for number in [20, 10] {
-        ledger
-            .put(Put {
-                rewind: true,
-                ..step_of("b", 1, number)
-            })
-            .unwrap();
+        ledger.put(Put { rewind: true, ..step_of("b", 1, number) }).unwrap();
         ledger.settle();
     }
-    assert_eq!(
-        (ledger.visible(), ledger.state.highest()),
-        (vec![10], Some(10))
-    );
+    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10], Some(10)));
 }
 
 #[test]
@@ -124,30 +81,17 @@ fn what_a_rewind_took_back_is_not_retried() {
     }
     ledger.lease(1, Selector::Number(20)).unwrap();
     for number in [15, 25] {
-        ledger
-            .put(Put {
-                rewind: number == 15,
-                ..alone(Some(number))
-            })
-            .unwrap();
+        ledger.put(Put { rewind: number == 15, ..alone(Some(number)) }).unwrap();
         ledger.settle();
     }
-    let refusal = Refusal::VersionNotNewer {
-        number: 20,
-        highest: 25,
-    };
+    let refusal = Refusal::VersionNotNewer { number: 20, highest: 25 };
     assert_eq!(ledger.begin(alone(Some(20))), Err(refusal));
 }
 
 #[test]
 fn a_rewind_to_a_number_above_the_highest_is_an_ordinary_put() {
     let mut ledger = Ledger::default();
-    ledger
-        .put(Put {
-            rewind: true,
-            ..alone(Some(5))
-        })
-        .unwrap();
+    ledger.put(Put { rewind: true, ..alone(Some(5)) }).unwrap();
     ledger.settle();
     assert_eq!((ledger.state.epoch(), ledger.state.highest()), (0, Some(5)));
 }
@@ -158,20 +102,12 @@ fn the_highest_number_survives_deletion() {
     let visible = ledger.put(alone(Some(5))).unwrap();
     ledger.settle();
     let open = ledger.begin(alone(None)).unwrap();
-    let delete = Command::Delete {
-        selection: Selection::All,
-    };
+    let delete = Command::Delete { selection: Selection::All };
     let ids = vec![visible, open];
     assert_eq!(ledger.give(delete.clone()), Ok(Outcome::Deleted { ids }));
-    assert_eq!(
-        ledger.give(delete),
-        Ok(Outcome::Deleted { ids: Vec::new() })
-    );
+    assert_eq!(ledger.give(delete), Ok(Outcome::Deleted { ids: Vec::new() }));
     ledger.settle();
-    assert_eq!(
-        (ledger.state.versions().count(), ledger.state.highest()),
-        (0, Some(5))
-    );
+    assert_eq!((ledger.state.versions().count(), ledger.state.highest()), (0, Some(5)));
     assert_eq!(ledger.reason(open), Reason::Deleted);
     assert_eq!(ledger.state.outcome_of(visible), Some(Fate::Visible));
     assert!(ledger.begin(alone(Some(5))).is_err());
@@ -183,12 +119,7 @@ fn numbers_end_without_a_panic() {
     ledger.put(alone(Some(u64::MAX))).unwrap();
     ledger.settle();
     assert_eq!(ledger.put(alone(None)), Err(Refusal::NumbersExhausted));
-    ledger
-        .put(Put {
-            rewind: true,
-            ..alone(Some(0))
-        })
-        .unwrap();
+    ledger.put(Put { rewind: true, ..alone(Some(0)) }).unwrap();
     ledger.settle();
     ledger.put(alone(None)).unwrap();
     ledger.settle();

@@ -11,45 +11,22 @@ fn a_lease_holds_the_data_until_it_is_released_and_not_until_it_expires() {
     ledger.lease(2, Selector::Id(id)).unwrap();
     ledger.put(alone(Some(2))).unwrap();
     ledger.settle();
-    assert_eq!(
-        (ledger.visible(), ledger.state.versions().count()),
-        (vec![2], 2)
-    );
+    assert_eq!((ledger.visible(), ledger.state.versions().count()), (vec![2], 2));
     let (selector, newest) = (Selector::Number(1), Some(2));
-    assert_eq!(
-        ledger.lease(3, selector),
-        Err(Refusal::NotFound { selector, newest })
-    );
+    assert_eq!(ledger.lease(3, selector), Err(Refusal::NotFound { selector, newest }));
     ledger.lease(1, Selector::Newest).unwrap();
 
     ledger.now = MINUTE;
     ledger.expire();
     let lease = LeaseId(1);
     assert!(ledger.state.lease(lease).unwrap().expired);
-    assert_eq!(
-        ledger.lease(1, Selector::Newest),
-        Err(Refusal::LeaseExpired { lease })
-    );
-    assert_eq!(
-        ledger.give(Command::Reclaimed { id }),
-        Err(Refusal::InUse { number: 1 })
-    );
+    assert_eq!(ledger.lease(1, Selector::Newest), Err(Refusal::LeaseExpired { lease }));
+    assert_eq!(ledger.give(Command::Reclaimed { id }), Err(Refusal::InUse { number: 1 }));
 
     ledger.give(Command::Release { lease }).unwrap();
     assert!(pending(&ledger.state).is_empty());
-    ledger
-        .give(Command::HolderGone {
-            holder: "reader".to_owned(),
-        })
-        .unwrap();
-    assert_eq!(
-        pending(&ledger.state),
-        [Effect::Delete {
-            id,
-            epoch: 0,
-            number: 1
-        }]
-    );
+    ledger.give(Command::HolderGone { holder: "reader".to_owned() }).unwrap();
+    assert_eq!(pending(&ledger.state), [Effect::Delete { id, epoch: 0, number: 1 }]);
 }
 
 #[test]
@@ -61,22 +38,12 @@ fn retention_keeps_the_newest_and_the_pinned() {
         ledger.settle();
         if number == 2 {
             let selector = Selector::Newest;
-            ledger
-                .give(Command::Pin {
-                    selector,
-                    label: label(),
-                })
-                .unwrap();
+            ledger.give(Command::Pin { selector, label: label() }).unwrap();
         }
     }
     assert_eq!(ledger.visible(), [2, 4, 5]);
     let selector = Selector::Number(4);
-    ledger
-        .give(Command::Pin {
-            selector,
-            label: label(),
-        })
-        .unwrap();
+    ledger.give(Command::Pin { selector, label: label() }).unwrap();
     assert_eq!(ledger.visible(), [4, 5]);
 
     let (keep, ttl) = (NonZeroU32::MIN, Some(Duration::from_mins(1)));
@@ -86,11 +53,7 @@ fn retention_keeps_the_newest_and_the_pinned() {
     ledger.expire();
     ledger.settle();
     assert_eq!(ledger.visible(), [4]);
-    ledger
-        .give(Command::Delete {
-            selection: Selection::Number(4),
-        })
-        .unwrap();
+    ledger.give(Command::Delete { selection: Selection::Number(4) }).unwrap();
     assert_eq!((ledger.visible(), pending(&ledger.state)), (vec![], vec![]));
     ledger.give(Command::Unpin { label: label() }).unwrap();
     assert_eq!(pending(&ledger.state).len(), 1);
@@ -105,16 +68,11 @@ fn memories_are_bounded() {
         ledger.settle();
     }
     assert_eq!(ledger.state.outcome_of(VersionId(1)), None);
-    assert!(matches!(
-        ledger.state.outcome_of(VersionId(200)),
-        Some(Fate::Dropped(_))
-    ));
+    assert!(matches!(ledger.state.outcome_of(VersionId(200)), Some(Fate::Dropped(_))));
     for number in 0..64 {
         let id = ledger.begin(alone(Some(number))).unwrap();
         ledger.give(Command::Abort { id, writer: 0 }).unwrap();
     }
-    let Ok(Outcome::Wait { on }) = ledger.begin_outcome(alone(None)) else {
-        panic!()
-    };
+    let Ok(Outcome::Wait { on }) = ledger.begin_outcome(alone(None)) else { panic!() };
     assert_eq!(on.len(), MAX_DELETIONS);
 }

@@ -1,0 +1,83 @@
+//! Where words go: results to stdout, progress to stderr.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value as Json;
+
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+
+/// How much a command says, and in which form.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Console {
+    /// Results are JSON, for programs.
+    pub(crate) json: bool,
+    /// No progress, and no summary of what is visible anyway.
+    pub(crate) quiet: bool,
+    /// Details too.
+    pub(crate) verbose: bool,
+}
+
+impl Console {
+    /// Prints results. A reader who has seen enough and closed the pipe is no error.
+    pub(crate) fn print(&self, text: impl fmt::Display) -> Result<()> {
+        let mut stdout = io::stdout().lock();
+        match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(Failure::new(Exit::Refused, format_args!("cannot write to stdout: {error}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Prints what was done: as JSON if that is wanted, else as a line unless it is to be quiet.
+    pub(crate) fn report(&self, line: impl fmt::Display, json: &Json) -> Result<()> {
+        match self {
+            Self { json: true, .. } => self.print_json(json),
+            Self { quiet: true, .. } => Ok(()),
+            _ => self.print(format_args!("{line}\n")),
+        }
+    }
+
+    /// Prints one JSON document.
+    pub(crate) fn print_json(&self, json: &Json) -> Result<()> {
+        self.print(format_args!("{json:#}\n"))
+    }
+
+    /// A bar on stderr that counts bytes; invisible where nobody looks at it.
+    pub(crate) fn bytes_bar(&self, what: &str, bytes: u64) -> ProgressBar {
+        let bar = ProgressBar::with_draw_target(Some(bytes), self.target());
+        let style = "{msg:<12} {bar:32} {decimal_bytes:>10} of {decimal_total_bytes}  \
+                     {decimal_bytes_per_sec}";
+        bar.set_style(style_of(style));
+        bar.set_message(what.to_owned());
+        bar
+    }
+
+    /// A line on stderr that says what is going on while nothing can be counted.
+    pub(crate) fn spinner(&self, what: &str) -> ProgressBar {
+        let spinner = ProgressBar::with_draw_target(None, self.target());
+        spinner.set_style(style_of("{spinner} {msg}"));
+        spinner.set_message(what.to_owned());
+        spinner.enable_steady_tick(Duration::from_millis(100));
+        spinner
+    }
+
+    /// Indicatif itself hides what does not go to a terminal.
+    fn target(self) -> ProgressDrawTarget {
+        if self.quiet || self.json {
+            ProgressDrawTarget::hidden()
+        } else {
+            ProgressDrawTarget::stderr()
+        }
+    }
+}
+
+fn style_of(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template)
+        .expect("the templates of this file are well-formed")
+        .progress_chars("━╸─")
+}

@@ -1,0 +1,164 @@
+//! What a command says when it fails: what went wrong, where, and what to do about it.
+
+use std::error::Error;
+use std::fmt;
+use std::io::{self, Write};
+use std::path::Path;
+
+use miette::{Diagnostic, JSONReportHandler, MietteHandlerOpts};
+use tssd_format::ErrorKind;
+
+use crate::exit::Exit;
+
+/// The result of everything that a command does.
+pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
+
+/// The one error type of the command. It is for people; programs have the exit code.
+#[derive(Debug)]
+pub(crate) struct Failure(Box<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    exit: Exit,
+    message: String,
+    code: Option<String>,
+    help: Option<String>,
+    source: Option<Box<dyn Error + Send + Sync>>,
+}
+
+impl Failure {
+    /// A failure with its exit code, and what went wrong where.
+    pub(crate) fn new(exit: Exit, message: impl fmt::Display) -> Self {
+        Self(Box::new(Inner {
+            exit,
+            message: message.to_string(),
+            code: None,
+            help: None,
+            source: None,
+        }))
+    }
+
+    /// The system refused to do something with a file.
+    pub(crate) fn io(what: &str, path: &Path, source: io::Error) -> Self {
+        let (exit, help) = of_io(source.kind());
+        let mut failure = Self::new(exit, format_args!("cannot {what} {}", path.display()));
+        failure.0.help = help.map(Into::into);
+        failure.0.source = Some(source.into());
+        failure
+    }
+
+    /// The format refused a file, or something to be put into one.
+    pub(crate) fn format(path: &Path, error: &tssd_format::Error) -> Self {
+        let io = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        if let (ErrorKind::Io, Some(io)) = (error.kind(), io) {
+            return Self::io("read or write", path, copy_of(io));
+        }
+        let kind = error.kind();
+        let (exit, help) = of_format(kind);
+        let mut failure = Self::new(exit, format_args!("{}: {error}", path.display()));
+        failure.0.code = Some(format!("{} {}", kind.rule(), kind.name()));
+        failure.0.help = help.map(Into::into);
+        failure
+    }
+
+    /// The same with advice.
+    #[must_use]
+    pub(crate) fn help(mut self, help: impl fmt::Display) -> Self {
+        self.0.help = Some(help.to_string());
+        self
+    }
+
+    /// The same with the name of the broken rule.
+    #[must_use]
+    pub(crate) fn code(mut self, code: impl fmt::Display) -> Self {
+        self.0.code = Some(code.to_string());
+        self
+    }
+
+    /// Prints it to stderr, as JSON if results are.
+    pub(crate) fn print(self, json: bool) {
+        let hook = miette::set_hook(Box::new(move |_| {
+            if json {
+                return Box::new(JSONReportHandler::new());
+            }
+            // Paths are to be found and copied whole.
+            Box::new(MietteHandlerOpts::new().wrap_lines(false).terminal_links(false).build())
+        }));
+        hook.expect("nothing else sets it");
+        // If nobody reads stderr, the exit code still tells.
+        let _unread = writeln!(io::stderr(), "{:?}", miette::Report::new(self));
+    }
+
+    /// What the process ends with.
+    pub(crate) fn exit(&self) -> Exit {
+        self.0.exit
+    }
+}
+
+/// `io::Error` cannot be cloned.
+fn copy_of(error: &io::Error) -> io::Error {
+    error
+        .raw_os_error()
+        .map_or_else(|| io::Error::new(error.kind(), error.to_string()), io::Error::from_raw_os_error)
+}
+
+fn of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
+    match kind {
+        io::ErrorKind::NotFound => (Exit::NotFound, Some("check the path")),
+        io::ErrorKind::PermissionDenied => {
+            (Exit::Refused, Some("check who owns the file and its directory, and their modes"))
+        }
+        io::ErrorKind::StorageFull
+        | io::ErrorKind::QuotaExceeded
+        | io::ErrorKind::FileTooLarge => {
+            (Exit::Refused, Some("make room and run the command again; the old file is untouched"))
+        }
+        _ => (Exit::Refused, None),
+    }
+}
+
+fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
+    match kind {
+        ErrorKind::NotTssd => {
+            (Exit::Differs, Some("`tssd pack` makes an archive of a safetensors file"))
+        }
+        ErrorKind::UnsupportedVersion | ErrorKind::UnknownIncompat | ErrorKind::IndexCodec => {
+            (Exit::Refused, Some("the file was written by a newer tssd: read it with that one"))
+        }
+        ErrorKind::NotFound => (Exit::NotFound, Some("`tssd inspect` lists the leaves")),
+        ErrorKind::UntypedLeaf => (
+            Exit::Refused,
+            Some("store its fields as typed leaves, or allow it with --allow-opaque"),
+        ),
+        ErrorKind::BlobElsewhere => (
+            Exit::Refused,
+            Some("this is a manifest: name the archives beside it, or `tssd get` the version"),
+        ),
+        kind if kind.rule().starts_with("F-") => {
+            (Exit::Differs, Some("the file is damaged or incomplete: take another copy of it"))
+        }
+        _ => (Exit::Refused, None),
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl Error for Failure {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source.as_ref().map(|source| &**source as _)
+    }
+}
+
+impl Diagnostic for Failure {
+    fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        self.0.code.as_ref().map(|code| Box::new(code) as _)
+    }
+
+    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        self.0.help.as_ref().map(|help| Box::new(help) as _)
+    }
+}

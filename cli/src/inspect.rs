@@ -1,0 +1,90 @@
+//! `tssd inspect`: what is in a file.
+
+mod tree;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value as Json, json};
+
+use crate::archives::archives_in;
+use crate::console::Console;
+use crate::document::Document;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+
+/// Show what is in an archive or a safetensors file: the tree with dtypes, shapes, slices and ties.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// A file; or a directory: every archive in it, one line each (with -v: the trees)
+    path: PathBuf,
+}
+
+/// A directory gives one line per archive, a file gives its tree.
+pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+    let files = archives_in(&args.path)?;
+    let is_directory = args.path.is_dir();
+    let mut views = Map::new();
+    for path in &files {
+        let document = Document::open(path)?;
+        if console.json {
+            let view = json_of(&document)?;
+            if !is_directory {
+                console.print_json(&view)?;
+                return Ok(Exit::Ok);
+            }
+            views.insert(path.display().to_string(), view);
+            continue;
+        }
+        let tree = tree::Tree::of(&document, console.verbose);
+        if is_directory && !console.verbose {
+            console.print(format_args!("{}: {}\n", path.display(), tree.summary))?;
+        } else {
+            console.print(format_args!("{}  {}\n\n{}\n", path.display(), tree.lines, tree.summary))?;
+        }
+    }
+    if console.json {
+        console.print_json(&Json::Object(views))?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// The JSON view of the format without the elements: inspecting is not reading.
+fn json_of(document: &Document) -> Result<Json> {
+    let Some(archive) = document.archive() else {
+        return Ok(safetensors_json(document));
+    };
+    let mut view =
+        tssd_format::to_json(archive).map_err(|error| failure(document.path(), &error))?;
+    drop_elements(&mut view);
+    Ok(view)
+}
+
+fn failure(path: &Path, error: &tssd_format::Error) -> Failure {
+    Failure::format(path, error)
+}
+
+/// Only what describes a tensor has both members; the keys of dicts are no members in this view.
+fn drop_elements(view: &mut Json) {
+    match view {
+        Json::Object(members) => {
+            if members.contains_key("dtype") {
+                members.remove("data");
+            }
+            members.values_mut().for_each(drop_elements);
+        }
+        Json::Array(items) => items.iter_mut().for_each(drop_elements),
+        _ => {}
+    }
+}
+
+/// The same for a file without index: name, dtype and shape of each tensor.
+fn safetensors_json(document: &Document) -> Json {
+    let leaves = document.structure().into_leaves();
+    let tensors = leaves.iter().filter_map(|(path, node)| {
+        let tssd_format::Node::Tensors(run) = node else { return None };
+        let meta = &run.first()?.meta;
+        let tensor = json!({ "dtype": meta.dtype().name(), "shape": meta.shape() });
+        Some(json!([{ "str": path.fqn() }, { "tensor": tensor }]))
+    });
+    json!({ "safetensors": 1, "root": { "dict": tensors.collect::<Vec<_>>() } })
+}

@@ -1,0 +1,61 @@
+//! Ctrl-C: whatever lies half-written on the disk goes away first.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+
+/// What is to be removed if the process is interrupted now.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    // A list of paths is whole after every step, so a panic elsewhere does not spoil it.
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes Ctrl-C and the signals that end a process remove what is unfinished.
+pub(crate) fn install() -> Result<()> {
+    ctrlc::set_handler(|| {
+        // The lock is kept until the end, so that nothing else is begun.
+        let paths = unfinished();
+        for path in paths.iter() {
+            remove(path);
+        }
+        std::process::exit(Exit::Interrupted.code().into());
+    })
+    .map_err(|error| Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}")))
+}
+
+/// Other threads may still be writing into a directory while it is removed.
+fn remove(path: &Path) {
+    for _ in 0..100 {
+        let removed = match path.symlink_metadata() {
+            Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
+            Ok(_) => std::fs::remove_file(path),
+            Err(_) => return,
+        };
+        if removed.is_ok() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// A file or directory that must not outlive an interrupt, as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Unfinished(PathBuf);
+
+impl Unfinished {
+    /// From now on the path is removed by an interrupt.
+    pub(crate) fn new(path: &Path) -> Self {
+        unfinished().push(path.to_owned());
+        Self(path.to_owned())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        unfinished().retain(|path| *path != self.0);
+    }
+}

@@ -1,0 +1,97 @@
+//! The store for programs without an async runtime.
+
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+
+use tokio::runtime::{Builder, Runtime};
+use tssd_format::{Region, StateDict, Tensor};
+
+use crate::error::{Error, Result};
+use crate::get::{GetOptions, GetReport, Target};
+use crate::key::Key;
+use crate::put::{PutOptions, PutReport};
+use crate::store::VersionInfo;
+
+/// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
+///
+/// # Panics
+///
+/// Its calls panic inside an async runtime: use [`crate::Store`] there.
+#[derive(Clone, Debug)]
+pub struct Store {
+    store: crate::Store,
+    runtime: Arc<Runtime>,
+}
+
+/// Each call is the one of the same name of [`crate::Store`], errors included.
+impl Store {
+    /// See [`crate::Store::memory`].
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the system gives no threads.
+    pub fn memory() -> Result<Self> {
+        Self::new(crate::Store::memory())
+    }
+
+    /// See [`crate::Store::directory`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
+        Self::new(crate::Store::directory(path)?)
+    }
+
+    /// See [`crate::Store::connect`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn connect(url: &str) -> Result<Self> {
+        Self::new(crate::Store::connect(url)?)
+    }
+
+    fn new(store: crate::Store) -> Result<Self> {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_time().build();
+        let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
+        Ok(Self { store, runtime: Arc::new(runtime) })
+    }
+
+    /// The store itself, for async code.
+    pub fn as_async(&self) -> &crate::Store {
+        &self.store
+    }
+}
+
+macro_rules! blocking {
+    ($($name:ident($($argument:ident: $ty:ty),*) -> $result:ty;)*) => {
+        impl Store {
+            $(
+                #[doc = concat!("See [`crate::Store::", stringify!($name), "`].")]
+                ///
+                /// # Errors
+                ///
+                /// See there.
+                pub fn $name(&self, $($argument: $ty),*) -> Result<$result> {
+                    self.runtime.block_on(self.store.$name($($argument),*))
+                }
+            )*
+        }
+    };
+}
+
+blocking! {
+    put_state_dict(key: &Key, dict: &StateDict, options: &PutOptions) -> PutReport;
+    get_state_dict(key: &Key, options: &GetOptions) -> (StateDict, GetReport);
+    get_state_dict_into(key: &Key, targets: &mut [Target<'_>], options: &GetOptions) -> GetReport;
+    get(key: &Key, fqn: &str, options: &GetOptions) -> Tensor;
+    get_slice(key: &Key, fqn: &str, region: &Region, options: &GetOptions) -> Tensor;
+    versions(key: &Key) -> Vec<VersionInfo>;
+    head(key: &Key) -> Option<VersionInfo>;
+    keys(prefix: Option<&str>) -> Vec<Key>;
+    exists(key: &Key, version: Option<u64>) -> bool;
+    delete(key: &Key, version: Option<u64>) -> u64;
+    retain(key: &Key, keep: NonZeroU32) -> ();
+}

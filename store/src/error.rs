@@ -1,0 +1,128 @@
+//! What can go wrong in a store, sorted by what its caller can do about it.
+
+use std::fmt;
+
+use crate::ledger::{Reason, Refusal};
+
+/// The result of every fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the store: its kind says what can be done, its text says where and why.
+#[derive(Debug)]
+pub struct Error(Box<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    kind: ErrorKind,
+    text: String,
+    target_modified: bool,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+/// What can be done about an [`Error`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// There is no such key, version or leaf: wait for it, or ask for another.
+    NotFound,
+    /// The request cannot be met as it is: mend it.
+    Invalid,
+    /// The ledger does not allow it; the text says what it does allow.
+    Refused,
+    /// The writers' contributions do not fit together, and the version was dropped: mend the state
+    /// dicts and put again in every writer.
+    Rejected,
+    /// Stored bytes are damaged: read another version, or put again.
+    Corrupt,
+    /// Others are in the way: try again later.
+    Busy,
+    /// The store cannot be reached.
+    Unreachable,
+    /// The system failed to read or write.
+    Io,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
+        Self(Box::new(Inner { kind, text: text.to_string(), target_modified: false, source: None }))
+    }
+
+    /// An error of the system while it did something to something.
+    pub(crate) fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
+        let mut error = Self::new(ErrorKind::Io, doing);
+        error.0.source = Some(Box::new(source));
+        error
+    }
+
+    /// An error of the format in something that has a name.
+    pub(crate) fn format(name: impl fmt::Display, source: tssd_format::Error) -> Self {
+        use tssd_format::ErrorKind as Format;
+        let kind = match source.kind() {
+            Format::Io => ErrorKind::Io,
+            Format::NotFound => ErrorKind::NotFound,
+            kind if kind.rule().starts_with("F-") => ErrorKind::Corrupt,
+            _ => ErrorKind::Invalid,
+        };
+        let mut error = Self::new(kind, name);
+        error.0.source = Some(Box::new(source));
+        error
+    }
+
+    /// The caller's own state dict or request breaks a rule of the format.
+    pub(crate) fn request(name: impl fmt::Display, source: tssd_format::Error) -> Self {
+        let mut error = Self::format(name, source);
+        if error.kind() == ErrorKind::Corrupt {
+            error.0.kind = ErrorKind::Invalid;
+        }
+        error
+    }
+
+    pub(crate) fn refused(key: impl fmt::Display, refusal: Refusal) -> Self {
+        let kind = match &refusal {
+            Refusal::NotFound { .. } | Refusal::Gone { .. } => ErrorKind::NotFound,
+            Refusal::Dropped { reason: Reason::Rejected { .. }, .. } => ErrorKind::Rejected,
+            _ => ErrorKind::Refused,
+        };
+        let mut error = Self::new(kind, format_args!("key `{key}`"));
+        error.0.source = Some(Box::new(refusal));
+        error
+    }
+
+    pub(crate) fn target_modified(mut self) -> Self {
+        self.0.target_modified = true;
+        self
+    }
+
+    /// What can be done about it.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// What the ledger said, if it refused.
+    pub fn refusal(&self) -> Option<&Refusal> {
+        self.0.source.as_ref()?.downcast_ref()
+    }
+
+    /// What the format said, if it did.
+    pub fn format_error(&self) -> Option<&tssd_format::Error> {
+        self.0.source.as_ref()?.downcast_ref()
+    }
+
+    /// Whether a get has written to the caller's memory before it failed: its targets hold no whole
+    /// version then.
+    pub fn is_target_modified(&self) -> bool {
+        self.0.target_modified
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.text)?;
+        match &self.0.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,503 @@
+//! Getting: a version, or parts of it, as values or into the caller's memory.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use bytes::Bytes;
+use indexmap::IndexMap;
+use tssd_format::{
+    Container, Dict, Error as FormatError, ErrorKind as FormatKind, Key as DictKey, Node,
+    ObjectPath, Region, Shard, ShardPlace, StateDict, Step, Storage, Stored, Tensor, TensorMeta,
+    TensorReference, Text, Value,
+};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::VersionId;
+use crate::parallel;
+use crate::plan::{self, Copy, Wanted};
+use crate::version::OpenVersion;
+
+/// How a state dict is read. The default reads the newest version, whole.
+#[derive(Clone, Debug, Default)]
+pub struct GetOptions {
+    /// The number of the version; none is the newest.
+    pub version: Option<u64>,
+    /// Whose values to take where writers hold different ones
+    /// ([`Divergent::Keep`](crate::Divergent::Keep)).
+    pub writer: Option<u32>,
+    /// The slices that are wanted of a leaf, by fqn; all other leaves come whole.
+    pub slices: BTreeMap<String, Vec<ShardPlace>>,
+}
+
+/// A tensor in the caller's memory that a get fills.
+#[derive(Debug)]
+pub struct Target<'a> {
+    /// The leaf.
+    pub fqn: String,
+    /// The part of the leaf that is wanted; none is all of it.
+    pub place: Option<ShardPlace>,
+    /// Dtype, shape and strides of the memory.
+    pub meta: TensorMeta,
+    /// The memory, from the first element to the last.
+    pub bytes: &'a mut [u8],
+}
+
+/// What a get has done.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct GetReport {
+    /// The number of the version that was read.
+    pub version: u64,
+    /// Its epoch.
+    pub epoch: u32,
+    /// Its identity.
+    pub id: VersionId,
+    /// How many bytes of tensors were asked for.
+    pub bytes_needed: u64,
+    /// How many bytes of tensors were copied, or are seen through views.
+    pub bytes_transferred: u64,
+    /// How many bytes were checksummed: each chunk once for a version.
+    pub bytes_verified: u64,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+/// Plans of the last reads, by layout and wish: a version with the layout of the one before it needs
+/// no planning.
+#[derive(Default)]
+pub(crate) struct PlanCache(Mutex<VecDeque<([u8; 32], Arc<Plan>)>>);
+
+type Plan = Vec<Vec<Copy>>;
+
+/// How many plans are kept.
+const PLANS: usize = 16;
+
+/// A box of a leaf that is to be copied.
+struct Request<'a> {
+    fqn: String,
+    references: &'a [TensorReference],
+    wanted: Wanted,
+}
+
+/// Large contiguous targets are cut into parts of about this many bytes, for several threads.
+const PART_BYTES: u64 = 16 << 20;
+
+/// A read in progress: the version, and what is counted.
+pub(crate) struct Read<'a> {
+    version: &'a OpenVersion,
+    plans: &'a PlanCache,
+    started: Instant,
+    verified_before: u64,
+    needed: u64,
+    transferred: u64,
+}
+
+impl<'a> Read<'a> {
+    pub(crate) fn new(version: &'a OpenVersion, plans: &'a PlanCache) -> Self {
+        Self {
+            version,
+            plans,
+            started: Instant::now(),
+            verified_before: version.bytes_verified(),
+            needed: 0,
+            transferred: 0,
+        }
+    }
+
+    pub(crate) fn report(&self) -> GetReport {
+        GetReport {
+            version: self.version.number,
+            epoch: self.version.epoch,
+            id: self.version.id,
+            bytes_needed: self.needed,
+            bytes_transferred: self.transferred,
+            bytes_verified: self.version.bytes_verified() - self.verified_before,
+            seconds: self.started.elapsed().as_secs_f64(),
+        }
+    }
+
+    /// The whole state dict, with slices where they are wanted. A leaf that lies in one piece is a
+    /// view; others are assembled. Tied leaves come back tied.
+    pub(crate) fn state_dict(&mut self, options: &GetOptions) -> Result<StateDict> {
+        let mut root = self.version.root.clone();
+        choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
+        let leaves = root.clone().into_leaves();
+        for fqn in options.slices.keys() {
+            if !leaves
+                .iter()
+                .any(|(path, node)| matches!(node, Node::Tensors(_)) && path.fqn() == *fqn)
+            {
+                return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
+            }
+        }
+        let mut viewed = BTreeSet::new();
+        let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
+        for (path, node) in &leaves {
+            match node {
+                Node::Stored(_, storage) => drop(viewed.insert(*storage)),
+                Node::Tensors(run) => {
+                    let fqn = path.fqn();
+                    match options.slices.get(&fqn) {
+                        Some(places) => places.iter().for_each(|place| {
+                            wishes
+                                .entry((run.as_slice(), Some(place)))
+                                .or_insert_with(|| fqn.clone());
+                        }),
+                        None if is_whole(run) => viewed.extend(run[0].storage),
+                        None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
+                    }
+                }
+                _ => {}
+            }
+        }
+        let views = self.views(viewed)?;
+        let made = self.assemble(&wishes)?;
+        self.needed = self.transferred;
+        let made = wishes.into_keys().zip(made).collect();
+        let tree = Tree { views, made, slices: &options.slices };
+        let value = tree.value(&ObjectPath::root(), &root);
+        value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
+    }
+
+    /// One tensor, whole, or one box of it.
+    pub(crate) fn tensor(&mut self, fqn: &str, region: Option<&Region>) -> Result<Tensor> {
+        let references = self.version.tensor(fqn)?;
+        if region.is_none() && is_whole(references) {
+            let storage = references[0].storage;
+            let views = self.views(storage.into_iter().collect())?;
+            let bytes = storage.map(|storage| views[&storage].clone()).unwrap_or_default();
+            let tensor =
+                Tensor::new(references[0].meta.clone(), bytes.into(), references[0].byte_offset);
+            self.needed += references[0].meta.nbytes();
+            return tensor.map_err(|error| self.format_error(error));
+        }
+        let global_shape = plan::global_shape(&references[0]);
+        let region = region.cloned().unwrap_or_else(|| Region::whole(&global_shape));
+        let meta = self.meta(&references[0], region.shape())?;
+        let request = Request {
+            fqn: fqn.to_owned(),
+            references,
+            wanted: Wanted { region, global_shape: global_shape.into(), meta: meta.clone() },
+        };
+        let mut memory = vec![0; native(meta.nbytes())];
+        self.needed += meta.nbytes();
+        self.fill(vec![(request, &mut memory)])?;
+        Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
+    }
+
+    /// Fills the caller's tensors; allocates nothing of their size.
+    pub(crate) fn into_targets(&mut self, targets: &mut [Target<'_>]) -> Result<()> {
+        let mut work = Vec::with_capacity(targets.len());
+        for target in targets {
+            let references = self.version.tensor(&target.fqn)?;
+            check_target(target).map_err(|error| self.format_error(error))?;
+            let global_shape = plan::global_shape(&references[0]);
+            let (region, global_shape) = match &target.place {
+                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
+                None => (Region::whole(&global_shape), global_shape),
+            };
+            let meta = target.meta.clone();
+            if region.shape() != meta.shape() {
+                let error = FormatError::new(FormatKind::SliceMismatch)
+                    .at(&target.fqn)
+                    .note(format_args!("target {:?}, wanted {:?}", meta.shape(), region.shape()));
+                return Err(self.format_error(error));
+            }
+            self.needed += meta.nbytes();
+            let wanted = Wanted { region, global_shape: global_shape.into(), meta };
+            work.push((
+                Request { fqn: target.fqn.clone(), references, wanted },
+                &mut *target.bytes,
+            ));
+        }
+        self.fill(work)
+    }
+
+    /// The storages that leaves are views of, proven.
+    fn views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
+        let load = |storage: u32| {
+            let len = self.version.storage_len(storage);
+            Ok((storage, self.version.bytes(storage, 0..len)?))
+        };
+        let views: BTreeMap<u32, Bytes> =
+            parallel::map(storages.into_iter().collect(), load)?.into_iter().collect();
+        self.transferred += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
+        Ok(views)
+    }
+
+    /// Tensors in new memory, one for each wish.
+    fn assemble(&mut self, wishes: &IndexMap<Wish<'_>, String>) -> Result<Vec<Tensor>> {
+        let mut metas = Vec::with_capacity(wishes.len());
+        let mut memories = Vec::with_capacity(wishes.len());
+        let mut requests = Vec::with_capacity(wishes.len());
+        for ((references, place), fqn) in wishes {
+            let global_shape = plan::global_shape(&references[0]);
+            let (region, asked) = match place {
+                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
+                None => (Region::whole(&global_shape), global_shape),
+            };
+            let meta = self.meta(&references[0], region.shape())?;
+            memories.push(vec![0_u8; native(meta.nbytes())]);
+            let wanted = Wanted { region, global_shape: asked.into(), meta: meta.clone() };
+            requests.push(Request { fqn: fqn.clone(), references, wanted });
+            metas.push(meta);
+        }
+        let targets = memories.iter_mut().map(Vec::as_mut_slice);
+        self.fill(requests.into_iter().zip(targets).collect())?;
+        let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
+        let tensors = metas.into_iter().zip(memories).map(tensor);
+        tensors.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
+    }
+
+    /// Plans all requests before any byte is touched, then copies on all cores.
+    fn fill(&mut self, work: Vec<(Request<'_>, &mut [u8])>) -> Result<()> {
+        let mut requests = Vec::with_capacity(work.len());
+        let mut targets = Vec::with_capacity(work.len());
+        for (request, target) in work {
+            split(request, target, &mut requests, &mut targets);
+        }
+        let plan = self.plan(&requests)?;
+        let copies = plan.iter().flatten();
+        self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
+        let jobs: Vec<_> = plan.iter().zip(targets).collect();
+        let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
+            copies.iter().try_for_each(|copy| self.copy(copy, target))
+        };
+        parallel::map(jobs, run).map(drop).map_err(Error::target_modified)
+    }
+
+    fn plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+        let name = self.name_of(requests);
+        if let Some(plan) = self.plans.get(&name) {
+            return Ok(plan);
+        }
+        let each = |request: &Request<'_>| {
+            plan::plan(request.references, &request.wanted)
+                .map_err(|error| self.format_error(error.at(&request.fqn)))
+        };
+        let plan = Arc::new(requests.iter().map(each).collect::<Result<Plan>>()?);
+        self.plans.insert(name, plan.clone());
+        Ok(plan)
+    }
+
+    /// What a plan is cached under: the layout of the version, and all that is wanted of it.
+    fn name_of(&self, requests: &[Request<'_>]) -> [u8; 32] {
+        let mut hash = blake3::Hasher::new();
+        hash.update(&self.version.layout);
+        for Request { fqn, wanted, .. } in requests {
+            let meta = &wanted.meta;
+            let region = &wanted.region;
+            let (shape, strides) = (&wanted.global_shape, meta.strides());
+            let sizes = [wide(fqn.len()), wide(shape.len()), u64::from(meta.dtype().code())];
+            for value in sizes
+                .iter()
+                .chain(shape)
+                .chain(region.offsets())
+                .chain(region.shape())
+                .chain(&strides)
+            {
+                hash.update(&value.to_le_bytes());
+            }
+            hash.update(fqn.as_bytes());
+        }
+        *hash.finalize().as_bytes()
+    }
+
+    fn copy(&self, copy: &Copy, target: &mut [u8]) -> Result<()> {
+        let span = copy.runs.source_span();
+        let window = self.version.bytes(copy.storage, copy.source..copy.source + span)?;
+        let target = &mut target[native(copy.target)..];
+        copy.runs.for_each(|from, to, bytes| {
+            let (from, to, bytes) = (native(from), native(to), native(bytes));
+            target[to..to + bytes].copy_from_slice(&window[from..from + bytes]);
+        });
+        Ok(())
+    }
+
+    /// A contiguous tensor of a leaf's dtype.
+    fn meta(&self, reference: &TensorReference, shape: &[u64]) -> Result<TensorMeta> {
+        TensorMeta::new(reference.meta.dtype(), shape)
+            .map(|meta| meta.with_flags(reference.meta.flags()))
+            .map_err(|error| self.format_error(error))
+    }
+
+    fn format_error(&self, error: FormatError) -> Error {
+        Error::request(format_args!("version {}", self.version.number), error)
+    }
+}
+
+impl PlanCache {
+    fn get(&self, name: &[u8; 32]) -> Option<Arc<Plan>> {
+        let plans = self.0.lock().expect("nobody panics while holding the plans");
+        plans.iter().find(|(other, _)| other == name).map(|(_, plan)| plan.clone())
+    }
+
+    fn insert(&self, name: [u8; 32], plan: Arc<Plan>) {
+        let mut plans = self.0.lock().expect("nobody panics while holding the plans");
+        plans.push_front((name, plan));
+        plans.truncate(PLANS);
+    }
+}
+
+/// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
+type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
+
+/// A tree whose tensors are all there.
+struct Tree<'a> {
+    views: BTreeMap<u32, Bytes>,
+    made: IndexMap<Wish<'a>, Tensor>,
+    slices: &'a BTreeMap<String, Vec<ShardPlace>>,
+}
+
+impl Tree<'_> {
+    fn value(&self, path: &ObjectPath, node: &Node) -> tssd_format::Result<Value> {
+        Ok(match node {
+            Node::Leaf(value) => value.clone(),
+            Node::Stored(kind, storage) => {
+                let bytes = self.views[storage].clone();
+                match kind {
+                    Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
+                    Stored::Bytes => Value::Bytes(bytes),
+                    Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
+                }
+            }
+            Node::Tensors(run) => self.tensors(path, run)?,
+            Node::Container(container, children) => {
+                let mut dict = Dict::new();
+                let mut values = Vec::new();
+                for (step, child) in children {
+                    let value = self.value(&path.clone().step(step.clone()), child)?;
+                    match step {
+                        Step::Key(key) => drop(dict.insert(key.clone(), value)),
+                        Step::Index(_) => values.push(value),
+                    }
+                }
+                container.value(dict, values)
+            }
+        })
+    }
+
+    fn tensors(&self, path: &ObjectPath, run: &[TensorReference]) -> tssd_format::Result<Value> {
+        if let Some(places) = self.slices.get(&path.fqn()) {
+            let shard = |place: &ShardPlace| {
+                Shard::new(self.made[&(run, Some(place))].clone(), place.clone())
+            };
+            return Ok(Value::Shards(
+                places.iter().map(shard).collect::<tssd_format::Result<_>>()?,
+            ));
+        }
+        let [first, ..] = run else { unreachable!("a leaf has a reference at least") };
+        if !is_whole(run) {
+            return Ok(Value::Tensor(self.made[&(run, None)].clone()));
+        }
+        let bytes = first.storage.map(|storage| self.views[&storage].clone());
+        let storage = Storage::from(bytes.unwrap_or_default());
+        Tensor::new(first.meta.clone(), storage, first.byte_offset).map(Value::Tensor)
+    }
+}
+
+/// Whether one reference is all of its tensor.
+fn is_whole(run: &[TensorReference]) -> bool {
+    matches!(run, [only] if plan::region(only) == Region::whole(&plan::global_shape(only)))
+}
+
+/// Puts one writer's values in the place of divergent nodes.
+fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Result<()> {
+    let Node::Container(container, children) = node else { return Ok(()) };
+    if *container != Container::Divergent {
+        return children.iter_mut().try_for_each(|(step, child)| {
+            choose_writer(&path.clone().step(step.clone()), child, writer)
+        });
+    }
+    let key = writer.map(|writer| Step::Key(DictKey::writer(writer)));
+    match children.iter().find(|(step, _)| Some(step) == key.as_ref()) {
+        Some((_, own)) => *node = own.clone(),
+        None => {
+            let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format_args!(
+                    "writers {} hold `{}` each their own; say writer=",
+                    held.join(", "),
+                    path.fqn()
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Proves that a target's memory holds its tensor, each element at a place of its own.
+fn check_target(target: &Target<'_>) -> tssd_format::Result<()> {
+    let meta = &target.meta;
+    if meta.numel() > 0 && meta.span_bytes() > wide(target.bytes.len()) {
+        return Err(FormatError::new(FormatKind::TargetSize).at(&target.fqn).note(format_args!(
+            "{} bytes, needed {}",
+            target.bytes.len(),
+            meta.span_bytes()
+        )));
+    }
+    let strides = meta.strides();
+    let mut dims: Vec<(u64, u64)> = strides
+        .into_iter()
+        .zip(meta.shape().iter().copied())
+        .filter(|(_, size)| *size > 1)
+        .collect();
+    dims.sort_unstable();
+    let mut reach = 1;
+    for (stride, size) in dims {
+        if stride < reach {
+            return Err(FormatError::new(FormatKind::Overlap).at(&target.fqn).note(format_args!(
+                "elements of the target overlap: strides {:?}",
+                meta.strides()
+            )));
+        }
+        reach += stride * (size - 1);
+    }
+    Ok(())
+}
+
+/// Cuts a large contiguous request into rows, so that several threads can fill it.
+fn split<'a, 't>(
+    request: Request<'a>,
+    target: &'t mut [u8],
+    requests: &mut Vec<Request<'a>>,
+    targets: &mut Vec<&'t mut [u8]>,
+) {
+    let wanted = &request.wanted;
+    let rows = wanted.meta.shape().first().copied().unwrap_or(1);
+    let row_bytes = wanted.meta.nbytes().checked_div(rows).unwrap_or(0);
+    if wanted.meta.nbytes() < 2 * PART_BYTES || !wanted.meta.is_contiguous() || rows < 2 {
+        requests.push(request);
+        targets.push(target);
+        return;
+    }
+    let step = PART_BYTES.div_ceil(row_bytes);
+    let mut rest = target;
+    let mut row = 0;
+    while row < rows {
+        let count = step.min(rows - row);
+        let mut offsets = wanted.region.offsets().to_vec();
+        let mut shape = wanted.region.shape().to_vec();
+        offsets[0] += row;
+        shape[0] = count;
+        let region = Region::new(&offsets, &shape).expect("a part of a region");
+        let meta = TensorMeta::new(wanted.meta.dtype(), &shape).expect("a part of a tensor");
+        let wanted = Wanted { region, global_shape: wanted.global_shape.clone(), meta };
+        requests.push(Request { fqn: request.fqn.clone(), references: request.references, wanted });
+        let (part, tail) = std::mem::take(&mut rest).split_at_mut(native(count * row_bytes));
+        targets.push(part);
+        rest = tail;
+        row += count;
+    }
+}
+
+/// Lengths of what is in memory.
+fn native(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("what is in memory fits usize")
+}
+
+fn wide(len: usize) -> u64 {
+    u64::try_from(len).expect("usize is at most 64 bits")
+}

@@ -1,0 +1,173 @@
+//! Names of state dicts.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The name of a state dict in a store.
+///
+/// - UTF-8, at most 1024 bytes; the empty key is one.
+/// - No control characters, NUL among them.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key(String);
+
+/// The longest key, in bytes.
+pub const MAX_KEY_BYTES: usize = 1024;
+
+/// The longest part of a file name that a key takes: longer keys take several folders.
+const PART: usize = 200;
+
+impl Key {
+    /// A key.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if the text breaks one of the rules above.
+    pub fn new(text: impl Into<String>) -> Result<Self> {
+        let text = text.into();
+        if text.len() > MAX_KEY_BYTES {
+            let len = text.len();
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format_args!("key of {len} bytes, at most {MAX_KEY_BYTES}"),
+            ));
+        }
+        if let Some(control) = text.chars().find(|each| each.is_control()) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format_args!("key with the control character {control:?}"),
+            ));
+        }
+        Ok(Self(text))
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The key as a relative path: everything but `A-Za-z0-9_-` and inner dots percent-encoded, in
+    /// folders of at most 200 bytes; one that goes on in the next folder ends with `%`.
+    pub(crate) fn to_path(&self) -> String {
+        let mut parts = vec![String::new()];
+        for (place, byte) in self.0.bytes().enumerate() {
+            let plain = byte.is_ascii_alphanumeric()
+                || matches!(byte, b'_' | b'-')
+                || byte == b'.' && place > 0;
+            let last = parts.last_mut().expect("there is one part at least");
+            if last.len() + 3 > PART {
+                last.push('%');
+                parts.push(String::new());
+            }
+            let last = parts.last_mut().expect("there is one part at least");
+            if plain {
+                last.push(char::from(byte));
+            } else {
+                last.push_str(&format!("%{byte:02X}"));
+            }
+        }
+        if self.0.is_empty() {
+            return "%%".to_owned();
+        }
+        parts.join("/")
+    }
+
+    /// The inverse of [`Key::to_path`]; none if the path is not a key's.
+    pub(crate) fn from_path(path: &str) -> Option<Self> {
+        if path == "%%" {
+            return Some(Self(String::new()));
+        }
+        let joined = path.replace("%/", "");
+        let mut bytes = Vec::with_capacity(joined.len());
+        let mut rest = joined.as_bytes();
+        while let [first, tail @ ..] = rest {
+            rest = tail;
+            if *first == b'%' {
+                let (digits, tail) = rest.split_at_checked(2)?;
+                bytes.push(u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?);
+                rest = tail;
+            } else {
+                bytes.push(*first);
+            }
+        }
+        let key = Self::new(String::from_utf8(bytes).ok()?).ok()?;
+        (key.to_path() == path).then_some(key)
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for Key {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::new(text)
+    }
+}
+
+/// A key, and optionally one version of it: `KEY` or `KEY@VERSION`.
+///
+/// # Examples
+///
+/// ```
+/// use tssd_store::KeyVersion;
+/// let parsed: KeyVersion = "policy@home@17".parse()?;
+/// assert_eq!((parsed.key.as_str(), parsed.version), ("policy@home", Some(17)));
+/// let parsed: KeyVersion = "policy@home".parse()?;
+/// assert_eq!((parsed.key.as_str(), parsed.version), ("policy@home", None));
+/// # Ok::<(), tssd_store::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyVersion {
+    /// The key.
+    pub key: Key,
+    /// The number of the version; none is the newest.
+    pub version: Option<u64>,
+}
+
+impl FromStr for KeyVersion {
+    type Err = Error;
+
+    /// Splits at the last `@` that digits follow to the end.
+    fn from_str(text: &str) -> Result<Self> {
+        let split = text.rsplit_once('@').filter(|(_, digits)| {
+            !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+        });
+        let Some((key, digits)) = split else {
+            return Ok(Self { key: Key::new(text)?, version: None });
+        };
+        let version = digits.parse().map_err(|_| {
+            Error::new(ErrorKind::Invalid, format_args!("version {digits} is too large"))
+        })?;
+        Ok(Self { key: Key::new(key)?, version: Some(version) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_paths_and_back() {
+        let long = "é/".repeat(300);
+        for text in ["", "a", "a.b", ".", "..", "../../etc", "a/b c", "%", "策略", "CON", &long] {
+            let key = Key::new(text).unwrap();
+            let path = key.to_path();
+            assert!(
+                path.split('/').all(|part| part.len() <= 203 && !part.starts_with('.')),
+                "{path}"
+            );
+            assert_eq!(Key::from_path(&path), Some(key), "{path}");
+        }
+        assert_eq!(Key::from_path("a%2"), None);
+        assert_eq!(Key::from_path("%61"), None, "a key has one path");
+        assert!(Key::new("a\0").is_err());
+        assert!(Key::new("a\n").is_err());
+        assert!(Key::new("x".repeat(1025)).is_err());
+    }
+}

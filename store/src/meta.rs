@@ -1,0 +1,38 @@
+//! Where the ledger's records are kept.
+
+mod directory;
+mod memory;
+
+use std::any::Any;
+
+use async_trait::async_trait;
+
+use crate::error::Result;
+
+pub(crate) use directory::DirectoryMeta;
+pub(crate) use memory::MemoryMeta;
+
+/// Small records by name, created once: what a ledger needs of the thing that it runs over.
+///
+/// # Contract
+///
+/// - A record is there completely or not at all, also after a crash, and never changes.
+/// - Of several that create one name at once, one succeeds.
+/// - Names are `/`-separated; a listing gives the names directly below one.
+#[async_trait]
+pub(crate) trait MetaStore: Send + Sync {
+    /// Creates a record; false if there is one of this name.
+    async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool>;
+
+    /// A record, if it is there.
+    async fn get(&self, name: &str) -> Result<Option<Vec<u8>>>;
+
+    /// The last parts of the names directly below `name`, sorted.
+    async fn list(&self, name: &str) -> Result<Vec<String>>;
+
+    /// Deletes a record, if it is there.
+    async fn delete(&self, name: &str) -> Result<()>;
+
+    /// Waits until nobody else holds `name`, and holds it until the result is dropped.
+    async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
+}

@@ -1,0 +1,59 @@
+//! Records as files of a directory that several processes share.
+
+use std::any::Any;
+use std::path::PathBuf;
+
+use async_trait::async_trait;
+
+use super::MetaStore;
+use crate::disk;
+use crate::error::{Error, Result};
+
+#[derive(Debug)]
+pub(crate) struct DirectoryMeta {
+    root: PathBuf,
+}
+
+impl DirectoryMeta {
+    pub(crate) fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    /// Runs something that waits for the disk on a thread that may wait.
+    async fn wait<T: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl FnOnce(PathBuf) -> std::io::Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let path = self.root.join(name);
+        let shown = path.display().to_string();
+        let done = tokio::task::spawn_blocking(move || work(path)).await;
+        done.map_err(std::io::Error::other)
+            .and_then(|result| result)
+            .map_err(|error| Error::io(shown, error))
+    }
+}
+
+#[async_trait]
+impl MetaStore for DirectoryMeta {
+    async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
+        self.wait(name, move |path| disk::create(&path, &record)).await
+    }
+
+    async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.wait(name, |path| disk::read(&path)).await
+    }
+
+    async fn list(&self, name: &str) -> Result<Vec<String>> {
+        self.wait(name, |path| disk::list(&path)).await
+    }
+
+    async fn delete(&self, name: &str) -> Result<()> {
+        self.wait(name, |path| disk::remove(&path)).await
+    }
+
+    async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
+        let lock = self.wait(name, |path| disk::lock(&path)).await?;
+        Ok(Box::new(lock))
+    }
+}

@@ -1,0 +1,393 @@
+//! Putting: one writer's contribution to a version.
+
+use std::time::{Duration, Instant};
+
+use tssd_format::{
+    AttrValue, Dict, Fill, Filled, Layout, Options, Placement, Shard, ShardPlace, StateDict,
+    Storage, Tensor, TensorMeta, TensorSlice, Value,
+};
+
+use crate::controller::{Controller, DIVERGENT, digest, folder_of};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{
+    ArchiveReference, Begin, Command, Commit, Digest, JobId, Outcome, VersionId, WriterSet,
+};
+use crate::merge::Divergent;
+use crate::parallel;
+use crate::volume::Volume;
+
+/// How a state dict is put. The default suits one writer.
+#[derive(Clone, Debug)]
+pub struct PutOptions {
+    /// The number of the version, such as the training step; none is the highest + 1.
+    pub version: Option<u64>,
+    /// Who puts: the global rank. None is the rank that the dict's meshes say, or the one writer.
+    pub writer: Option<u32>,
+    /// Everyone who contributes to the version. None is all ranks of the dict's meshes, or one
+    /// writer if it has none.
+    pub writers: Option<WriterSet>,
+    /// The run that the contribution belongs to: the same in all writers, new in every run. One writer
+    /// alone needs none.
+    pub job: Option<JobId>,
+    /// What becomes of a plain leaf that writers hold differently.
+    pub divergent: Divergent,
+    /// Which replicas of a shard are stored.
+    pub replicas: Replicas,
+    /// Whether a version that is not above the highest opens a new epoch.
+    pub rewind: bool,
+    /// Whether leaves that are no typed values are taken ([`Value::Opaque`]).
+    pub allow_opaque: bool,
+    /// For how long to wait for others at most.
+    pub timeout: Duration,
+}
+
+impl Default for PutOptions {
+    fn default() -> Self {
+        Self {
+            version: None,
+            writer: None,
+            writers: None,
+            job: None,
+            divergent: Divergent::default(),
+            replicas: Replicas::default(),
+            rewind: false,
+            allow_opaque: false,
+            timeout: Duration::from_mins(1),
+        }
+    }
+}
+
+/// Which replicas of a shard are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Replicas {
+    /// Only that of the writer whose coordinate is 0 in every dimension that replicates; the others
+    /// say what they hold, but not its bytes.
+    #[default]
+    Primary,
+    /// All of them.
+    All,
+}
+
+/// What a put has done.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PutReport {
+    /// The number of the version.
+    pub version: u64,
+    /// Its epoch: how often the key had been rewound.
+    pub epoch: u32,
+    /// Its identity.
+    pub id: VersionId,
+    /// Whether readers see it now.
+    pub visible: bool,
+    /// The writers whose contributions it waits for.
+    pub missing: WriterSet,
+    /// How many bytes this put has stored.
+    pub bytes: u64,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+/// Who contributes to a version, and as whom.
+struct Role {
+    writer: u32,
+    writers: WriterSet,
+    defaulted: bool,
+}
+
+/// A version that has begun.
+#[derive(Clone, Copy)]
+struct Begun {
+    id: VersionId,
+    epoch: u32,
+    number: u64,
+    /// What this writer has committed to it before, in an earlier try.
+    committed: Option<Digest>,
+}
+
+/// Puts one writer's state dict; `call` says the how-manieth put of its job it is.
+pub(crate) async fn put(
+    controller: &Controller,
+    key: &Key,
+    dict: &StateDict,
+    options: &PutOptions,
+    call: Option<u64>,
+) -> Result<PutReport> {
+    let started = Instant::now();
+    let role = Role::of(dict, options)?;
+    let layout =
+        plan(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+    let bytes = layout.file_len();
+    let begun = begin(controller, key, options, &role, call).await?;
+    let committed = async {
+        let file = format!("{}-{}.tssd", role.writer, begun.id);
+        let path = format!("{}/{file}", folder_of(key, begun.epoch, begun.number));
+        let is_stored = begun.committed.is_some();
+        let digest = controller
+            .on_disk(
+                move |volume| if is_stored { sum(&layout) } else { store(volume, &path, &layout) },
+            )
+            .await?;
+        let archive = ArchiveReference { name: file, file_len: bytes, bytes };
+        commit(controller, key, options, &role, begun.id, digest, archive).await
+    };
+    let (visible, missing) = match committed.await {
+        Ok(done) => done,
+        Err(error) => {
+            let abort = Command::Abort { id: begun.id, writer: role.writer };
+            // The put has failed already; if this fails too, the version ends by its age.
+            let _ = controller.apply(key, abort).await;
+            let _ = controller.settle(key).await;
+            return Err(error);
+        }
+    };
+    Ok(PutReport {
+        version: begun.number,
+        epoch: begun.epoch,
+        id: begun.id,
+        visible,
+        missing,
+        bytes,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+impl Role {
+    fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
+        let leaves = dict.leaves();
+        let shards = leaves.iter().flat_map(|(_, leaf)| match leaf {
+            Value::Shards(shards) => shards.as_slice(),
+            _ => &[],
+        });
+        let places: Vec<&ShardPlace> = shards.map(Shard::place).collect();
+        let ranks: WriterSet = places
+            .iter()
+            .filter_map(|place| place.mesh())
+            .flat_map(|mesh| mesh.ranks())
+            .copied()
+            .collect();
+        let defaulted = options.writers.is_none();
+        let writers = match &options.writers {
+            Some(writers) => writers.clone(),
+            None if ranks.is_empty() => WriterSet::one(options.writer.unwrap_or(0)),
+            None => ranks,
+        };
+        let writer = match options.writer {
+            Some(writer) => writer,
+            None if writers.len() == 1 => writers.iter().next().unwrap_or(0),
+            None => own_rank(&places)?,
+        };
+        Ok(Self { writer, writers, defaulted })
+    }
+}
+
+/// The rank whose coordinates the shards have.
+fn own_rank(places: &[&ShardPlace]) -> Result<u32> {
+    let rank = |place: &&ShardPlace| place.mesh()?.rank_at(place.slice().coordinates()?);
+    let mut ranks = places.iter().filter_map(rank);
+    let first = ranks.next().ok_or_else(|| {
+        Error::new(
+            ErrorKind::Invalid,
+            "several writers, and nothing says which one this is; say writer=",
+        )
+    })?;
+    match ranks.find(|rank| *rank != first) {
+        None => Ok(first),
+        Some(other) => Err(Error::new(
+            ErrorKind::Invalid,
+            format_args!("the shards are those of rank {first} and of rank {other}; say writer="),
+        )),
+    }
+}
+
+fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
+    let mut format = Options::new();
+    if options.allow_opaque {
+        format = format.allow_opaque();
+    }
+    let divergent = match options.divergent {
+        Divergent::Error => None,
+        Divergent::Lowest => Some("lowest"),
+        Divergent::Keep => Some("keep"),
+    };
+    if let Some(divergent) = divergent {
+        format = format.attr(DIVERGENT, AttrValue::Text(divergent.into()));
+    }
+    match options.replicas {
+        Replicas::All => Layout::plan(dict, &format),
+        Replicas::Primary => Layout::plan(&without_replicas(dict)?, &format),
+    }
+}
+
+/// The dict with an empty box in place of every shard whose first replica another writer holds: the
+/// leaf stays, with its dtype, global shape and mesh, so that the proof can compare them.
+fn without_replicas(dict: &StateDict) -> tssd_format::Result<StateDict> {
+    StateDict::from_value(primary(dict.as_value())?)
+}
+
+fn primary(value: &Value) -> tssd_format::Result<Value> {
+    let dict = |dict: &Dict| -> tssd_format::Result<Dict> {
+        dict.iter().map(|(key, value)| Ok((key.clone(), primary(value)?))).collect()
+    };
+    let list = |values: &[Value]| -> tssd_format::Result<Vec<Value>> {
+        values.iter().map(primary).collect()
+    };
+    Ok(match value {
+        Value::Shards(shards) => {
+            Value::Shards(shards.iter().map(primary_shard).collect::<tssd_format::Result<_>>()?)
+        }
+        Value::Dict(entries) => Value::Dict(dict(entries)?),
+        Value::OrderedDict(entries) => Value::OrderedDict(dict(entries)?),
+        Value::NamedTuple(name, entries) => Value::NamedTuple(name.clone(), dict(entries)?),
+        Value::List(values) => Value::List(list(values)?),
+        Value::Tuple(values) => Value::Tuple(list(values)?),
+        leaf => leaf.clone(),
+    })
+}
+
+fn primary_shard(shard: &Shard) -> tssd_format::Result<Shard> {
+    let (place, slice) = (shard.place(), shard.slice());
+    let is_replica = match (slice.coordinates(), place.placements()) {
+        (Some(coordinates), Some(placements)) => {
+            !Placement::is_first_replica(coordinates, placements)
+        }
+        _ => false,
+    };
+    // A tensor without dimensions has no empty box; its few bytes are stored by all.
+    if !is_replica || slice.global_shape().is_empty() {
+        return Ok(shard.clone());
+    }
+    let shape = vec![0; slice.global_shape().len()];
+    let empty = TensorSlice::new(slice.offsets(), &shape, slice.global_shape())?
+        .on_mesh(slice.mesh_shape(), slice.coordinates())?;
+    let mut empty = ShardPlace::new(empty);
+    if let Some(mesh) = place.mesh() {
+        empty = empty.on_mesh(mesh.clone())?;
+    }
+    if let Some(placements) = place.placements() {
+        empty = empty.placed(placements)?;
+    }
+    let meta = shard.tensor().meta();
+    let meta = TensorMeta::new(meta.dtype(), &shape)?.with_flags(meta.flags());
+    Shard::new(Tensor::new(meta, Storage::default(), 0)?, empty)
+}
+
+async fn begin(
+    controller: &Controller,
+    key: &Key,
+    options: &PutOptions,
+    role: &Role,
+    call: Option<u64>,
+) -> Result<Begun> {
+    let deadline = Instant::now() + options.timeout;
+    let id = VersionId(controller.random());
+    let mut pause = Duration::from_millis(1);
+    loop {
+        let begin = Begin {
+            writer: role.writer,
+            writers: role.writers.clone(),
+            writers_defaulted: role.defaulted,
+            job: options.job.clone(),
+            call,
+            number: options.version,
+            rewind: options.rewind,
+            digest: None,
+            id,
+            now: controller.now(),
+        };
+        let on = match controller.apply(key, Command::Begin(begin)).await? {
+            Outcome::Begun { id, epoch, number } => {
+                return Ok(Begun { id, epoch, number, committed: None });
+            }
+            Outcome::Retry { id, epoch, number, digest } => {
+                return Ok(Begun { id, epoch, number, committed: Some(digest) });
+            }
+            Outcome::Wait { on } => on,
+            other => unreachable!("begin does not lead to {other:?}"),
+        };
+        if Instant::now() >= deadline {
+            let on: Vec<String> = on.iter().map(ToString::to_string).collect();
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format_args!(
+                    "key `{key}`: versions {} are still open after {:?}",
+                    on.join(", "),
+                    options.timeout
+                ),
+            ));
+        }
+        // Deletions that are owed, and proofs whose prover may have died, are in the way too.
+        controller.state(key).await?;
+        controller.reclaim_owed(key).await?;
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_millis(100));
+    }
+}
+
+/// Commits the contribution, and proves the version if it was the last one.
+async fn commit(
+    controller: &Controller,
+    key: &Key,
+    options: &PutOptions,
+    role: &Role,
+    id: VersionId,
+    digest: Digest,
+    archive: ArchiveReference,
+) -> Result<(bool, WriterSet)> {
+    let commit = || Commit {
+        id,
+        writer: role.writer,
+        job: options.job.clone(),
+        digest,
+        archive: archive.clone(),
+        now: controller.now(),
+    };
+    let committed = |outcome| match outcome {
+        Outcome::Committed { visible, missing } => (visible, missing),
+        other => unreachable!("commit does not lead to {other:?}"),
+    };
+    let (visible, missing) = committed(controller.apply(key, Command::Commit(commit())).await?);
+    if visible || !missing.is_empty() {
+        return Ok((visible, missing));
+    }
+    controller.prove(key, id).await?;
+    controller.reclaim_owed(key).await?;
+    // The same commit again tells how the proof went: visible, or the reason why not.
+    Ok(committed(controller.apply(key, Command::Commit(commit())).await?))
+}
+
+/// Writes an archive to a volume; returns its digest.
+fn store(volume: &dyn Volume, path: &str, layout: &Layout) -> Result<Digest> {
+    let len = |job: &Fill| job.range().end - job.range().start;
+    let jobs = layout.jobs();
+    let mut lens: Vec<u64> = jobs.iter().map(len).collect();
+    lens.push(layout.file_len() - layout.index_off());
+    let mut reservation = volume.reserve(path, layout.file_len())?;
+    let digest = {
+        let mut parts = reservation.parts(&lens);
+        let mut tail_part = parts.pop().expect("the tail is a part");
+        let work = jobs.iter().zip(parts).collect();
+        let filled = parallel::map(work, |(job, mut part)| part.fill(job))?;
+        let tail = seal(layout, filled)?;
+        tail_part.write(&tail)?;
+        digest(&tail)
+    };
+    // A name that is taken holds the same: it carries the version's identity and the writer.
+    reservation.seal()?;
+    Ok(digest)
+}
+
+/// The digest that an archive would have.
+fn sum(layout: &Layout) -> Result<Digest> {
+    let run = |job: Fill| {
+        job.write_to(&mut std::io::sink()).map_err(|error| Error::request("checksum", error))
+    };
+    let filled = parallel::map(layout.jobs(), run)?;
+    Ok(digest(&seal(layout, filled)?))
+}
+
+fn seal(layout: &Layout, filled: Vec<Filled>) -> Result<Vec<u8>> {
+    layout.seal(filled).map_err(|error| Error::request("index", error))
+}

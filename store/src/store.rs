@@ -1,0 +1,369 @@
+//! The store: state dicts by key, in immutable versions.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use tssd_format::{Region, StateDict, Tensor};
+
+use crate::controller::Controller;
+use crate::disk;
+use crate::environment::SystemEnvironment;
+use crate::error::{Error, ErrorKind, Result};
+use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
+use crate::key::Key;
+use crate::ledger::{
+    Command, Contribution, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
+    WriterSet,
+};
+use crate::meta::{DirectoryMeta, MemoryMeta};
+use crate::put::{PutOptions, PutReport, put};
+use crate::version::OpenVersion;
+use crate::volume::{DirectoryVolume, MemoryVolume};
+
+/// A store of state dicts: in this process's memory, or in a directory that several processes share.
+///
+/// Each put makes a version or contributes to one; a version becomes visible in one step, complete,
+/// and never changes. Cloning a store is cheap, and the clone is the same store.
+///
+/// Calls that read and write run on threads that may wait; [`Store::get_state_dict_into`] copies
+/// before it returns, so that no one touches the caller's memory later.
+///
+/// # Examples
+///
+/// ```
+/// use tssd_format::{StateDict, Tensor};
+/// use tssd_store::{GetOptions, Key, PutOptions, Store};
+/// # tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+/// let store = Store::memory();
+/// let key = Key::new("policy")?;
+/// let mut dict = StateDict::new();
+/// dict.insert("weight", Tensor::from_slice(&[1.0_f32, 2.0], &[2])?);
+/// let put = store.put_state_dict(&key, &dict, &PutOptions::default()).await?;
+/// assert!(put.visible);
+/// let (got, report) = store.get_state_dict(&key, &GetOptions::default()).await?;
+/// assert_eq!((got, report.version), (dict, put.version));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Store(Arc<Inner>);
+
+struct Inner {
+    controller: Controller,
+    plans: PlanCache,
+    /// The version of each key that was read last: its files, and which chunks are proven.
+    opened: Mutex<BTreeMap<Key, Arc<OpenVersion>>>,
+    /// How many puts each writer of each job has called.
+    calls: Mutex<BTreeMap<(Key, JobId, Option<u32>), u64>>,
+}
+
+/// A visible version.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct VersionInfo {
+    /// Its number.
+    pub number: u64,
+    /// How often the key had been rewound when it opened.
+    pub epoch: u32,
+    /// Its identity.
+    pub id: VersionId,
+    /// Length of its archives together, in bytes.
+    pub bytes: u64,
+    /// Who wrote it.
+    pub writers: WriterSet,
+    /// When it became visible.
+    pub since: Timestamp,
+}
+
+impl Store {
+    /// A store in this process's memory. It ends with its last clone.
+    pub fn memory() -> Self {
+        let controller = Controller::new(
+            Arc::new(MemoryMeta::default()),
+            Arc::new(MemoryVolume::default()),
+            Arc::new(SystemEnvironment),
+        );
+        Self::new(controller)
+    }
+
+    /// A store in a directory, which is made if it is not there. Each version is a folder of ordinary
+    /// `.tssd` files and a manifest; several processes may use the directory at once.
+    ///
+    /// # Errors
+    ///
+    /// `Unreachable` if the directory cannot be made or read.
+    pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let reached = disk::make_folders(path).and_then(|()| path.canonicalize());
+        let root = reached.map_err(|error| {
+            let path = path.display();
+            Error::new(ErrorKind::Unreachable, format_args!("no store at `{path}`: {error}"))
+        })?;
+        let controller = Controller::new(
+            Arc::new(DirectoryMeta::new(root.clone())),
+            Arc::new(DirectoryVolume::new(root)),
+            Arc::new(SystemEnvironment),
+        );
+        Ok(Self::new(controller))
+    }
+
+    /// The store at an address: a directory (`PATH` or `file:PATH`), or `memory:`, a new one.
+    ///
+    /// # Errors
+    ///
+    /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address.
+    pub fn connect(url: &str) -> Result<Self> {
+        match url.split_once(':') {
+            Some(("memory", "")) => Ok(Self::memory()),
+            Some(("file", path)) => Self::directory(path.strip_prefix("//").unwrap_or(path)),
+            Some((scheme @ ("unix" | "tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => {
+                Err(Error::new(
+                    ErrorKind::Invalid,
+                    format_args!(
+                        "`{url}`: stores at {scheme}: addresses cannot be reached yet; use a directory"
+                    ),
+                ))
+            }
+            _ if url.is_empty() => {
+                Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
+            }
+            _ => Self::directory(url),
+        }
+    }
+
+    fn new(controller: Controller) -> Self {
+        Self(Arc::new(Inner {
+            controller,
+            plans: PlanCache::default(),
+            opened: Mutex::default(),
+            calls: Mutex::default(),
+        }))
+    }
+
+    /// Puts one writer's state dict: a version of its own, or its contribution to a version that
+    /// becomes visible when all writers have put theirs.
+    ///
+    /// Returns when this writer's contribution is committed; the report says whether the version is
+    /// visible, and else whose contributions are missing.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` for what cannot be stored, with its path; `Refused` for what the ledger does not
+    /// allow, with the way out; `Rejected` if this was the last contribution and they do not fit
+    /// together; `Busy` after the timeout; `Io` if the disk fails or is full. What was visible before
+    /// stays so.
+    pub async fn put_state_dict(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PutReport> {
+        let call = options.job.as_ref().map(|job| self.next_call(key, job, options.writer));
+        put(&self.0.controller, key, dict, options, call).await
+    }
+
+    /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
+    /// piece are views of the store's memory; all bytes are proven against their checksums.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if there is no such version or leaf; `Corrupt` if bytes are damaged; `Invalid` if a
+    /// slice does not fit its leaf.
+    pub async fn get_state_dict(
+        &self,
+        key: &Key,
+        options: &GetOptions,
+    ) -> Result<(StateDict, GetReport)> {
+        let version = self.version(key, options.version).await?;
+        let (inner, options) = (self.0.clone(), options.clone());
+        wait(move || {
+            let mut read = Read::new(&version, &inner.plans);
+            let dict = read.state_dict(&options)?;
+            Ok((dict, read.report()))
+        })
+        .await
+    }
+
+    /// Reads into the caller's tensors, and allocates nothing of their size.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`]; `Invalid` also if a target overlaps itself or does not fit. All
+    /// of that is found before a byte is written; if damage is found later,
+    /// [`Error::is_target_modified`] says so.
+    pub async fn get_state_dict_into(
+        &self,
+        key: &Key,
+        targets: &mut [Target<'_>],
+        options: &GetOptions,
+    ) -> Result<GetReport> {
+        let version = self.version(key, options.version).await?;
+        let mut read = Read::new(&version, &self.0.plans);
+        read.into_targets(targets)?;
+        Ok(read.report())
+    }
+
+    /// Reads one tensor, whole.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`].
+    pub async fn get(&self, key: &Key, fqn: &str, options: &GetOptions) -> Result<Tensor> {
+        self.read_tensor(key, fqn, None, options).await
+    }
+
+    /// Reads one box of a tensor.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`].
+    pub async fn get_slice(
+        &self,
+        key: &Key,
+        fqn: &str,
+        region: &Region,
+        options: &GetOptions,
+    ) -> Result<Tensor> {
+        self.read_tensor(key, fqn, Some(region.clone()), options).await
+    }
+
+    async fn read_tensor(
+        &self,
+        key: &Key,
+        fqn: &str,
+        region: Option<Region>,
+        options: &GetOptions,
+    ) -> Result<Tensor> {
+        let version = self.version(key, options.version).await?;
+        let (inner, fqn) = (self.0.clone(), fqn.to_owned());
+        wait(move || Read::new(&version, &inner.plans).tensor(&fqn, region.as_ref())).await
+    }
+
+    /// The visible versions of a key, oldest first; none for a key that was never written.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `Corrupt` if the ledger cannot be read.
+    pub async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
+        let state = self.0.controller.state(key).await?;
+        Ok(state.visible().map(VersionInfo::of).collect())
+    }
+
+    /// The newest visible version of a key.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `Corrupt` if the ledger cannot be read.
+    pub async fn head(&self, key: &Key) -> Result<Option<VersionInfo>> {
+        let state = self.0.controller.state(key).await?;
+        Ok(state.head().map(VersionInfo::of))
+    }
+
+    /// The keys that have a visible version, sorted; those that begin with `prefix`, if it is given.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `Corrupt` if a ledger cannot be read.
+    pub async fn keys(&self, prefix: Option<&str>) -> Result<Vec<Key>> {
+        self.0.controller.keys(prefix.unwrap_or_default()).await
+    }
+
+    /// Whether a version of a key is visible; any version, if none is given.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `Corrupt` if the ledger cannot be read.
+    pub async fn exists(&self, key: &Key, version: Option<u64>) -> Result<bool> {
+        let state = self.0.controller.state(key).await?;
+        Ok(state.version(selector(version)).is_some())
+    }
+
+    /// Deletes a version of a key, or all versions, open ones included; says how many there were.
+    /// Readers that have one open keep it. Numbers are never used again.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the store cannot be written.
+    pub async fn delete(&self, key: &Key, version: Option<u64>) -> Result<u64> {
+        let selection = version.map_or(Selection::All, Selection::Number);
+        self.0.controller.delete(key, selection).await
+    }
+
+    /// How many of the newest versions of a key are kept from now on; 1 unless it is said.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the store cannot be written.
+    pub async fn retain(&self, key: &Key, keep: NonZeroU32) -> Result<()> {
+        let controller = &self.0.controller;
+        controller.apply(key, Command::Retain { keep, ttl: None }).await?;
+        controller.reclaim_owed(key).await
+    }
+
+    /// A version that is open already, or now.
+    async fn version(&self, key: &Key, number: Option<u64>) -> Result<Arc<OpenVersion>> {
+        let state = self.0.controller.state(key).await?;
+        let wanted = state.version(selector(number)).map(|version| version.id);
+        {
+            let opened = self.opened();
+            if let Some(version) = opened.get(key).filter(|opened| Some(opened.id) == wanted) {
+                return Ok(version.clone());
+            }
+        }
+        let version = Arc::new(self.0.controller.open(key, selector(number)).await?);
+        self.opened().insert(key.clone(), version.clone());
+        Ok(version)
+    }
+
+    fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Arc<OpenVersion>>> {
+        self.0.opened.lock().expect("nobody panics while holding the open versions")
+    }
+
+    fn next_call(&self, key: &Key, job: &JobId, writer: Option<u32>) -> u64 {
+        let mut calls = self.0.calls.lock().expect("nobody panics while holding the calls");
+        let call = calls.entry((key.clone(), job.clone(), writer)).or_default();
+        *call += 1;
+        *call
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Store")
+    }
+}
+
+impl VersionInfo {
+    fn of(version: &Version) -> Self {
+        let lens = version.contributions.values().map(|contribution| match contribution {
+            Contribution::Committed { archive, .. } => archive.file_len,
+            Contribution::Begun => 0,
+        });
+        let since = match version.status {
+            Status::Visible { since, .. } => since,
+            _ => Timestamp(0),
+        };
+        Self {
+            number: version.number,
+            epoch: version.epoch,
+            id: version.id,
+            bytes: lens.sum(),
+            writers: version.writers.clone(),
+            since,
+        }
+    }
+}
+
+fn selector(version: Option<u64>) -> Selector {
+    version.map_or(Selector::Newest, Selector::Number)
+}
+
+/// Runs something that takes long on a thread that may.
+async fn wait<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
+}

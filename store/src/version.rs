@@ -1,0 +1,209 @@
+//! One visible version, open for reading.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bytes::Bytes;
+use tssd_format::{
+    Archive, AttrValue, Blob, CHUNK_BYTES, Error as FormatError, ErrorKind as FormatKind, Node,
+    ObjectPath, StorageReference, TensorReference,
+};
+
+use crate::controller::MANIFEST;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::VersionId;
+use crate::volume::Volume;
+
+/// A version whose files are open: it stays readable whatever the ledger does.
+pub(crate) struct OpenVersion {
+    pub(crate) id: VersionId,
+    pub(crate) epoch: u32,
+    pub(crate) number: u64,
+    /// The name of its layout, under which plans are cached.
+    pub(crate) layout: [u8; 16],
+    pub(crate) root: Node,
+    folder: String,
+    storages: Vec<Stored>,
+    blobs: Vec<Arc<dyn Blob>>,
+    /// The tensor leaves by fqn; none where two leaves have one.
+    tensors: BTreeMap<String, Option<Vec<TensorReference>>>,
+    verified: AtomicU64,
+}
+
+struct Stored {
+    reference: StorageReference,
+    /// Which chunks are known to be whole.
+    verified: Box<[AtomicBool]>,
+}
+
+impl OpenVersion {
+    /// Opens a version and all files of it; none if one is gone, because the version is.
+    pub(crate) fn open(volume: &dyn Volume, folder: &str, id: VersionId) -> Result<Option<Self>> {
+        let path = format!("{folder}/{MANIFEST}");
+        let Some(blob) = volume.open(&path)? else { return Ok(None) };
+        let manifest = Archive::from_blob(blob).map_err(|error| Error::format(&path, error))?;
+        let mut blobs = Vec::new();
+        for shard in manifest.shards() {
+            let path = format!("{folder}/{}", shard.name);
+            let Some(blob) = volume.open(&path)? else { return Ok(None) };
+            let len = blob.size().map_err(|error| Error::io(&path, error))?;
+            if len != shard.file_len {
+                let text =
+                    format!("`{path}` has {len} bytes, the manifest says {}", shard.file_len);
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+            blobs.push(blob);
+        }
+        let Some(label) = Label::of(&manifest) else {
+            return Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` names no version")));
+        };
+        // Another version may have taken the folder since the look at the ledger.
+        if label.id != id {
+            return Ok(None);
+        }
+        let root = manifest.structure();
+        let storages =
+            (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
+        Ok(Some(Self {
+            id,
+            epoch: label.epoch,
+            number: label.number,
+            layout: label.layout,
+            tensors: tensors_by_fqn(&root),
+            root,
+            folder: folder.to_owned(),
+            storages: storages.collect(),
+            blobs,
+            verified: AtomicU64::new(0),
+        }))
+    }
+
+    /// The references of the tensor leaf with an fqn.
+    pub(crate) fn tensor(&self, fqn: &str) -> Result<&[TensorReference]> {
+        let kind = match self.tensors.get(fqn) {
+            Some(Some(references)) => return Ok(references),
+            Some(None) => FormatKind::AmbiguousFqn,
+            None => FormatKind::NotFound,
+        };
+        Err(Error::format(&self.folder, FormatError::new(kind).at(fqn)))
+    }
+
+    /// Bytes of a storage, proven: a view where the storage is in memory.
+    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
+        let Stored { reference, verified } = &self.storages[native(u64::from(storage))];
+        let blob = &self.blobs[native(u64::from(reference.shard))];
+        let chunks = range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES);
+        if let Some(mapped) = blob.bytes() {
+            let view = |range: Range<u64>| {
+                mapped.slice(
+                    native(reference.offset + range.start)..native(reference.offset + range.end),
+                )
+            };
+            for chunk in chunks {
+                let known = &verified[native(chunk)];
+                if !known.load(Ordering::Relaxed) {
+                    let bytes = view(reference.chunk(chunk));
+                    self.prove(reference, chunk, &bytes)?;
+                    known.store(true, Ordering::Relaxed);
+                }
+            }
+            return Ok(view(range));
+        }
+        // Whole chunks are read, because only they can be proven.
+        let first = chunks.start * CHUNK_BYTES;
+        let last = (chunks.end * CHUNK_BYTES).min(reference.len);
+        let mut read = vec![0; native(last - first)];
+        blob.read_exact_at(&mut read, reference.offset + first)
+            .map_err(|error| Error::io(&self.folder, error))?;
+        for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
+            self.prove(reference, chunk, bytes)?;
+        }
+        Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
+    }
+
+    /// How many bytes of a storage there are.
+    pub(crate) fn storage_len(&self, storage: u32) -> u64 {
+        self.storages[native(u64::from(storage))].reference.len
+    }
+
+    /// How many bytes were checksummed since the version was opened.
+    pub(crate) fn bytes_verified(&self) -> u64 {
+        self.verified.load(Ordering::Relaxed)
+    }
+
+    fn prove(&self, storage: &StorageReference, chunk: u64, bytes: &[u8]) -> Result<()> {
+        self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
+        if crc32fast::hash(bytes) == storage.crcs[native(chunk)] {
+            return Ok(());
+        }
+        let error = FormatError::new(FormatKind::ChunkCorrupt)
+            .byte(storage.offset + chunk * CHUNK_BYTES)
+            .note(format_args!("{} bytes of shard {}", bytes.len(), storage.shard))
+            .at(self.leaf_in(storage));
+        Err(Error::format(&self.folder, error))
+    }
+
+    /// A leaf that lies in a storage, for errors.
+    fn leaf_in(&self, storage: &StorageReference) -> String {
+        let number = self.storages.iter().position(|other| other.reference == *storage);
+        let lies_in_it = |(_, run): &(&String, &Option<Vec<TensorReference>>)| {
+            run.iter().flatten().any(|each| each.storage.map(|at| native(u64::from(at))) == number)
+        };
+        let hurt = self.tensors.iter().find(lies_in_it);
+        hurt.map_or_else(|| "a leaf without tensors".to_owned(), |(fqn, _)| fqn.clone())
+    }
+}
+
+impl Stored {
+    fn new(reference: StorageReference) -> Self {
+        let verified = reference.crcs.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { reference, verified }
+    }
+}
+
+/// What the attributes of a manifest say of its version.
+struct Label {
+    id: VersionId,
+    epoch: u32,
+    number: u64,
+    layout: [u8; 16],
+}
+
+impl Label {
+    fn of(manifest: &Archive) -> Option<Self> {
+        let attrs = manifest.attrs();
+        let int = |name: &str| match attrs.get(name)? {
+            AttrValue::Int(int) => Some(*int),
+            _ => None,
+        };
+        let AttrValue::Text(id) = attrs.get("tssd.id")? else { return None };
+        let AttrValue::Bytes(layout) = attrs.get("tssd.layout")? else { return None };
+        Some(Self {
+            id: id.as_str()?.parse().ok()?,
+            epoch: u32::try_from(int("tssd.epoch")?).ok()?,
+            number: int("tssd.version")?.cast_unsigned(),
+            layout: (**layout).try_into().ok()?,
+        })
+    }
+}
+
+fn tensors_by_fqn(root: &Node) -> BTreeMap<String, Option<Vec<TensorReference>>> {
+    let mut tensors: BTreeMap<String, Option<Vec<TensorReference>>> = BTreeMap::new();
+    for (path, node) in root.clone().into_leaves() {
+        let Node::Tensors(references) = node else { continue };
+        let fqn = ObjectPath::fqn(&path);
+        tensors.entry(fqn).and_modify(|twice| *twice = None).or_insert(Some(references));
+    }
+    tensors
+}
+
+/// Places in what is in memory, or within the length of a file that was compared.
+fn native(place: u64) -> usize {
+    usize::try_from(place).expect("a place in memory fits usize")
+}
+
+fn wide(len: usize) -> u64 {
+    u64::try_from(len).expect("usize is at most 64 bits")
+}

@@ -1,0 +1,58 @@
+//! Where archives are: bytes by name. A volume never sees a tensor.
+
+mod directory;
+mod memory;
+
+use std::sync::Arc;
+
+use tssd_format::{Blob, Fill, Filled};
+
+use crate::error::Result;
+
+pub(crate) use directory::DirectoryVolume;
+pub(crate) use memory::MemoryVolume;
+
+/// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
+///
+/// # Contract
+///
+/// - A blob is there completely or not at all, also after a crash, and never changes.
+/// - Names are `/`-separated.
+/// - A blob that is open stays readable after it is deleted.
+pub(crate) trait Volume: Send + Sync {
+    /// Room for a new blob of this many bytes. Nobody sees it before it is sealed; dropping it
+    /// gives the room back.
+    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>>;
+
+    /// A blob, if it is there.
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>>;
+
+    /// Deletes a blob, if it is there.
+    fn delete(&self, name: &str) -> Result<()>;
+
+    /// The last parts of the names directly below `name`, sorted.
+    fn list(&self, name: &str) -> Result<Vec<String>>;
+
+    /// Forgets a folder that is empty.
+    fn remove_folder(&self, name: &str) -> Result<()>;
+}
+
+/// A blob that is being written.
+pub(crate) trait Reservation: Send {
+    /// Its parts, one for each of these lengths in bytes from its beginning on; each may be written
+    /// on a thread of its own.
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;
+
+    /// Makes it visible under its name, durably if the volume is durable; false if the name is
+    /// taken.
+    fn seal(self: Box<Self>) -> Result<bool>;
+}
+
+/// A part of a blob that is being written.
+pub(crate) trait Part: Send {
+    /// Runs a job whose range is this part.
+    fn fill(&mut self, job: &Fill) -> Result<Filled>;
+
+    /// Writes these bytes, which are as long as the part.
+    fn write(&mut self, bytes: &[u8]) -> Result<()>;
+}

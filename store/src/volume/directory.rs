@@ -1,0 +1,94 @@
+//! Blobs as files of a directory that several processes share.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tssd_format::{Blob, Fill, Filled};
+
+use super::{Part, Reservation, Volume};
+use crate::disk::{self, NewFile};
+use crate::error::{Error, Result};
+
+#[derive(Debug)]
+pub(crate) struct DirectoryVolume {
+    root: PathBuf,
+}
+
+impl DirectoryVolume {
+    pub(crate) fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    fn at<T>(&self, name: &str, work: impl FnOnce(PathBuf) -> std::io::Result<T>) -> Result<T> {
+        let path = self.root.join(name);
+        let shown = path.display().to_string();
+        work(path).map_err(|error| Error::io(shown, error))
+    }
+}
+
+impl Volume for DirectoryVolume {
+    /// The file is written by positioned writes, not through a map: a full disk is an error then,
+    /// not a signal.
+    fn reserve(&self, name: &str, _len: u64) -> Result<Box<dyn Reservation>> {
+        let file = self.at(name, |path| NewFile::create(&path))?;
+        let shown = self.root.join(name).display().to_string();
+        Ok(Box::new(Reserved { file, name: shown }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+        let bytes = self.at(name, |path| disk::map(&path))?;
+        Ok(bytes.map(|bytes| Arc::new(bytes) as Arc<dyn Blob>))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.at(name, |path| disk::remove(&path))
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        self.at(name, |path| disk::list(&path))
+    }
+
+    fn remove_folder(&self, name: &str) -> Result<()> {
+        self.at(name, |path| disk::remove_folder(&path))
+    }
+}
+
+struct Reserved {
+    file: NewFile,
+    name: String,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        let mut offset = 0;
+        let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
+        for len in lens {
+            parts.push(Box::new(FilePart { reserved: self, offset }));
+            offset += len;
+        }
+        parts
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        let Self { file, name } = *self;
+        file.link().map_err(|error| Error::io(name, error))
+    }
+}
+
+struct FilePart<'a> {
+    reserved: &'a Reserved,
+    offset: u64,
+}
+
+impl Part for FilePart<'_> {
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        job.write_to(&mut self.reserved.file.at(self.offset))
+            .map_err(|error| Error::format(&self.reserved.name, error))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let written = self.reserved.file.at(self.offset).write_all(bytes);
+        written.map_err(|error| Error::io(&self.reserved.name, error))
+    }
+}

@@ -1,0 +1,101 @@
+//! Blobs in this process.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use tssd_format::{Blob, Fill, Filled};
+
+use super::{Part, Reservation, Volume};
+use crate::error::{Error, ErrorKind, Result};
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemoryVolume {
+    blobs: Arc<Mutex<BTreeMap<String, Bytes>>>,
+}
+
+impl MemoryVolume {
+    fn blobs(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Bytes>> {
+        self.blobs.lock().expect("nobody panics while holding the blobs")
+    }
+}
+
+impl Volume for MemoryVolume {
+    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>> {
+        let too_large =
+            |_| Error::new(ErrorKind::Invalid, format_args!("{len} bytes do not fit into memory"));
+        let len = usize::try_from(len).map_err(too_large)?;
+        // Storages are aligned within a blob: the blob must be too, for views to be.
+        let memory = vec![0; len + PAGE];
+        let start = memory.as_ptr().align_offset(PAGE);
+        let range = start..start + len;
+        Ok(Box::new(Reserved { volume: self.clone(), name: name.to_owned(), memory, range }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+        Ok(self.blobs().get(name).cloned().map(|bytes| Arc::new(bytes) as Arc<dyn Blob>))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.blobs().remove(name);
+        Ok(())
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        let prefix = format!("{name}/");
+        let blobs = self.blobs();
+        let below =
+            blobs.range(prefix.clone()..).map_while(|(name, _)| name.strip_prefix(&*prefix));
+        let parts: BTreeSet<&str> =
+            below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part)).collect();
+        Ok(parts.into_iter().map(str::to_owned).collect())
+    }
+
+    fn remove_folder(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+const PAGE: usize = 4096;
+
+struct Reserved {
+    volume: MemoryVolume,
+    name: String,
+    memory: Vec<u8>,
+    range: Range<usize>,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        let mut rest = &mut self.memory[self.range.clone()];
+        let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
+        for len in lens {
+            let len = usize::try_from(*len).unwrap_or(usize::MAX);
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut(len);
+            parts.push(Box::new(part));
+            rest = tail;
+        }
+        parts
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        let mut blobs = self.volume.blobs();
+        let is_new = !blobs.contains_key(&self.name);
+        if is_new {
+            blobs.insert(self.name, Bytes::from(self.memory).slice(self.range));
+        }
+        Ok(is_new)
+    }
+}
+
+impl Part for &mut [u8] {
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        job.run(self).map_err(|error| Error::request("fill", error))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.copy_from_slice(bytes);
+        Ok(())
+    }
+}

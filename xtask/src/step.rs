@@ -1,0 +1,78 @@
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The Python that is on every machine with Python 3.
+pub(crate) const PYTHON: &str = if cfg!(windows) { "python" } else { "python3" };
+
+/// One command of a run.
+pub(crate) struct Step {
+    pub(crate) name: &'static str,
+    pub(crate) command: Command,
+    pub(crate) worth: Worth,
+    /// A file and its text, written once the command has succeeded, by which a later run sees that
+    /// the step need not be repeated.
+    pub(crate) record: Option<(PathBuf, String)>,
+}
+
+/// What the success of a step adds to the number of what passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Worth {
+    /// Nothing: it only makes what other steps need.
+    Nothing,
+    /// It is one check.
+    One,
+    /// The tests of Cargo that its output reports.
+    Tests,
+}
+
+impl Step {
+    /// A command of Cargo; arguments are split at spaces.
+    pub(crate) fn cargo(name: &'static str, arguments: &str) -> Self {
+        Self::program(name, cargo(), arguments)
+    }
+
+    /// A script for any Python 3; arguments are split at spaces.
+    pub(crate) fn python(name: &'static str, arguments: &str) -> Self {
+        Self::program(name, PYTHON, arguments)
+    }
+
+    /// Any program; arguments are split at spaces.
+    pub(crate) fn program(name: &'static str, program: impl AsRef<OsStr>, arguments: &str) -> Self {
+        let mut command = Command::new(program);
+        command.args(arguments.split_whitespace());
+        Self { name, command, worth: Worth::One, record: None }
+    }
+
+    /// Adds an argument as it is.
+    pub(crate) fn argument(mut self, argument: impl AsRef<OsStr>) -> Self {
+        self.command.arg(argument);
+        self
+    }
+
+    pub(crate) fn env(mut self, key: &str, value: impl AsRef<OsStr>) -> Self {
+        self.command.env(key, value);
+        self
+    }
+
+    pub(crate) fn worth(mut self, worth: Worth) -> Self {
+        self.worth = worth;
+        self
+    }
+
+    pub(crate) fn record(mut self, path: PathBuf, text: String) -> Self {
+        self.record = Some((path, text));
+        self
+    }
+
+    /// The command as one would type it.
+    pub(crate) fn spelled(&self) -> String {
+        let words = std::iter::once(self.command.get_program()).chain(self.command.get_args());
+        words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// The Cargo that runs this program.
+pub(crate) fn cargo() -> impl AsRef<OsStr> {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}

@@ -1,0 +1,45 @@
+use std::io;
+
+use crate::report::LeftOut;
+use crate::runner;
+use crate::step::{Step, Worth};
+use crate::torch;
+use crate::workspace::Workspace;
+
+/// Runs every check that needs Rust and Python 3 alone, and if `all` those that need torch.
+pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
+    let mut steps = checks(workspace);
+    let torch = torch::checks(workspace);
+    let mut left_out = Vec::new();
+    if all {
+        steps.extend(torch::environment(workspace)?);
+        steps.extend(torch);
+    } else {
+        let named = torch.into_iter().filter(|step| step.worth == Worth::One);
+        left_out
+            .extend(named.map(|step| LeftOut { name: step.name, why: "cargo xtask test --all" }));
+    }
+    runner::run(workspace, steps, left_out, verbose)
+}
+
+/// The cheap ones first.
+fn checks(workspace: &Workspace) -> Vec<Step> {
+    vec![
+        Step::cargo("rustfmt", "fmt --all --check -- --color never"),
+        Step::cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
+        Step::cargo(
+            "clippy without features",
+            "clippy -p tssd-format --no-default-features -- -D warnings",
+        ),
+        // Binaries and tests in one go: features are the same in both, so nothing is built twice.
+        Step::cargo("build", "build --workspace --all-features --bins --tests")
+            .worth(Worth::Nothing),
+        Step::cargo("tests", "test --workspace --all-features --no-fail-fast")
+            .env("TSSD_BIN", workspace.tssd())
+            .worth(Worth::Tests),
+        Step::cargo("rustdoc", "doc --workspace --all-features --no-deps --document-private-items")
+            .env("RUSTDOCFLAGS", "-Dwarnings"),
+        Step::python("bad vectors up to date", "spec/vectors/make_invalid.py --check"),
+        Step::python("reader.py over the vectors", "spec/reader.py --vectors spec/vectors"),
+    ]
+}

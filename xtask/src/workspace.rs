@@ -1,0 +1,43 @@
+use std::env::consts::EXE_SUFFIX;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The folders of this checkout.
+pub(crate) struct Workspace {
+    /// The repository.
+    pub(crate) root: PathBuf,
+    /// Where Cargo puts what it builds, whatever its settings: it has put this program there.
+    pub(crate) target: PathBuf,
+}
+
+impl Workspace {
+    pub(crate) fn find() -> io::Result<Self> {
+        // This program is TARGET/PROFILE/xtask.
+        let program = std::env::current_exe()?;
+        let target = program.ancestors().nth(2).ok_or_else(|| {
+            io::Error::other(format!("{} is not in a target directory", program.display()))
+        })?;
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        Ok(Self { root: root.parent().unwrap_or(root).into(), target: target.into() })
+    }
+
+    /// The command-line tool as the dev profile builds it.
+    pub(crate) fn tssd(&self) -> PathBuf {
+        self.target.join("debug").join(format!("tssd{EXE_SUFFIX}"))
+    }
+
+    /// The virtual environment of the checks that need torch.
+    pub(crate) fn environment(&self) -> PathBuf {
+        self.target.join("venv")
+    }
+
+    /// The Python of that environment.
+    pub(crate) fn environment_python(&self) -> PathBuf {
+        self.environment().join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
+    }
+
+    /// Everything that the steps of the last run have printed.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.target.join("xtask.log")
+    }
+}

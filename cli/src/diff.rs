@@ -198,7 +198,12 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    fn tensor(&mut self, a: &TensorReference, b: &TensorReference, path: &ObjectPath) -> Result<()> {
+    fn tensor(
+        &mut self,
+        a: &TensorReference,
+        b: &TensorReference,
+        path: &ObjectPath,
+    ) -> Result<()> {
         self.bar.inc(a.meta.span_bytes());
         if a.meta.dtype() != b.meta.dtype() {
             let how = format!("{} -> {}", a.meta.dtype(), b.meta.dtype());

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor, TensorReference, Value,
+    Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
+    TensorReference, Value,
 };
 
 use crate::exit::Exit;
@@ -97,9 +98,9 @@ impl Document {
     /// The bytes of a storage of its structure.
     pub(crate) fn storage(&self, number: u32) -> Result<Bytes> {
         match &self.source {
-            Source::Archive(archive) => archive
-                .storage_bytes(number)
-                .map_err(|error| Failure::format(&self.path, &error)),
+            Source::Archive(archive) => {
+                archive.storage_bytes(number).map_err(|error| Failure::format(&self.path, &error))
+            }
             Source::Safetensors(file, header) => {
                 let index = usize::try_from(number).expect("a number of this structure");
                 load(file, &header.tensors[index])

@@ -97,9 +97,10 @@ impl Failure {
 
 /// `io::Error` cannot be cloned.
 fn copy_of(error: &io::Error) -> io::Error {
-    error
-        .raw_os_error()
-        .map_or_else(|| io::Error::new(error.kind(), error.to_string()), io::Error::from_raw_os_error)
+    error.raw_os_error().map_or_else(
+        || io::Error::new(error.kind(), error.to_string()),
+        io::Error::from_raw_os_error,
+    )
 }
 
 fn of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
@@ -108,9 +109,7 @@ fn of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
         io::ErrorKind::PermissionDenied => {
             (Exit::Refused, Some("check who owns the file and its directory, and their modes"))
         }
-        io::ErrorKind::StorageFull
-        | io::ErrorKind::QuotaExceeded
-        | io::ErrorKind::FileTooLarge => {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
             (Exit::Refused, Some("make room and run the command again; the old file is untouched"))
         }
         _ => (Exit::Refused, None),

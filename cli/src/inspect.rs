@@ -39,7 +39,9 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
         if is_directory && !console.verbose {
             console.print(format_args!("{}: {}\n", path.display(), tree.summary))?;
         } else {
-            console.print(format_args!("{}  {}\n\n{}\n", path.display(), tree.lines, tree.summary))?;
+            let tree::Tree { lines, summary, attributes } = tree;
+            let path = path.display();
+            console.print(format_args!("{path}  {lines}\n\n{attributes}{summary}\n"))?;
         }
     }
     if console.json {

@@ -9,6 +9,7 @@ mod exit;
 mod failure;
 mod interrupt;
 mod size;
+mod table;
 mod value;
 
 // Files.
@@ -23,6 +24,10 @@ mod inspect;
 mod pack;
 mod unpack;
 mod verify;
+
+// Commands on stores.
+mod demo;
+mod store;
 
 use std::process::ExitCode;
 
@@ -56,6 +61,11 @@ enum Command {
     Inspect(inspect::Args),
     Verify(verify::Args),
     Diff(diff::Args),
+    Put(store::put::Args),
+    Get(store::get::Args),
+    Ls(store::ls::Args),
+    Rm(store::rm::Args),
+    Demo(demo::Args),
 }
 
 fn main() -> ExitCode {
@@ -79,5 +89,10 @@ fn run(cli: &Cli) -> Result<Exit> {
         Command::Inspect(args) => inspect::run(args, &console),
         Command::Verify(args) => verify::run(args, &console),
         Command::Diff(args) => diff::run(args, &console),
+        Command::Put(args) => store::put::run(args, &console),
+        Command::Get(args) => store::get::run(args, &console),
+        Command::Ls(args) => store::ls::run(args, &console),
+        Command::Rm(args) => store::rm::run(args, &console),
+        Command::Demo(args) => demo::run(args, &console),
     }
 }

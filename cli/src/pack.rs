@@ -39,8 +39,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
     let refused = |error| Failure::format(&args.output, &error);
     let mut writer = ArchiveWriter::new(output, options).map_err(refused)?;
     for entry in &header.tensors {
-        let bytes =
-            load(&file, entry).map_err(|error| Failure::io("read", &args.input, error))?;
+        let bytes = load(&file, entry).map_err(|error| Failure::io("read", &args.input, error))?;
         let tensor = Tensor::new(entry.meta.clone(), Storage::from(bytes), 0).map_err(refused)?;
         writer.insert(&*entry.name, tensor).map_err(refused)?;
     }

@@ -66,6 +66,21 @@ impl fmt::Display for Size {
     }
 }
 
+/// Gigabytes per second, the unit that memory and disks are sold in.
+#[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
+pub(crate) fn gigabytes_per_second(bytes: u64, seconds: f64) -> f64 {
+    bytes as f64 / seconds.max(1e-9) / 1e9
+}
+
+/// The same as text; files too small for it are measured in megabytes.
+pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
+    match gigabytes_per_second(bytes, seconds) {
+        speed if speed < 0.1 => format!("{:.1} MB/s", speed * 1000.0),
+        speed if speed < 10.0 => format!("{speed:.2} GB/s"),
+        speed => format!("{speed:.1} GB/s"),
+    }
+}
+
 /// How many of something: `1 tensor`, `2 tensors`.
 pub(crate) fn count(number: impl TryInto<u64>, what: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);

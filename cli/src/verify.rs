@@ -144,9 +144,7 @@ fn missing_shards(manifest: &Archive, path: &Path) -> Result<Vec<Error>> {
     let mut missing = Vec::new();
     for shard in manifest.shards() {
         let beside = path.with_file_name(&shard.name);
-        let wrong = |note: &str| {
-            Error::new(ErrorKind::ShardTable).at(&shard.name).note(note)
-        };
+        let wrong = |note: &str| Error::new(ErrorKind::ShardTable).at(&shard.name).note(note);
         if !beside.is_file() {
             missing.push(wrong("the file is not there"));
             continue;

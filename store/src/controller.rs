@@ -15,7 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
     Command, Contribution as LedgerContribution, Digest, Effect, ManifestReference, Outcome,
-    Refusal, Selection, Selector, State, Status, Timestamp, Version, VersionId, pending, step,
+    Refusal, Selection, Selector, State, Status, Step, Timestamp, Version, VersionId, pending,
+    step,
 };
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::meta::MetaStore;
@@ -68,8 +69,8 @@ impl Controller {
     pub(crate) async fn apply(&self, key: &Key, command: Command) -> Result<Outcome> {
         let _lock = self.lock(key).await?;
         let record = self.load(key).await?;
-        let expired = self.step(key, &record.state, Command::Expire { now: self.now() })?;
-        let next = self.step(key, &expired.state, command)?;
+        let expired = advance(key, &record.state, Command::Expire { now: self.now() })?;
+        let next = advance(key, &expired.state, command)?;
         self.save(key, &record, &next.state).await?;
         Ok(next.outcome)
     }
@@ -153,7 +154,7 @@ impl Controller {
                 }
             }
         };
-        let next = self.step(key, &record.state, command)?;
+        let next = advance(key, &record.state, command)?;
         self.save(key, &record, &next.state).await
     }
 
@@ -180,7 +181,7 @@ impl Controller {
             volume.remove_folder(&folder)
         })
         .await?;
-        let next = self.step(key, &record.state, Command::Reclaimed { id })?;
+        let next = advance(key, &record.state, Command::Reclaimed { id })?;
         self.save(key, &record, &next.state).await
     }
 
@@ -201,16 +202,14 @@ impl Controller {
         while let Some(folder) = folders.pop() {
             for name in self.meta.list(&folder).await? {
                 let path = if folder.is_empty() { name } else { format!("{folder}/{name}") };
-                match Key::from_path(&path) {
-                    Some(key) if key.as_str().starts_with(prefix) => {
-                        if self.load(&key).await?.state.head().is_some() {
-                            keys.push(key);
-                        }
-                    }
-                    Some(_) => {}
-                    // The beginning of a long key.
-                    None if path.ends_with('%') => folders.push(path),
-                    None => {}
+                let Some(key) = Key::from_path(&path) else {
+                    // The beginning of a long key ends so.
+                    folders.extend(path.ends_with('%').then_some(path));
+                    continue;
+                };
+                let is_wanted = key.as_str().starts_with(prefix);
+                if is_wanted && self.load(&key).await?.state.head().is_some() {
+                    keys.push(key);
                 }
             }
         }
@@ -223,10 +222,6 @@ impl Controller {
             Status::Proving { since } => since.after(PROOF_PATIENCE) < self.now(),
             _ => false,
         })
-    }
-
-    fn step(&self, key: &Key, state: &State, command: Command) -> Result<crate::ledger::Step> {
-        step(state, command).map_err(|refusal| Error::refused(key, refusal))
     }
 
     async fn lock(&self, key: &Key) -> Result<Box<dyn std::any::Any + Send>> {
@@ -283,6 +278,10 @@ impl Controller {
             Error::io("a thread of the store ended", std::io::Error::other(error))
         })?
     }
+}
+
+fn advance(key: &Key, state: &State, command: Command) -> Result<Step> {
+    step(state, command).map_err(|refusal| Error::refused(key, refusal))
 }
 
 fn record_name(key: &Key, number: u64) -> String {

@@ -187,7 +187,7 @@ impl<'a> Read<'a> {
     }
 
     /// Fills the caller's tensors; allocates nothing of their size.
-    pub(crate) fn into_targets(&mut self, targets: &mut [Target<'_>]) -> Result<()> {
+    pub(crate) fn fill_targets(&mut self, targets: &mut [Target<'_>]) -> Result<()> {
         let mut work = Vec::with_capacity(targets.len());
         for target in targets {
             let references = self.version.tensor(&target.fqn)?;
@@ -411,20 +411,15 @@ fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Res
         });
     }
     let key = writer.map(|writer| Step::Key(DictKey::writer(writer)));
-    match children.iter().find(|(step, _)| Some(step) == key.as_ref()) {
-        Some((_, own)) => *node = own.clone(),
-        None => {
-            let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format_args!(
-                    "writers {} hold `{}` each their own; say writer=",
-                    held.join(", "),
-                    path.fqn()
-                ),
-            ));
-        }
-    }
+    let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
+        let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
+        let (held, fqn) = (held.join(", "), path.fqn());
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format_args!("writers {held} hold `{fqn}` each their own; say writer="),
+        ));
+    };
+    *node = own.clone();
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Names of state dicts.
 
-use std::fmt;
+use std::fmt::{self, Write};
 use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -64,7 +64,7 @@ impl Key {
             if plain {
                 last.push(char::from(byte));
             } else {
-                last.push_str(&format!("%{byte:02X}"));
+                write!(last, "%{byte:02X}").expect("writing to a String does not fail");
             }
         }
         if self.0.is_empty() {

@@ -22,6 +22,8 @@ mod volume;
 
 // What is done.
 mod controller;
+#[cfg(test)]
+mod crash;
 mod get;
 mod parallel;
 mod put;

@@ -229,7 +229,7 @@ impl Merger<'_> {
         if !slices.is_empty() {
             let holders = slices.iter().map(|(writer, _)| writer).collect::<BTreeSet<_>>();
             return if holders.len() == copies.len() {
-                self.slices(path, &slices)
+                Self::slices(path, &slices)
             } else {
                 Err(disagree(path, copies, "some hold slices and some a whole leaf"))
             };
@@ -246,11 +246,7 @@ impl Merger<'_> {
 
     /// The slices of one global tensor: equal boxes are replicas, of which the first is kept; all
     /// others must tile it.
-    fn slices(
-        &self,
-        path: &ObjectPath,
-        slices: &[(u32, &TensorReference)],
-    ) -> Result<Node, String> {
+    fn slices(path: &ObjectPath, slices: &[(u32, &TensorReference)]) -> Result<Node, String> {
         let place = |slice: &TensorReference| slice.place.clone().expect("slices have places");
         let [(first_writer, first), ..] = slices else { unreachable!("there is a slice") };
         let global_shape = place(first).slice().global_shape().to_vec();
@@ -349,7 +345,9 @@ fn each_storage(node: &mut Node, storage: &mut impl FnMut(&mut u32)) {
             references.iter_mut().filter_map(|each| each.storage.as_mut()).for_each(storage);
         }
         Node::Container(_, children) => {
-            children.iter_mut().for_each(|(_, child)| each_storage(child, storage));
+            for (_, child) in children {
+                each_storage(child, storage);
+            }
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Putting: one writer's contribution to a version.
 
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use tssd_format::{
-    AttrValue, Dict, Fill, Filled, Layout, Options, Placement, Shard, ShardPlace, StateDict,
-    Storage, Tensor, TensorMeta, TensorSlice, Value,
+    AttrValue, DeviceMesh, Dict, Fill, Filled, Layout, Options, Placement, Shard, ShardPlace,
+    StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
 
 use crate::controller::{Controller, DIVERGENT, digest, folder_of};
@@ -107,16 +109,32 @@ struct Begun {
     committed: Option<Digest>,
 }
 
-/// Puts one writer's state dict; `call` says the how-manieth put of its job it is.
+/// How many puts each writer of each job has called: what matches the contributions to a version
+/// without a number.
+#[derive(Default)]
+pub(crate) struct Calls(Mutex<BTreeMap<(Key, JobId, u32), u64>>);
+
+impl Calls {
+    fn next(&self, key: &Key, job: &JobId, writer: u32) -> u64 {
+        let mut calls = self.0.lock().expect("nobody panics while holding the calls");
+        let call = calls.entry((key.clone(), job.clone(), writer)).or_default();
+        *call += 1;
+        *call
+    }
+}
+
+/// Puts one writer's state dict.
 pub(crate) async fn put(
     controller: &Controller,
     key: &Key,
     dict: &StateDict,
     options: &PutOptions,
-    call: Option<u64>,
+    calls: &Calls,
 ) -> Result<PutReport> {
     let started = Instant::now();
     let role = Role::of(dict, options)?;
+    // Counted first: a put that fails is a call all the same.
+    let call = options.job.as_ref().map(|job| calls.next(key, job, role.writer));
     let layout =
         plan(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
     let bytes = layout.file_len();
@@ -165,7 +183,7 @@ impl Role {
         let ranks: WriterSet = places
             .iter()
             .filter_map(|place| place.mesh())
-            .flat_map(|mesh| mesh.ranks())
+            .flat_map(DeviceMesh::ranks)
             .copied()
             .collect();
         let defaulted = options.writers.is_none();

@@ -14,11 +14,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
 use crate::key::Key;
 use crate::ledger::{
-    Command, Contribution, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
-    WriterSet,
+    Command, Contribution, Selection, Selector, Status, Timestamp, Version, VersionId, WriterSet,
 };
 use crate::meta::{DirectoryMeta, MemoryMeta};
-use crate::put::{PutOptions, PutReport, put};
+use crate::put::{Calls, PutOptions, PutReport, put};
 use crate::version::OpenVersion;
 use crate::volume::{DirectoryVolume, MemoryVolume};
 
@@ -56,8 +55,7 @@ struct Inner {
     plans: PlanCache,
     /// The version of each key that was read last: its files, and which chunks are proven.
     opened: Mutex<BTreeMap<Key, Arc<OpenVersion>>>,
-    /// How many puts each writer of each job has called.
-    calls: Mutex<BTreeMap<(Key, JobId, Option<u32>), u64>>,
+    calls: Calls,
 }
 
 /// A visible version.
@@ -134,12 +132,12 @@ impl Store {
         }
     }
 
-    fn new(controller: Controller) -> Self {
+    pub(crate) fn new(controller: Controller) -> Self {
         Self(Arc::new(Inner {
             controller,
             plans: PlanCache::default(),
             opened: Mutex::default(),
-            calls: Mutex::default(),
+            calls: Calls::default(),
         }))
     }
 
@@ -161,8 +159,7 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        let call = options.job.as_ref().map(|job| self.next_call(key, job, options.writer));
-        put(&self.0.controller, key, dict, options, call).await
+        put(&self.0.controller, key, dict, options, &self.0.calls).await
     }
 
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
@@ -202,7 +199,7 @@ impl Store {
     ) -> Result<GetReport> {
         let version = self.version(key, options.version).await?;
         let mut read = Read::new(&version, &self.0.plans);
-        read.into_targets(targets)?;
+        read.fill_targets(targets)?;
         Ok(read.report())
     }
 
@@ -320,13 +317,6 @@ impl Store {
 
     fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Arc<OpenVersion>>> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
-    }
-
-    fn next_call(&self, key: &Key, job: &JobId, writer: Option<u32>) -> u64 {
-        let mut calls = self.0.calls.lock().expect("nobody panics while holding the calls");
-        let call = calls.entry((key.clone(), job.clone(), writer)).or_default();
-        *call += 1;
-        *call
     }
 }
 

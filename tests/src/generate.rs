@@ -12,7 +12,7 @@ use tssd_format::{
 pub fn text() -> impl Strategy<Value = Text> {
     let surrogates = proptest::collection::vec(
         prop_oneof![
-            "[a-z.é漢😀]{0,4}".prop_map(|part| part.into_bytes()),
+            "[a-z.é漢😀]{0,4}".prop_map(String::into_bytes),
             (0xA0..=0xBF_u8, 0x80..=0xBF_u8).prop_map(|(b, c)| vec![0xED, b, c]),
         ],
         0..4,
@@ -68,7 +68,7 @@ fn same_in_python(left: &Key, right: &Key) -> bool {
         Key::Bool(bool) => Some(Int::from(i64::from(*bool))),
         Key::Int(int) => Some(int.clone()),
         Key::Float(float) if float.get().fract() == 0.0 && float.get().abs() < 1e300 => {
-            num_traits_free_int(float.get())
+            int_of(float.get())
         }
         _ => None,
     };
@@ -76,12 +76,8 @@ fn same_in_python(left: &Key, right: &Key) -> bool {
 }
 
 /// The int that a whole float is equal to, by its decimal form.
-fn num_traits_free_int(float: f64) -> Option<Int> {
-    format!("{float:.0}")
-        .replace("-0", "0")
-        .parse()
-        .ok()
-        .or_else(|| format!("{float:.0}").parse().ok())
+fn int_of(float: f64) -> Option<Int> {
+    format!("{float:.0}").parse().ok()
 }
 
 fn dict(value: impl Strategy<Value = Value>) -> impl Strategy<Value = Dict> {
@@ -159,7 +155,7 @@ fn shard() -> impl Strategy<Value = Shard> {
 /// Any value, at most a few levels deep.
 pub fn value() -> impl Strategy<Value = Value> {
     let pools = proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 3)
-        .prop_map(|pools| pools.into_iter().map(aligned).collect::<Vec<_>>());
+        .prop_map(|pools| pools.iter().map(|bytes| aligned(bytes)).collect::<Vec<_>>());
     pools.prop_flat_map(|pool| {
         let leaf = prop_oneof![
             6 => tensor(pool).prop_map(Value::Tensor),
@@ -193,10 +189,10 @@ pub fn value() -> impl Strategy<Value = Value> {
 }
 
 /// Torch aligns storages to 64 bytes; so do these.
-fn aligned(bytes: Vec<u8>) -> Storage {
+fn aligned(bytes: &[u8]) -> Storage {
     let mut padded = vec![0_u8; bytes.len() + 64];
     let start = padded.as_ptr().align_offset(64);
-    padded[start..start + bytes.len()].copy_from_slice(&bytes);
+    padded[start..start + bytes.len()].copy_from_slice(bytes);
     let end = start + bytes.len();
     Storage::from(Bytes::from(padded).slice(start..end))
 }

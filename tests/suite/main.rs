@@ -1,4 +1,10 @@
 //! Everything that crosses crates, in one test binary.
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::unwrap_used,
+    reason = "tests count small things, and fail by panicking"
+)]
 
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
@@ -6,9 +12,13 @@ mod damage;
 mod geometry;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
+/// What N writers put and M readers get, element by element.
+mod reshard;
 /// State dicts to bytes and back.
 mod roundtrip;
 /// The byte tables of the spec, its rules, and the vectors as the reader takes them.
 mod spec;
+/// Versions, refusals, damage, several processes, crashes.
+mod store;
 /// The good vectors as the writer writes them.
 mod vectors;

@@ -129,6 +129,7 @@ fn ties() -> StateDict {
     ])
 }
 
+#[expect(clippy::too_many_lines, reason = "it is a table")]
 fn vectors() -> Vec<Vector> {
     let plain = Options::new();
     let flags = TensorFlags::PARAMETER.union(TensorFlags::REQUIRES_GRAD);

@@ -104,7 +104,7 @@ def random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def write_dtypes(path: Path) -> None:
-    """Every dtype in every shape. Two elements of the packed one are one byte, so it has no scalar."""
+    """Every dtype in every shape, but no scalar of the packed one: a byte is two of its elements."""
     tensors = {
         f"{dtype}.{name}": random(getattr(torch, dtype), shape)
         for dtype in DTYPES

@@ -8,10 +8,10 @@ use crate::step::{Step, Worth};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
 
-/// Runs steps up to the first that fails, then prints what ran and what did not; true if all passed.
+/// Runs steps up to the first that fails, then prints what ran and what did not. True if all passed.
 ///
-/// While a step runs, its name stands on a line alone. Its output goes to the log, and to the terminal
-/// if it fails or the run is verbose.
+/// While a step runs, its name stands on a line alone. Its output goes to the log, and to the
+/// terminal if it fails or the run is verbose.
 pub(crate) fn run(
     workspace: &Workspace,
     steps: Vec<Step>,
@@ -53,7 +53,8 @@ impl Runner<'_> {
         writeln!(self.log, "$ {}", step.spelled())?;
 
         let start = Instant::now();
-        let (outcome, output) = self.output_of(&mut step);
+        let mut output = Vec::new();
+        let outcome = self.stream(&mut step, &mut output);
         let output = String::from_utf8_lossy(&output);
         let done = judge(&step, &outcome, &output, start.elapsed());
         if let (0, Some((path, text))) = (done.failed, &step.record) {
@@ -69,14 +70,8 @@ impl Runner<'_> {
         Ok(done)
     }
 
-    /// How the command ends, and its two outputs in the order in which it wrote them. They go to the
-    /// log as they come.
-    fn output_of(&mut self, step: &mut Step) -> (io::Result<ExitStatus>, Vec<u8>) {
-        let mut output = Vec::new();
-        let outcome = self.stream(step, &mut output);
-        (outcome, output)
-    }
-
+    /// How the command ends. Its two outputs, in the order in which it wrote them, go to the log as
+    /// they come, and to `output`.
     fn stream(&mut self, step: &mut Step, output: &mut Vec<u8>) -> io::Result<ExitStatus> {
         let (reader, writer) = io::pipe()?;
         let command = &mut step.command;

@@ -18,6 +18,8 @@ pub(super) struct Tree {
     pub(super) lines: String,
     /// One line about all of it.
     pub(super) summary: String,
+    /// What is said of it as a whole, one line each.
+    pub(super) attributes: String,
 }
 
 /// One node: where it hangs, and what it is in columns.
@@ -58,8 +60,10 @@ impl Tree {
             walk.children(children, "", &ObjectPath::root());
         }
         walk.draw(&mut lines);
-        let summary = walk.summary(document);
-        Self { lines, summary }
+        let attributes = document.attrs().into_iter();
+        let attributes =
+            attributes.map(|(name, value)| format!("{name}: {}\n", of_attr(&value))).collect();
+        Self { lines, summary: walk.summary(document), attributes }
     }
 }
 
@@ -201,11 +205,7 @@ impl Walk<'_> {
                 files => parts.push(format!("manifest of {}", count(files, "file"))),
             }
         }
-        let mut summary = parts.join(", ");
-        for (name, value) in document.attrs() {
-            write!(summary, "\n{name}: {}", of_attr(&value)).expect("a String takes any text");
-        }
-        summary
+        parts.join(", ")
     }
 }
 

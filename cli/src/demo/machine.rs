@@ -1,0 +1,39 @@
+//! What the machine could do at best.
+
+use std::hint::black_box;
+use std::thread;
+use std::time::Instant;
+
+use crate::size::gigabytes_per_second;
+
+/// How fast memory is copied to memory.
+#[derive(Debug)]
+pub(super) struct Memcpy {
+    /// GB/s of all threads together.
+    pub(super) speed: f64,
+    pub(super) threads: usize,
+}
+
+/// Copies about this many bytes on all cores, several times, and takes the best: from and to memory
+/// that has been touched, which is what a store in steady state has.
+pub(super) fn memcpy(bytes: u64) -> Memcpy {
+    const ROUNDS: usize = 5;
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    // More than any cache holds, and no more than is needed to see that.
+    let bytes = usize::try_from(bytes.clamp(64 << 20, 512 << 20)).expect("at most 512 MiB");
+    let len = bytes / threads;
+    let mut pairs: Vec<(Vec<u8>, Vec<u8>)> =
+        (0..threads).map(|_| (vec![1; len], vec![2; len])).collect();
+    let mut best = f64::INFINITY;
+    for _ in 0..ROUNDS {
+        let started = Instant::now();
+        thread::scope(|scope| {
+            for (source, target) in &mut pairs {
+                scope.spawn(|| black_box(target).copy_from_slice(black_box(source)));
+            }
+        });
+        best = best.min(started.elapsed().as_secs_f64());
+    }
+    let copied = u64::try_from(len * threads).expect("at most 512 MiB");
+    Memcpy { speed: gigabytes_per_second(copied, best), threads }
+}

@@ -1,0 +1,88 @@
+//! How the ranks of the demo cut the model: trainers one way, generators another.
+
+use std::sync::Arc;
+
+use tssd_format::{
+    DeviceMesh, Dict, ObjectPath, Placement, Region, Result, Shard, ShardPlace, StateDict, Step,
+    Storage, Tensor, TensorMeta, TensorSlice, Value,
+};
+
+/// Ranks that train, and ranks that generate.
+pub(super) const TRAINERS: u32 = 4;
+pub(super) const GENERATORS: u32 = 2;
+
+/// What one trainer has of a state dict, as FSDP shards it: a part of the first dimension of every
+/// tensor. Its shards are views of the source, as large as their part.
+pub(super) fn of_trainer(whole: &StateDict, rank: u32) -> Result<StateDict> {
+    let mesh = mesh(TRAINERS, "fsdp")?;
+    StateDict::from_value(trained(whole.as_value(), &ObjectPath::root(), &mesh, rank)?)
+}
+
+fn trained(value: &Value, path: &ObjectPath, mesh: &Arc<DeviceMesh>, rank: u32) -> Result<Value> {
+    let dict = |dict: &Dict| -> Result<Dict> {
+        let entry = |(key, value): (&_, &_)| {
+            let path = path.clone().step(Step::Key(Clone::clone(key)));
+            Ok((Clone::clone(key), trained(value, &path, mesh, rank)?))
+        };
+        dict.iter().map(entry).collect()
+    };
+    Ok(match value {
+        Value::Dict(entries) => Value::Dict(dict(entries)?),
+        Value::OrderedDict(entries) => Value::OrderedDict(dict(entries)?),
+        Value::Tensor(tensor) if !tensor.meta().shape().is_empty() => {
+            // Buffers are whole on every rank.
+            let is_buffer = path.fqn().ends_with("inv_freq");
+            let placement =
+                if is_buffer { Placement::Replicate } else { Placement::Shard { dim: 0 } };
+            let place = place(tensor.meta().shape(), mesh, rank, placement)?;
+            let local = cut(tensor, &place.slice().region())?;
+            Value::from(Shard::new(local, place)?)
+        }
+        // Lists and plain values are the same on every rank.
+        leaf => leaf.clone(),
+    })
+}
+
+/// Which part of a parameter one generator wants, as Megatron and vLLM cut it; none is all of it.
+pub(super) fn of_generator(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardPlace>> {
+    const COLUMNS: [&str; 7] =
+        ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"];
+    const ROWS: [&str; 2] = ["o_proj", "down_proj"];
+    let is = |names: &[&str]| names.iter().any(|name| fqn.ends_with(&format!("{name}.weight")));
+    let dim = match shape.len() {
+        2 if is(&COLUMNS) => 0,
+        2 if is(&ROWS) => 1,
+        _ => return Ok(None),
+    };
+    place(shape, &mesh(GENERATORS, "tp")?, rank, Placement::Shard { dim }).map(Some)
+}
+
+fn mesh(ranks: u32, name: &str) -> Result<Arc<DeviceMesh>> {
+    let mesh = DeviceMesh::from_shape(&[ranks.into()])?;
+    Ok(Arc::new(mesh.with_dim_names(vec![name.to_owned()])?))
+}
+
+fn place(
+    shape: &[u64],
+    mesh: &Arc<DeviceMesh>,
+    rank: u32,
+    placement: Placement,
+) -> Result<ShardPlace> {
+    let placements = [placement];
+    let mut slices = TensorSlice::from_placements(shape, mesh, rank, &placements)?;
+    let slice = slices.pop().expect("one mesh dimension cuts one box");
+    ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements)
+}
+
+/// A box of a tensor, as a view of it.
+pub(super) fn cut(tensor: &Tensor, region: &Region) -> Result<Tensor> {
+    let meta = tensor.meta();
+    let local = TensorMeta::new(meta.dtype(), region.shape())?.with_flags(meta.flags());
+    if region.is_empty() {
+        return Tensor::new(local, Storage::default(), 0);
+    }
+    let strides = meta.strides();
+    let first: u64 = region.offsets().iter().zip(&strides).map(|(at, stride)| at * stride).sum();
+    let offset = tensor.byte_offset() + first * meta.dtype().itemsize();
+    Tensor::new(local.with_strides(&strides)?, tensor.storage().clone(), offset)
+}

@@ -1,0 +1,54 @@
+//! The commands on a store: `put`, `get`, `ls` and `rm`.
+
+pub(crate) mod get;
+pub(crate) mod ls;
+pub(crate) mod put;
+pub(crate) mod rm;
+
+use tssd_store::blocking::Store;
+use tssd_store::{Error, ErrorKind};
+
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+
+/// Where the store is: the same for all of its commands.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Address {
+    /// The store: a directory
+    #[arg(long = "store", env = "TSSD_STORE", value_name = "URL")]
+    url: String,
+}
+
+impl Address {
+    /// Connects to it.
+    pub(crate) fn connect(&self) -> Result<Store> {
+        Store::connect(&self.url).map_err(|error| match error.kind() {
+            ErrorKind::Invalid => Failure::new(Exit::Usage, &error),
+            _ => failure(&error),
+        })
+    }
+}
+
+/// What the store says, with advice.
+pub(crate) fn failure(error: &Error) -> Failure {
+    let (exit, help) = match error.kind() {
+        ErrorKind::NotFound => {
+            (Exit::NotFound, "`tssd ls` lists the keys, `tssd ls KEY` its versions")
+        }
+        ErrorKind::Corrupt => {
+            (Exit::Differs, "`tssd verify` names all damage; get another version, or put it again")
+        }
+        ErrorKind::Unreachable => (Exit::Unreachable, "check --store or TSSD_STORE"),
+        ErrorKind::Busy => (Exit::Refused, "try again later"),
+        ErrorKind::Rejected => {
+            (Exit::Refused, "mend the state dicts, then put again in every writer")
+        }
+        ErrorKind::Io => (Exit::Refused, "what was visible before is untouched"),
+        _ => (Exit::Refused, ""),
+    };
+    let mut failure = Failure::new(exit, error);
+    if let Some(format) = error.format_error() {
+        failure = failure.code(format_args!("{} {}", format.kind().rule(), format.kind().name()));
+    }
+    if help.is_empty() { failure } else { failure.help(help) }
+}

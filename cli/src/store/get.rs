@@ -1,0 +1,74 @@
+//! `tssd get`: a version of a key becomes a file.
+
+use std::path::PathBuf;
+
+use serde_json::json;
+use tssd_format::{Layout, Options};
+use tssd_store::{GetOptions, KeyVersion};
+
+use super::{Address, failure};
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+use crate::output::Output;
+use crate::size::{Size, speed};
+
+/// Get a version of a key from a store, whole, as an archive.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+    /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
+    key: KeyVersion,
+    /// The archive to write
+    #[arg(short, long, value_name = "OUT.tssd")]
+    output: PathBuf,
+    /// Whose values to take where writers hold different ones
+    #[arg(long, value_name = "RANK")]
+    writer: Option<u32>,
+}
+
+/// The shards of all writers, put together.
+pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+    if args.output.extension().is_some_and(|extension| extension == "safetensors") {
+        return Err(Failure::new(Exit::Usage, "get writes archives")
+            .help("name the output .tssd, then `tssd unpack` it"));
+    }
+    let store = args.store.connect()?;
+    let KeyVersion { key, version } = &args.key;
+    let spinner = console.spinner(&format!("getting {key}"));
+    let options = GetOptions { version: *version, writer: args.writer, ..GetOptions::default() };
+    let (dict, report) = store.get_state_dict(key, &options).map_err(|error| failure(&error))?;
+    spinner.finish_and_clear();
+
+    let refused = |error| Failure::format(&args.output, &error);
+    // Whoever put an opaque leaf has allowed it; it stays what it is.
+    let layout = Layout::plan(&dict, &Options::new().allow_opaque()).map_err(refused)?;
+    let bar = console.bytes_bar("writing", layout.file_len());
+    let mut output = Output::create(&args.output, bar)?;
+    layout.write_to(&mut output).map_err(refused)?;
+    let file_len = output.commit()?;
+
+    let line = format!(
+        "{}: {key}@{}, {}, read in {:.2} s, {}",
+        args.output.display(),
+        report.version,
+        Size(file_len),
+        report.seconds,
+        speed(report.bytes_transferred, report.seconds),
+    );
+    let json = json!({
+        "key": key.as_str(),
+        "version": report.version,
+        "epoch": report.epoch,
+        "id": report.id.to_string(),
+        "output": args.output,
+        "file_len": file_len,
+        "bytes_needed": report.bytes_needed,
+        "bytes_transferred": report.bytes_transferred,
+        "bytes_verified": report.bytes_verified,
+        "seconds": report.seconds,
+    });
+    console.report(line, &json)?;
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,101 @@
+//! `tssd ls`: what a store holds.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value as Json, json};
+use tssd_store::blocking::Store;
+use tssd_store::{Key, VersionInfo};
+
+use super::{Address, failure};
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+use crate::size::Size;
+use crate::table::{Align, Table};
+
+/// List the keys of a store with their newest versions, or all versions of one key.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+    /// List the versions of this key
+    key: Option<Key>,
+}
+
+/// A key that is not there is an error; a store without keys is none.
+pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+    let store = args.store.connect()?;
+    let rows = match &args.key {
+        Some(key) => versions_of(&store, key)?,
+        None => heads(&store)?,
+    };
+    if console.json {
+        let rows: Vec<Json> = rows.iter().map(|(key, info)| json_of(key, info)).collect();
+        console.print_json(&rows.into())?;
+        return Ok(Exit::Ok);
+    }
+    let mut table = Table::new(&[
+        ("KEY", Align::Left),
+        ("VERSION", Align::Right),
+        ("BYTES", Align::Right),
+        ("WRITERS", Align::Left),
+        ("AGE", Align::Right),
+    ]);
+    for (key, info) in &rows {
+        table.row([
+            key.to_string(),
+            info.number.to_string(),
+            Size(info.bytes).to_string(),
+            info.writers.to_string(),
+            age(info),
+        ]);
+    }
+    if !rows.is_empty() {
+        console.print(&table)?;
+    }
+    Ok(Exit::Ok)
+}
+
+fn versions_of(store: &Store, key: &Key) -> Result<Vec<(Key, VersionInfo)>> {
+    let versions = store.versions(key).map_err(|error| failure(&error))?;
+    if versions.is_empty() {
+        return Err(Failure::new(Exit::NotFound, format_args!("key `{key}` has no version"))
+            .help("`tssd ls` lists the keys"));
+    }
+    Ok(versions.into_iter().map(|info| (key.clone(), info)).collect())
+}
+
+fn heads(store: &Store) -> Result<Vec<(Key, VersionInfo)>> {
+    let mut rows = Vec::new();
+    for key in store.keys(None).map_err(|error| failure(&error))? {
+        // A key can be deleted between the two calls.
+        if let Some(info) = store.head(&key).map_err(|error| failure(&error))? {
+            rows.push((key, info));
+        }
+    }
+    Ok(rows)
+}
+
+fn json_of(key: &Key, info: &VersionInfo) -> Json {
+    json!({
+        "key": key.as_str(),
+        "version": info.number,
+        "epoch": info.epoch,
+        "id": info.id.to_string(),
+        "bytes": info.bytes,
+        "writers": info.writers.iter().collect::<Vec<_>>(),
+        "since_unix_ms": info.since.0,
+    })
+}
+
+/// How long ago, in the largest unit that fits.
+fn age(info: &VersionInfo) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+    match now.saturating_sub(info.since.0) / 1000 {
+        seconds @ 0..60 => format!("{seconds} s"),
+        seconds @ 60..3600 => format!("{} min", seconds / 60),
+        seconds @ 3600..86_400 => format!("{} h", seconds / 3600),
+        seconds => format!("{} d", seconds / 86_400),
+    }
+}

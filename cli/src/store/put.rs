@@ -1,0 +1,86 @@
+//! `tssd put`: a file becomes a version of a key.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use serde_json::json;
+use tssd_store::{JobId, KeyVersion, PutOptions};
+
+use super::{Address, failure};
+use crate::console::Console;
+use crate::document::Document;
+use crate::exit::Exit;
+use crate::failure::Result;
+use crate::size::{Size, speed};
+
+/// Put a file into a store, as a new version of a key.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+    /// The key, and optionally the number of the version: KEY or KEY@VERSION
+    key: KeyVersion,
+    /// The state dict (.tssd or .safetensors)
+    file: PathBuf,
+    /// The global rank that the shards in the file belong to, if they do not say it themselves
+    #[arg(long, value_name = "RANK")]
+    writer: Option<u32>,
+    /// The run that the file is from: the same for all writers of a version
+    #[arg(long)]
+    job: Option<String>,
+    /// How many of the newest versions of the key the store keeps from now on (at first: 1)
+    #[arg(long, value_name = "COUNT")]
+    keep: Option<NonZeroU32>,
+    /// Go back to a lower number: versions from it on are given up
+    #[arg(long)]
+    rewind: bool,
+    /// Take leaves that are opaque objects too
+    #[arg(long)]
+    allow_opaque: bool,
+}
+
+/// One writer's contribution; usually there is only one writer.
+pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+    let store = args.store.connect()?;
+    let key = &args.key.key;
+    let spinner = console.spinner(&format!("putting {key}"));
+    let dict = Document::open(&args.file)?.to_state_dict()?;
+    if let Some(keep) = args.keep {
+        store.retain(key, keep).map_err(|error| failure(&error))?;
+    }
+    let options = PutOptions {
+        version: args.key.version,
+        writer: args.writer,
+        job: args.job.clone().map(JobId),
+        rewind: args.rewind,
+        allow_opaque: args.allow_opaque,
+        ..PutOptions::default()
+    };
+    let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;
+    spinner.finish_and_clear();
+
+    let state = if report.visible {
+        String::new()
+    } else {
+        format!(", waits for writers {}", report.missing)
+    };
+    let line = format!(
+        "{key}@{}: {} in {:.2} s, {}{state}",
+        report.version,
+        Size(report.bytes),
+        report.seconds,
+        speed(report.bytes, report.seconds),
+    );
+    let json = json!({
+        "key": key.as_str(),
+        "version": report.version,
+        "epoch": report.epoch,
+        "id": report.id.to_string(),
+        "visible": report.visible,
+        "missing": report.missing.iter().collect::<Vec<_>>(),
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+    });
+    console.report(line, &json)?;
+    Ok(Exit::Ok)
+}

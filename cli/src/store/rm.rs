@@ -1,0 +1,34 @@
+//! `tssd rm`: versions of a key are deleted.
+
+use serde_json::json;
+use tssd_store::KeyVersion;
+
+use super::{Address, failure};
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+use crate::size::count;
+
+/// Delete a version of a key, or all of its versions. Their numbers are never used again.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+    /// KEY (all versions) or KEY@VERSION
+    key: KeyVersion,
+}
+
+/// Says how many there were; none is an error.
+pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+    let store = args.store.connect()?;
+    let KeyVersion { key, version } = &args.key;
+    let deleted = store.delete(key, *version).map_err(|error| failure(&error))?;
+    if deleted == 0 {
+        let at = version.map(|version| format!("@{version}")).unwrap_or_default();
+        return Err(Failure::new(Exit::NotFound, format_args!("there is no {key}{at}"))
+            .help("`tssd ls` lists the keys, `tssd ls KEY` its versions"));
+    }
+    let line = format!("{key}: {} deleted", count(deleted, "version"));
+    console.report(line, &json!({ "key": key.as_str(), "deleted": deleted }))?;
+    Ok(Exit::Ok)
+}

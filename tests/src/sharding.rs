@@ -1,0 +1,109 @@
+//! Global tensors cut into shards, and put together again, one element at a time: the oracle of all
+//! resharding.
+
+use tssd_format::{
+    DeviceMesh, Placement, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
+};
+
+/// A global tensor of `u32`s whose elements tell where they are.
+pub fn counting(shape: &[u64], seed: u32) -> Vec<u32> {
+    let numel: u64 = shape.iter().product();
+    (0..numel).map(|at| seed.wrapping_mul(0x9E37_79B9).wrapping_add(low(at))).collect()
+}
+
+fn low(value: u64) -> u32 {
+    u32::try_from(value & 0xFFFF_FFFF).expect("32 bits")
+}
+
+/// The elements of a box of a global tensor, looked up one by one.
+pub fn elements_of(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
+    let mut elements = Vec::new();
+    let mut index = vec![0_u64; shape.len()];
+    if region.is_empty() {
+        return elements;
+    }
+    loop {
+        let at = index
+            .iter()
+            .zip(region.offsets())
+            .zip(shape)
+            .fold(0, |at, ((index, offset), size)| at * size + index + offset);
+        elements.push(global[usize::try_from(at).expect("in memory")]);
+        let mut dim = shape.len();
+        loop {
+            if dim == 0 {
+                return elements;
+            }
+            dim -= 1;
+            index[dim] += 1;
+            if index[dim] < region.shape()[dim] {
+                break;
+            }
+            index[dim] = 0;
+        }
+    }
+}
+
+/// The box of a global tensor as a tensor.
+pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
+    Tensor::from_slice(&elements_of(global, shape, region), region.shape()).expect("as many")
+}
+
+/// The shards that a rank holds of a global tensor.
+///
+/// # Panics
+///
+/// If the placements do not fit.
+pub fn shards_of(
+    global: &[u32],
+    shape: &[u64],
+    mesh: &DeviceMesh,
+    rank: u32,
+    placements: &[Placement],
+) -> Vec<Shard> {
+    let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
+    let shard = |slice: TensorSlice| {
+        let tensor = tensor_of(global, shape, &slice.region());
+        let place = ShardPlace::new(slice).on_mesh(mesh.clone()).expect("the same mesh");
+        Shard::new(tensor, place.placed(placements).expect("they fit")).expect("the same shape")
+    };
+    slices.into_iter().map(shard).collect()
+}
+
+/// What a rank wants of a global tensor, as the places of its shards.
+///
+/// # Panics
+///
+/// If the placements do not fit.
+pub fn places_of(
+    shape: &[u64],
+    mesh: &DeviceMesh,
+    rank: u32,
+    placements: &[Placement],
+) -> Vec<ShardPlace> {
+    let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
+    slices.into_iter().map(ShardPlace::new).collect()
+}
+
+/// The elements of a tensor, row-major, as numbers.
+///
+/// # Panics
+///
+/// If it is no tensor of `u32`.
+pub fn numbers(tensor: &Tensor) -> Vec<u32> {
+    assert_eq!(tensor.meta().dtype(), tssd_format::Dtype::Uint32);
+    let bytes = tensor.view().to_contiguous(1 << 30).expect("small");
+    bytes.chunks(4).map(|each| u32::from_le_bytes(each.try_into().expect("4 bytes"))).collect()
+}
+
+/// Metadata of a `u32` tensor whose memory has holes: every stride is twice what it need be.
+///
+/// # Panics
+///
+/// If the shape is too large.
+pub fn spread(shape: &[u64]) -> TensorMeta {
+    let strides: Vec<u64> =
+        tssd_format::row_major_strides(shape).into_iter().map(|stride| stride * 2).collect();
+    let meta = TensorMeta::new(tssd_format::Dtype::Uint32, shape).expect("small");
+    meta.with_strides(&strides).expect("one for each dimension")
+}

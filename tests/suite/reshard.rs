@@ -1,0 +1,247 @@
+//! Resharding: what N writers put in one sharding, M readers get in another, element by element.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use tssd_format::{
+    DeviceMesh, Dtype, Placement, Region, ShardPlace, StateDict, TensorMeta, TensorReference,
+    TensorSlice, Value,
+};
+use tssd_store::blocking::Store;
+use tssd_store::plan::{Wanted, plan};
+use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
+use tssd_tests::sharding::{counting, elements_of, numbers, places_of, shards_of, spread};
+
+/// A mesh of up to three dimensions, and how a tensor lies on it.
+#[derive(Clone, Debug)]
+struct Sharding {
+    mesh: DeviceMesh,
+    placements: Vec<Placement>,
+}
+
+fn sharding(rank: usize) -> impl Strategy<Value = Sharding> {
+    let dim = 0..u32::try_from(rank).expect("small");
+    let placement = prop_oneof![
+        2 => dim.clone().prop_map(|dim| Placement::Shard { dim }),
+        1 => Just(Placement::Replicate),
+        1 => (dim, 1_u64..4).prop_map(|(dim, split_factor)| {
+            Placement::StridedShard { dim, split_factor }
+        }),
+    ];
+    proptest::collection::vec((1_u64..4, placement), 1..4).prop_map(|dims| {
+        let (shape, placements): (Vec<u64>, Vec<Placement>) = dims.into_iter().unzip();
+        Sharding { mesh: DeviceMesh::from_shape(&shape).expect("small"), placements }
+    })
+}
+
+/// A global shape with a sharding to put it in and one to get it in.
+fn case() -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
+    proptest::collection::vec(0_u64..7, 1..4)
+        .prop_flat_map(|shape| (Just(shape.clone()), sharding(shape.len()), sharding(shape.len())))
+}
+
+/// The references that a manifest has for a tensor: all boxes of all ranks, replicas once.
+fn stored(shape: &[u64], sharding: &Sharding) -> Vec<TensorReference> {
+    let mut boxes: BTreeMap<Region, TensorReference> = BTreeMap::new();
+    for rank in sharding.mesh.ranks() {
+        let slices =
+            TensorSlice::from_placements(shape, &sharding.mesh, *rank, &sharding.placements);
+        for slice in slices.unwrap() {
+            let next = u32::try_from(boxes.len()).unwrap();
+            let is_empty = slice.region().is_empty();
+            boxes.entry(slice.region()).or_insert_with(|| TensorReference {
+                meta: TensorMeta::new(Dtype::Uint32, slice.local_shape()).unwrap(),
+                storage: (!is_empty).then_some(next),
+                byte_offset: 0,
+                place: Some(ShardPlace::new(slice)),
+            });
+        }
+    }
+    boxes.into_values().collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    /// Every element of the target comes from its own place in some stored box, once.
+    #[test]
+    fn plans_are_exact((shape, put, get) in case()) {
+        let stored = stored(&shape, &put);
+        let global = counting(&shape, 1);
+        let mut memories: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for reference in &stored {
+            let region = reference.place.as_ref().unwrap().slice().region();
+            if let Some(storage) = reference.storage {
+                memories.insert(storage, elements_of(&global, &shape, &region));
+            }
+        }
+        for rank in get.mesh.ranks() {
+            for place in places_of(&shape, &get.mesh, *rank, &get.placements) {
+                let region = place.slice().region();
+                let wanted = Wanted {
+                    meta: spread(region.shape()),
+                    region: region.clone(),
+                    global_shape: shape.clone().into(),
+                };
+                let copies = plan(&stored, &wanted).unwrap();
+                let mut target = vec![None; usize::try_from(wanted.meta.span_bytes()).unwrap() / 4];
+                let mut moved = 0;
+                for copy in &copies {
+                    moved += copy.runs.total_bytes();
+                    copy.runs.for_each(|from, to, bytes| {
+                        for each in 0..bytes / 4 {
+                            let from = usize::try_from(copy.source + from).unwrap() / 4;
+                            let to = usize::try_from(copy.target + to).unwrap() / 4;
+                            let each = usize::try_from(each).unwrap();
+                            let slot = &mut target[to + each];
+                            assert!(slot.is_none(), "an element is written twice");
+                            *slot = Some(memories[&copy.storage][from + each]);
+                        }
+                    });
+                }
+                prop_assert_eq!(moved, region.numel() * 4);
+                let mut found = Vec::new();
+                let strides = wanted.meta.strides();
+                tssd_format::Runs::to_row_major(1, region.shape(), &strides).for_each(|from, _, run| {
+                    for each in 0..run {
+                        found.push(target[usize::try_from(from + each).unwrap()].unwrap());
+                    }
+                });
+                prop_assert_eq!(found, elements_of(&global, &shape, &region));
+            }
+        }
+    }
+
+    /// A box that is missing is named, whatever is wanted of it.
+    #[test]
+    fn holes_are_named((shape, put, _) in case(), lost in any::<prop::sample::Index>()) {
+        let mut stored = stored(&shape, &put);
+        let lost = stored.remove(lost.index(stored.len()));
+        let region = lost.place.unwrap().slice().region();
+        prop_assume!(!region.is_empty());
+        let wanted = Wanted {
+            meta: TensorMeta::new(Dtype::Uint32, &shape).unwrap(),
+            region: Region::whole(&shape),
+            global_shape: shape.into(),
+        };
+        let error = plan(&stored, &wanted).unwrap_err();
+        prop_assert_eq!(error.kind(), tssd_format::ErrorKind::Uncovered);
+        prop_assert!(region.contains(error.region().unwrap()));
+    }
+}
+
+/// Puts two tensors from all ranks, one thread each.
+fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, job: &str) -> u64 {
+    let report = std::thread::scope(|scope| {
+        let ranks: Vec<_> = put
+            .mesh
+            .ranks()
+            .iter()
+            .map(|rank| {
+                scope.spawn(move || {
+                    let global = counting(shape, seed);
+                    let mut dict = StateDict::new();
+                    let shards = shards_of(&global, shape, &put.mesh, *rank, &put.placements);
+                    dict.insert("sharded", Value::Shards(shards));
+                    dict.insert("step", i64::from(seed));
+                    let options = PutOptions {
+                        writer: Some(*rank),
+                        job: Some(JobId(job.to_owned())),
+                        ..PutOptions::default()
+                    };
+                    store.put_state_dict(key, &dict, &options).unwrap()
+                })
+            })
+            .collect();
+        let reports: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let visible = reports.iter().filter(|report| report.visible).count();
+        assert!(visible >= 1, "the last of them makes the version visible");
+        reports.into_iter().next().unwrap()
+    });
+    report.version
+}
+
+/// Everything about what the ranks of a mesh get: as new tensors, and in place.
+fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32) {
+    let global = counting(shape, seed);
+    for rank in get.mesh.ranks() {
+        let places = places_of(shape, &get.mesh, *rank, &get.placements);
+        let slices = BTreeMap::from([("sharded".to_owned(), places.clone())]);
+        let options = GetOptions { slices, ..GetOptions::default() };
+        let (dict, report) = store.get_state_dict(key, &options).unwrap();
+        assert_eq!(dict.leaf("step").unwrap(), &Value::from(i64::from(seed)));
+        let Value::Shards(shards) = dict.leaf("sharded").unwrap() else { panic!("shards") };
+        for (shard, place) in shards.iter().zip(&places) {
+            let expected = elements_of(&global, shape, &place.slice().region());
+            assert_eq!(numbers(shard.tensor()), expected);
+        }
+        assert_eq!(report.bytes_transferred, report.bytes_needed);
+        for place in places {
+            let meta = spread(place.slice().local_shape());
+            let mut memory = vec![0xEE_u8; usize::try_from(meta.span_bytes()).unwrap()];
+            let target = Target {
+                fqn: "sharded".to_owned(),
+                place: Some(place.clone()),
+                meta: meta.clone(),
+                bytes: &mut memory,
+            };
+            let report =
+                store.get_state_dict_into(key, &mut [target], &GetOptions::default()).unwrap();
+            assert_eq!(report.bytes_transferred, report.bytes_needed);
+            assert_eq!(report.bytes_needed, place.slice().region().numel() * 4);
+            let filled = tssd_format::Tensor::new(meta, memory.into(), 0).unwrap();
+            let expected = elements_of(&global, shape, &place.slice().region());
+            assert_eq!(numbers(&filled), expected);
+        }
+    }
+    let whole = store.get(key, "sharded", &GetOptions::default()).unwrap();
+    assert_eq!(numbers(&whole), global);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn what_is_put_in_one_sharding_is_got_in_another((shape, put, get) in case()) {
+        let store = Store::memory().unwrap();
+        let key = Key::new("policy").unwrap();
+        for seed in 1..3 {
+            put_all(&store, &key, &shape, &put, seed, "job");
+            check_get(&store, &key, &shape, &get, seed);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn a_directory_does_the_same((shape, put, get) in case()) {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::directory(folder.path()).unwrap();
+        let key = Key::new("policy").unwrap();
+        for seed in 1..3 {
+            put_all(&store, &key, &shape, &put, seed, "job");
+            // Another process sees what is in the directory and nothing else.
+            check_get(&Store::directory(folder.path()).unwrap(), &key, &shape, &get, seed);
+        }
+    }
+}
+
+#[test]
+fn an_unchanged_layout_is_planned_once() {
+    let shape = [64, 33];
+    let store = Store::memory().unwrap();
+    let key = Key::new("policy").unwrap();
+    let sharding = |dim| Sharding {
+        mesh: DeviceMesh::from_shape(&[4]).unwrap(),
+        placements: vec![Placement::Shard { dim }],
+    };
+    for seed in 0..3 {
+        put_all(&store, &key, &shape, &sharding(0), seed, "job");
+        check_get(&store, &key, &shape, &sharding(1), seed);
+    }
+    // Another layout under the same key is planned anew.
+    put_all(&store, &key, &shape, &sharding(1), 9, "next job");
+    check_get(&store, &key, &shape, &sharding(0), 9);
+}

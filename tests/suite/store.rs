@@ -1,0 +1,602 @@
+//! The store: versions, refusals, damage, several processes, crashes.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+use tssd_format::{
+    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta,
+    TensorSlice, Value,
+};
+use tssd_store::blocking::Store;
+use tssd_store::{
+    Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
+    Target, WriterSet,
+};
+
+fn key() -> Key {
+    Key::new("policy/actor").unwrap()
+}
+
+fn tensor(values: &[f32]) -> Tensor {
+    Tensor::from_slice(values, &[values.len().try_into().unwrap()]).unwrap()
+}
+
+fn dict(entries: Vec<(&str, Value)>) -> StateDict {
+    StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap()
+}
+
+/// A row of a matrix of `rows`.
+fn row(row: u64, rows: u64, values: &[f32]) -> Value {
+    let columns = values.len().try_into().unwrap();
+    let slice = TensorSlice::new(&[row, 0], &[1, columns], &[rows, columns]).unwrap();
+    let local = Tensor::from_slice(values, &[1, columns]).unwrap();
+    Shard::new(local, ShardPlace::new(slice)).unwrap().into()
+}
+
+fn as_writer(writer: u32, of: u32) -> PutOptions {
+    PutOptions {
+        writer: Some(writer),
+        writers: Some((0..of).collect()),
+        job: Some(JobId("run-1".into())),
+        ..PutOptions::default()
+    }
+}
+
+fn put(store: &Store, dict: &StateDict, options: &PutOptions) -> Result<PutReport, Error> {
+    store.put_state_dict(&key(), dict, options)
+}
+
+fn got(store: &Store) -> StateDict {
+    store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
+}
+
+/// Both kinds of store.
+fn stores() -> Vec<(Store, Option<tempfile::TempDir>)> {
+    let folder = tempfile::tempdir().unwrap();
+    vec![(Store::memory().unwrap(), None), (Store::directory(folder.path()).unwrap(), Some(folder))]
+}
+
+#[test]
+fn one_writer_makes_versions() {
+    for (store, _folder) in stores() {
+        assert_eq!(store.head(&key()).unwrap(), None);
+        let missing = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
+        for step in 1..=3_u64 {
+            let dict = dict(vec![
+                ("w", tensor(&[1.0, 2.0]).into()),
+                ("step", Value::from(step.cast_signed())),
+            ]);
+            let report = put(&store, &dict, &PutOptions::default()).unwrap();
+            assert!(report.visible && report.missing.is_empty());
+            assert_eq!(report.version, step);
+            assert_eq!(got(&store), dict);
+        }
+        let versions = store.versions(&key()).unwrap();
+        assert_eq!(versions.iter().map(|version| version.number).collect::<Vec<_>>(), [3]);
+        assert_eq!(store.keys(None).unwrap(), [key()]);
+        assert_eq!(store.keys(Some("other")).unwrap(), []);
+        assert!(store.exists(&key(), Some(3)).unwrap() && !store.exists(&key(), Some(2)).unwrap());
+        assert_eq!(store.delete(&key(), None).unwrap(), 1);
+        assert_eq!(store.delete(&key(), None).unwrap(), 0);
+        assert_eq!(store.keys(None).unwrap(), []);
+        // Numbers are never used again.
+        let report = put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
+        assert_eq!(report.version, 4);
+    }
+}
+
+#[test]
+fn a_reader_keeps_the_version_that_it_has() {
+    for (store, _folder) in stores() {
+        let first = dict(vec![("w", tensor(&[1.0; 1000]).into())]);
+        put(&store, &first, &PutOptions::default()).unwrap();
+        let held = got(&store);
+        for step in 0_u16..5 {
+            let next = dict(vec![("w", tensor(&[f32::from(step); 1000]).into())]);
+            put(&store, &next, &PutOptions::default()).unwrap();
+        }
+        assert_eq!(held, first);
+    }
+}
+
+#[test]
+fn retention_keeps_what_it_says() {
+    for (store, folder) in stores() {
+        store.retain(&key(), NonZeroU32::new(2).unwrap()).unwrap();
+        for step in 1..=5_i64 {
+            put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
+        }
+        let options = GetOptions { version: Some(4), ..GetOptions::default() };
+        let (older, _) = store.get_state_dict(&key(), &options).unwrap();
+        assert_eq!(older.leaf("step").unwrap(), &Value::from(4_i64));
+        let options = GetOptions { version: Some(3), ..GetOptions::default() };
+        let error = store.get_state_dict(&key(), &options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.to_string().contains("the newest is 5"), "{error}");
+        if let Some(folder) = folder {
+            let key_folder = folder.path().join("policy%2Factor");
+            let mut folders: Vec<_> = std::fs::read_dir(key_folder)
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .filter(|name| !name.starts_with('.'))
+                .collect();
+            folders.sort();
+            assert_eq!(folders, ["0-4", "0-5"], "the data of the others is deleted");
+        }
+    }
+}
+
+#[test]
+fn a_version_of_several_writers_appears_when_the_last_has_put() {
+    for (store, _folder) in stores() {
+        let of = |writer: u32| {
+            dict(vec![
+                ("m", row(writer.into(), 3, &[f32::from(u8::try_from(writer).unwrap()); 2])),
+                ("buffer", tensor(&[5.0]).into()),
+            ])
+        };
+        for writer in [2, 0] {
+            let report = put(&store, &of(writer), &as_writer(writer, 3)).unwrap();
+            assert!(!report.visible && report.missing.contains(1));
+            assert_eq!(store.head(&key()).unwrap(), None);
+        }
+        let report = put(&store, &of(1), &as_writer(1, 3)).unwrap();
+        assert!(report.visible);
+        let whole = got(&store);
+        let matrix = Tensor::from_slice(&[0.0_f32, 0.0, 1.0, 1.0, 2.0, 2.0], &[3, 2]).unwrap();
+        assert_eq!(whole, dict(vec![("m", matrix.into()), ("buffer", tensor(&[5.0]).into())]));
+        let region = Region::new(&[1, 1], &[2, 1]).unwrap();
+        let slice = store.get_slice(&key(), "m", &region, &GetOptions::default()).unwrap();
+        assert_eq!(slice.view().as_slice::<f32>().unwrap(), [1.0, 2.0]);
+    }
+}
+
+/// Puts all dicts as one version; what the last put says.
+fn put_together(
+    store: &Store,
+    dicts: &[StateDict],
+    divergent: Divergent,
+) -> Result<PutReport, Error> {
+    let of = u32::try_from(dicts.len()).unwrap();
+    let mut last = None;
+    for (writer, dict) in (0..).zip(dicts) {
+        let options = PutOptions { divergent, ..as_writer(writer, of) };
+        last = Some(put(store, dict, &options)?);
+    }
+    Ok(last.unwrap())
+}
+
+#[track_caller]
+fn rejected(dicts: &[StateDict], says: &[&str]) {
+    for (store, _folder) in stores() {
+        let before = dict(vec![("before", 1_i64.into())]);
+        put(&store, &before, &PutOptions { version: Some(1), ..PutOptions::default() }).unwrap();
+        let error = put_together(&store, dicts, Divergent::Error).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
+        for part in says {
+            assert!(error.to_string().contains(part), "`{part}` is not in: {error}");
+        }
+        assert_eq!(got(&store), before, "what was visible stays so");
+        let versions = store.versions(&key()).unwrap();
+        assert_eq!(versions.len(), 1);
+        // The next version of the same job is none the worse for it.
+        let good = [dict(vec![("a", 1_i64.into())]), dict(vec![("b", 2_i64.into())])];
+        assert!(put_together(&store, &good, Divergent::Error).unwrap().visible);
+    }
+}
+
+#[test]
+fn contributions_that_do_not_fit_are_rejected() {
+    let one = |value: Value| dict(vec![("layers", Value::from(Dict::from_iter([("w", value)])))]);
+    let bytes = |row: u64| {
+        let slice = TensorSlice::new(&[row, 0], &[1, 2], &[2, 2]).unwrap();
+        let local = Tensor::from_slice(&[1_u8, 2], &[1, 2]).unwrap();
+        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+    };
+    let wide = |start: u64| {
+        let slice = TensorSlice::new(&[start, 0], &[2, 1], &[3, 1]).unwrap();
+        let local = Tensor::from_slice(&[1.0_f32, 2.0], &[2, 1]).unwrap();
+        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+    };
+    let f32 = |at| row(at, 2, &[1.0, 2.0]);
+    // A hole, and where it is.
+    rejected(
+        &[one(row(0, 3, &[1.0])), one(row(2, 3, &[1.0]))],
+        &["`layers.w`", "[1:2, 0:1]", "0-1"],
+    );
+    // Slices that overlap without being equal.
+    rejected(&[one(wide(0)), one(wide(1))], &["`layers.w`", "overlap", "[1:2, 0:1]"]);
+    // Dtype, global shape.
+    rejected(&[one(f32(0)), one(bytes(1))], &["`layers.w`", "float32", "uint8", "writer 1"]);
+    rejected(&[one(f32(0)), one(row(1, 3, &[1.0, 2.0]))], &["[2, 2]", "[3, 2]", "writer 1"]);
+    // A slice and a whole tensor, a container and a leaf, lists of two lengths, two kinds of dict.
+    rejected(&[one(f32(0)), one(tensor(&[1.0]).into())], &["`layers.w`", "slices"]);
+    rejected(&[one(1_i64.into()), one(Value::List(vec![]))], &["`layers.w`", "container"]);
+    rejected(
+        &[one(Value::List(vec![Value::None])), one(Value::List(vec![]))],
+        &["`layers.w`", "numbers of elements"],
+    );
+    rejected(
+        &[one(Value::from(Dict::new())), one(Value::OrderedDict(Dict::new()))],
+        &["`layers.w`", "different kinds"],
+    );
+    // Leaves that differ.
+    rejected(&[one(1_i64.into()), one(2_i64.into())], &["`layers.w`", "writers 0-1", "divergent="]);
+    rejected(&[one(tensor(&[1.0]).into()), one(tensor(&[-1.0]).into())], &["different values"]);
+}
+
+#[test]
+fn divergent_leaves_are_kept_if_that_is_wanted() {
+    for (store, _folder) in stores() {
+        let of =
+            |seed: i64| dict(vec![("seed", seed.into()), ("t", tensor(&[seed as f32]).into())]);
+        put_together(&store, &[of(1), of(2)], Divergent::Lowest).unwrap();
+        assert_eq!(got(&store), of(1));
+        put_together(&store, &[of(1), of(2)], Divergent::Keep).unwrap();
+        for (writer, seed) in [(0, 1), (1, 2)] {
+            let options = GetOptions { writer: Some(writer), ..GetOptions::default() };
+            assert_eq!(store.get_state_dict(&key(), &options).unwrap().0, of(seed));
+        }
+        let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("say writer="), "{error}");
+    }
+}
+
+#[test]
+fn trees_are_united_by_writer_and_ties_survive() {
+    for (store, _folder) in stores() {
+        let (one, other) = (tensor(&[1.0, 2.0]), tensor(&[3.0]));
+        let first = dict(vec![("b", one.clone().into()), ("a", one.clone().into())]);
+        let second = dict(vec![("c", other.into()), ("a", one.clone().into())]);
+        put_together(&store, &[first, second], Divergent::Error).unwrap();
+        let whole = got(&store);
+        let keys: Vec<String> = whole.entries().iter().map(|(key, _)| key.to_string()).collect();
+        assert_eq!(keys, ["b", "a", "c"]);
+        let at = |fqn: &str| match whole.leaf(fqn).unwrap() {
+            Value::Tensor(tensor) => tensor.view().span().as_ptr(),
+            _ => panic!("a tensor"),
+        };
+        assert_eq!(at("a"), at("b"), "the only writer that holds both ties them");
+
+        // A second writer holds both, and does not tie them.
+        let apart = dict(vec![("a", one.clone().into()), ("b", tensor(&[1.0, 2.0]).into())]);
+        let tied = dict(vec![("b", one.clone().into()), ("a", one.into())]);
+        put_together(&store, &[tied, apart], Divergent::Error).unwrap();
+        let whole = got(&store);
+        let at = |fqn: &str| match whole.leaf(fqn).unwrap() {
+            Value::Tensor(tensor) => tensor.view().span().as_ptr(),
+            _ => panic!("a tensor"),
+        };
+        assert_ne!(at("a"), at("b"));
+    }
+}
+
+#[test]
+fn replicas_are_stored_once() {
+    let mesh = DeviceMesh::from_shape(&[2, 2]).unwrap();
+    let placements = vec![Placement::Replicate, Placement::Shard { dim: 0 }];
+    let of = |rank: u32| {
+        let global: Vec<u32> = (0..4096).collect();
+        let shards = tssd_tests::sharding::shards_of(&global, &[4096], &mesh, rank, &placements);
+        dict(vec![("w", Value::Shards(shards))])
+    };
+    for (store, _folder) in stores() {
+        for (replicas, copies) in [(Replicas::Primary, 1), (Replicas::All, 2)] {
+            let mut stored = 0;
+            for rank in 0..4 {
+                let options = PutOptions {
+                    job: Some(JobId(format!("{replicas:?}"))),
+                    replicas,
+                    ..PutOptions::default()
+                };
+                stored += put(&store, &of(rank), &options).unwrap().bytes;
+            }
+            let payload = 4096 * 4 * copies;
+            assert!(
+                (payload..payload + 4 * 8192).contains(&stored),
+                "{stored} bytes for {payload}"
+            );
+            let whole = store.get(&key(), "w", &GetOptions::default()).unwrap();
+            assert_eq!(tssd_tests::sharding::numbers(&whole), (0..4096).collect::<Vec<u32>>());
+        }
+    }
+}
+
+#[test]
+fn what_the_ledger_refuses_is_said() {
+    for (store, _folder) in stores() {
+        let some = dict(vec![("a", 1_i64.into())]);
+        let numbered = |version| PutOptions { version: Some(version), ..PutOptions::default() };
+        put(&store, &some, &numbered(7)).unwrap();
+        let error = put(&store, &dict(vec![]), &numbered(7)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(
+            matches!(
+                error.refusal(),
+                Some(Refusal::ContributionDiffers { .. } | Refusal::VersionNotNewer { .. })
+            ),
+            "{error}"
+        );
+        // The same once more is a retry, and succeeds.
+        assert!(put(&store, &some, &numbered(7)).unwrap().visible);
+        let error = put(&store, &some, &numbered(3)).unwrap_err();
+        assert!(
+            matches!(error.refusal(), Some(Refusal::VersionNotNewer { highest: 7, .. })),
+            "{error}"
+        );
+        let back = PutOptions { rewind: true, ..numbered(3) };
+        assert_eq!(put(&store, &some, &back).unwrap().epoch, 1);
+        assert_eq!(store.head(&key()).unwrap().unwrap().number, 3);
+
+        let without_job = PutOptions { job: None, ..as_writer(0, 2) };
+        let error = put(&store, &some, &without_job).unwrap_err();
+        assert!(error.to_string().contains("say job="), "{error}");
+        let error = put(&store, &some, &as_writer(5, 2)).unwrap_err();
+        assert!(error.to_string().contains("writers="), "{error}");
+
+        put(&store, &some, &as_writer(0, 2)).unwrap();
+        let other_set =
+            PutOptions { writers: Some((0..3).collect::<WriterSet>()), ..as_writer(1, 2) };
+        let error = put(&store, &some, &other_set).unwrap_err();
+        assert!(matches!(error.refusal(), Some(Refusal::WritersDisagree { .. })), "{error}");
+
+        // A new run takes the key over; the old one is fenced, and its half is never completed.
+        let newer = PutOptions { job: Some(JobId("run-2".into())), ..as_writer(0, 2) };
+        put(&store, &some, &newer).unwrap();
+        let error = put(&store, &some, &as_writer(1, 2)).unwrap_err();
+        assert!(matches!(error.refusal(), Some(Refusal::Fenced { .. })), "{error}");
+    }
+}
+
+#[test]
+fn what_cannot_be_stored_leaves_no_trace() {
+    for (store, folder) in stores() {
+        let opaque =
+            Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() };
+        let error = put(&store, &dict(vec![("rng", opaque)]), &PutOptions::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(error.to_string().contains(r#"["rng"]"#), "{error}");
+        assert!(store.versions(&key()).unwrap().is_empty());
+        if let Some(folder) = folder {
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+    let slice = TensorSlice::new(&[0], &[2], &[2]).unwrap().on_mesh(&[2], Some(&[0])).unwrap();
+    let partial = Placement::Partial { reduce_op: "sum".into() };
+    let error = ShardPlace::new(slice).placed(vec![partial]).unwrap_err();
+    assert_eq!(error.kind(), tssd_format::ErrorKind::PartialPlacement);
+}
+
+#[test]
+fn targets_are_checked_before_they_are_touched() {
+    for (store, _folder) in stores() {
+        put(
+            &store,
+            &dict(vec![("w", tensor(&[1.0, 2.0, 3.0, 4.0]).into())]),
+            &PutOptions::default(),
+        )
+        .unwrap();
+        let try_into = |fqn: &str, meta: TensorMeta, len: usize| {
+            let mut memory = vec![0xEE_u8; len];
+            let target = Target { fqn: fqn.into(), place: None, meta, bytes: &mut memory };
+            let result = store.get_state_dict_into(&key(), &mut [target], &GetOptions::default());
+            (result, memory)
+        };
+        let meta = |dtype, shape: &[u64]| TensorMeta::new(dtype, shape).unwrap();
+        let overlapping = meta(Dtype::Float32, &[4]).with_strides(&[0]).unwrap();
+        for (fqn, bad, len, says) in [
+            ("w", overlapping, 16, "overlap"),
+            ("w", meta(Dtype::Float32, &[4]), 12, "12 bytes, needed 16"),
+            ("w", meta(Dtype::Float64, &[4]), 32, "wanted float64, stored float32"),
+            ("w", meta(Dtype::Float32, &[5]), 20, "target [5], wanted [4]"),
+            ("v", meta(Dtype::Float32, &[4]), 16, "no such leaf"),
+        ] {
+            let (result, memory) = try_into(fqn, bad, len);
+            let error = result.unwrap_err();
+            assert!(error.to_string().contains(says), "`{says}` is not in: {error}");
+            assert!(!error.is_target_modified() && memory.iter().all(|byte| *byte == 0xEE));
+        }
+        let (result, memory) = try_into("w", meta(Dtype::Float32, &[4]), 16);
+        assert_eq!(result.unwrap().bytes_transferred, 16);
+        assert_eq!(memory, [1.0_f32, 2.0, 3.0, 4.0].map(f32::to_le_bytes).concat());
+    }
+}
+
+/// All files below a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { files.extend(self::files(&path)) } else { files.push(path) }
+    }
+    files
+}
+
+#[test]
+fn a_version_on_disk_is_a_shard_set_of_ordinary_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path()).unwrap();
+    let of = |writer: u64| dict(vec![("m", row(writer, 2, &[1.0, 2.0]))]);
+    put_together(&store, &[of(0), of(1)], Divergent::Error).unwrap();
+    let mut archives = 0;
+    for path in files(folder.path()) {
+        if path.extension().is_some_and(|extension| extension == "tssd") {
+            tssd_format::Archive::open(&path).unwrap().verify().unwrap();
+            archives += 1;
+        }
+        assert!(!path.file_name().unwrap().to_str().unwrap().starts_with(".tmp"), "{path:?}");
+    }
+    assert_eq!(archives, 3);
+}
+
+#[test]
+fn damage_on_disk_is_found_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = dict(vec![("w", tensor(&[1.0; 4096]).into())]);
+    put(&Store::directory(folder.path()).unwrap(), &whole, &PutOptions::default()).unwrap();
+    let is_archive = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        name.starts_with("0-")
+    };
+    let archive = files(folder.path()).into_iter().find(is_archive).unwrap();
+    let mut bytes = std::fs::read(&archive).unwrap();
+    bytes[5000] ^= 1;
+    std::fs::write(&archive, &bytes).unwrap();
+    let error = Store::directory(folder.path())
+        .unwrap()
+        .get_state_dict(&key(), &GetOptions::default())
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.to_string().contains("`w`"), "{error}");
+
+    let mut memory = vec![0; 4096 * 4];
+    let meta = TensorMeta::new(Dtype::Float32, &[4096]).unwrap();
+    let target = Target { fqn: "w".into(), place: None, meta, bytes: &mut memory };
+    let error = Store::directory(folder.path())
+        .unwrap()
+        .get_state_dict_into(&key(), &mut [target], &GetOptions::default())
+        .unwrap_err();
+    assert!(error.is_target_modified() && error.kind() == ErrorKind::Corrupt, "{error}");
+
+    std::fs::write(&archive, &bytes[..4000]).unwrap();
+    let error = Store::directory(folder.path())
+        .unwrap()
+        .get_state_dict(&key(), &GetOptions::default())
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    std::fs::remove_file(&archive).unwrap();
+    let error = Store::directory(folder.path())
+        .unwrap()
+        .get_state_dict(&key(), &GetOptions::default())
+        .unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::Busy | ErrorKind::Corrupt), "{error}");
+}
+
+/// This test binary as another process, which runs one ignored test with these variables.
+fn spawn(test: &str, folder: &Path, variables: &BTreeMap<&str, String>) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--ignored", "--nocapture"])
+        .env("TSSD_TEST_FOLDER", folder)
+        .envs(variables)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("{name} is set by the parent process"))
+}
+
+#[test]
+fn several_processes_make_one_version() {
+    let folder = tempfile::tempdir().unwrap();
+    let child = |writer: u32| {
+        spawn(
+            "store::child_writer",
+            folder.path(),
+            &BTreeMap::from([("TSSD_TEST_WRITER", writer.to_string())]),
+        )
+    };
+    let children: Vec<Child> = (0..4).map(child).collect();
+    for mut child in children {
+        assert!(child.wait().unwrap().success());
+    }
+    let store = Store::directory(folder.path()).unwrap();
+    let versions = store.versions(&key()).unwrap();
+    assert_eq!(versions.iter().map(|version| version.number).collect::<Vec<_>>(), [5]);
+    assert_eq!(versions[0].writers, (0..4).collect());
+    let whole = store.get(&key(), "m", &GetOptions::default()).unwrap();
+    let expected: Vec<f32> = (0_u8..4).flat_map(|writer| [f32::from(writer), 5.0]).collect();
+    assert_eq!(whole.view().as_slice::<f32>().unwrap(), expected);
+}
+
+#[test]
+#[ignore = "a process of several_processes_make_one_version"]
+fn child_writer() {
+    let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
+    let writer: u8 = variable("TSSD_TEST_WRITER").parse().unwrap();
+    for step in 1_u8..=5 {
+        let dict = dict(vec![("m", row(writer.into(), 4, &[f32::from(writer), f32::from(step)]))]);
+        put(&store, &dict, &as_writer(writer.into(), 4)).unwrap();
+    }
+}
+
+/// Kills a writer again and again: what is visible is always one whole version, and the next writer
+/// goes on.
+#[test]
+fn a_killed_writer_loses_nothing_and_leaves_no_half() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut newest = 0;
+    for round in 0..25_u64 {
+        let mut child = spawn("store::child_to_be_killed", folder.path(), &BTreeMap::new());
+        std::thread::sleep(std::time::Duration::from_millis(40 + round * 7 % 60));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let store = Store::directory(folder.path()).unwrap();
+        let Some(head) = store.head(&key()).unwrap() else { continue };
+        assert!(head.number >= newest, "what was visible stays so");
+        newest = head.number;
+        let (dict, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
+        let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("an int") };
+        for fqn in ["a", "b"] {
+            let Value::Tensor(tensor) = dict.leaf(fqn).unwrap() else { panic!("a tensor") };
+            let values = tensor.view().as_slice::<i64>().unwrap();
+            assert!(
+                values.iter().all(|value| Some(*value) == step.as_i64()),
+                "version {}",
+                report.version
+            );
+        }
+    }
+    assert!(newest > 0, "no child lived long enough to put anything");
+    let store = Store::directory(folder.path()).unwrap();
+    put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
+    assert_eq!(store.versions(&key()).unwrap().len(), 1);
+}
+
+#[test]
+#[ignore = "a process of a_killed_writer_loses_nothing_and_leaves_no_half"]
+fn child_to_be_killed() {
+    let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
+    let first = store.head(&key()).unwrap().map_or(0, |head| head.number);
+    for step in first + 1.. {
+        let step = step.cast_signed();
+        let tensor = || Tensor::from_slice(&vec![step; 5000], &[5000]).unwrap();
+        let dict =
+            dict(vec![("a", tensor().into()), ("step", step.into()), ("b", tensor().into())]);
+        put(&store, &dict, &PutOptions::default()).unwrap();
+    }
+}
+
+#[test]
+fn a_full_disk_is_an_error_and_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path()).unwrap();
+    let before = dict(vec![("before", 1_i64.into())]);
+    put(&store, &before, &PutOptions::default()).unwrap();
+    // No file of the child may grow beyond 64 blocks of 512 bytes, and the signal is ignored.
+    let status = Command::new("sh")
+        .args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#])
+        .arg(std::env::current_exe().unwrap())
+        .args(["store::child_on_a_full_disk", "--exact", "--ignored"])
+        .env("TSSD_TEST_FOLDER", folder.path())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    assert_eq!(got(&store), before);
+    assert!(files(folder.path()).iter().all(|path| !path.to_str().unwrap().contains(".tmp-")));
+}
+
+#[test]
+#[ignore = "a process of a_full_disk_is_an_error_and_no_more"]
+fn child_on_a_full_disk() {
+    let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
+    let error =
+        put(&store, &dict(vec![("w", tensor(&[1.0; 100_000]).into())]), &PutOptions::default())
+            .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+    assert!(got(&store).leaf("before").is_ok());
+}

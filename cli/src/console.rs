@@ -4,11 +4,27 @@ use std::fmt;
 use std::io::{self, Write};
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 use serde_json::Value as Json;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+
+/// Prints results. A reader who has seen enough and closed the pipe is no error.
+pub(crate) fn print(text: impl fmt::Display) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::new(Exit::Refused, format_args!("cannot write to stdout: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints one JSON document.
+pub(crate) fn print_json(json: &Json) -> Result<()> {
+    print(format_args!("{json:#}\n"))
+}
 
 /// How much a command says, and in which form.
 #[derive(Clone, Copy, Debug)]
@@ -22,48 +38,32 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Prints results. A reader who has seen enough and closed the pipe is no error.
-    pub(crate) fn print(&self, text: impl fmt::Display) -> Result<()> {
-        let mut stdout = io::stdout().lock();
-        match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                Err(Failure::new(Exit::Refused, format_args!("cannot write to stdout: {error}")))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Prints what was done: as JSON if that is wanted, else as a line unless it is to be quiet.
-    pub(crate) fn report(&self, line: impl fmt::Display, json: &Json) -> Result<()> {
+    pub(crate) fn report(self, line: impl fmt::Display, json: &Json) -> Result<()> {
         match self {
-            Self { json: true, .. } => self.print_json(json),
+            Self { json: true, .. } => print_json(json),
             Self { quiet: true, .. } => Ok(()),
-            _ => self.print(format_args!("{line}\n")),
+            _ => print(format_args!("{line}\n")),
         }
-    }
-
-    /// Prints one JSON document.
-    pub(crate) fn print_json(&self, json: &Json) -> Result<()> {
-        self.print(format_args!("{json:#}\n"))
     }
 
     /// A bar on stderr that counts bytes; invisible where nobody looks at it.
-    pub(crate) fn bytes_bar(&self, what: &str, bytes: u64) -> ProgressBar {
+    pub(crate) fn bytes_bar(self, what: &str, bytes: u64) -> ProgressBar {
         let bar = ProgressBar::with_draw_target(Some(bytes), self.target());
         let style = "{msg:<12} {bar:32} {decimal_bytes:>10} of {decimal_total_bytes}  \
                      {decimal_bytes_per_sec}";
         bar.set_style(style_of(style));
         bar.set_message(what.to_owned());
-        bar
+        bar.with_finish(ProgressFinish::AndClear)
     }
 
     /// A line on stderr that says what is going on while nothing can be counted.
-    pub(crate) fn spinner(&self, what: &str) -> ProgressBar {
+    pub(crate) fn spinner(self, what: &str) -> ProgressBar {
         let spinner = ProgressBar::with_draw_target(None, self.target());
         spinner.set_style(style_of("{spinner} {msg}"));
         spinner.set_message(what.to_owned());
         spinner.enable_steady_tick(Duration::from_millis(100));
-        spinner
+        spinner.with_finish(ProgressFinish::AndClear)
     }
 
     /// Indicatif itself hides what does not go to a terminal.

@@ -14,7 +14,7 @@ use serde_json::{Value as Json, json};
 use tssd_format::StateDict;
 use tssd_store::blocking::Store;
 
-use crate::console::Console;
+use crate::console::{Console, print, print_json};
 use crate::demo::model::Model;
 use crate::demo::round::{Measured, Round};
 use crate::exit::Exit;
@@ -43,7 +43,7 @@ pub(crate) struct Args {
 }
 
 /// Measures, prints a table, and fails if a byte differs.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let spinner = console.spinner("making the model");
     let model = match &args.model {
         Some(path) => Model::from_file(path)?,
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
     spinner.set_message("measuring memcpy");
     let memcpy = machine::memcpy(model.bytes());
     if !console.json && !console.quiet {
-        spinner.suspend(|| console.print(intro(&model, &memcpy)))?;
+        spinner.suspend(|| print(intro(&model, &memcpy)))?;
     }
 
     let mut results = Vec::new();
@@ -84,7 +84,7 @@ fn intro(model: &Model, memcpy: &machine::Memcpy) -> String {
 }
 
 fn report(
-    console: &Console,
+    console: Console,
     model: &Model,
     memcpy: &machine::Memcpy,
     results: &[(&str, Vec<Measured>)],
@@ -94,7 +94,7 @@ fn report(
     let compared: u64 = measured().map(|each| each.compared).sum();
     let exit = if mismatches.is_empty() { Exit::Ok } else { Exit::Differs };
     if console.json {
-        console.print_json(&json!({
+        print_json(&json!({
             "model": model.to_string(),
             "memcpy_gb_per_s": memcpy.speed,
             "rows": results.iter().flat_map(|(store, rows)| {
@@ -106,10 +106,10 @@ fn report(
         return Ok(exit);
     }
     if !console.quiet {
-        console.print(table(memcpy, results))?;
+        print(table(memcpy, results))?;
     }
     for mismatch in &mismatches {
-        console.print(format_args!("MISMATCH {mismatch}\n"))?;
+        print(format_args!("MISMATCH {mismatch}\n"))?;
     }
     let verdict = if mismatches.is_empty() {
         format!("\nall {} that were read are equal to the source, byte for byte", Size(compared))

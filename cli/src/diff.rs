@@ -9,7 +9,7 @@ use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
 use tssd_format::{AttrValue, Container, Key, Node, ObjectPath, Step, Stored, TensorReference};
 
-use crate::console::Console;
+use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::Result;
@@ -29,7 +29,7 @@ pub(crate) struct Args {
 }
 
 /// Says every difference; the exit code says whether there is one.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (a, b) = (Document::open(&args.a)?, Document::open(&args.b)?);
     let (mut left, mut right) = (a.structure(), b.structure());
     if args.values {
@@ -49,11 +49,11 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
     if console.json {
         let differences: Vec<Json> = found.iter().map(Difference::json).collect();
         let json = json!({ "equal": equal, "leaves_in_both": leaves, "differences": differences });
-        console.print_json(&json)?;
+        print_json(&json)?;
     } else if !console.quiet {
         let width = found.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
         for each in &found {
-            console.print(format_args!("{:9}  {:width$}  {}\n", each.what, each.path, each.how))?;
+            print(format_args!("{:9}  {:width$}  {}\n", each.what, each.path, each.how))?;
         }
         let summary = if equal {
             format!("equal: {}, {}", count(leaves, "leaf"), Size(a.file_len()))
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
             let common = count(leaves, "leaf");
             format!("{}; {common} in both files", count(found.len(), "difference"))
         };
-        console.print(format_args!("{summary}\n"))?;
+        print(format_args!("{summary}\n"))?;
     }
     Ok(if equal { Exit::Ok } else { Exit::Differs })
 }
@@ -113,9 +113,8 @@ impl Comparison<'_> {
         let (a, b) = (self.a.attrs(), self.b.attrs());
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
         for name in names.into_iter().filter(|name| a.get(*name) != b.get(*name)) {
-            let shown = |value: Option<&AttrValue>| {
-                value.map_or_else(|| "nothing".into(), |value| value::of_attr(value))
-            };
+            let shown =
+                |value: Option<&AttrValue>| value.map_or_else(|| "nothing".into(), value::of_attr);
             let how = format!("{} -> {}", shown(a.get(name)), shown(b.get(name)));
             let path = format!("(attribute) {name}");
             self.found.push(Difference { what: "value", path, how, elements: None });
@@ -170,9 +169,9 @@ impl Comparison<'_> {
             last = Some(*place);
             self.nodes(child, other, &path)?;
         }
-        let own: BTreeMap<&Step, ()> = children.iter().map(|(step, _)| (step, ())).collect();
+        let own: BTreeSet<&Step> = children.iter().map(|(step, _)| step).collect();
         for (step, other) in others {
-            if !own.contains_key(step) {
+            if !own.contains(step) {
                 self.differ("only in B", &path.clone().step(step.clone()), describe(other));
             }
         }

@@ -56,15 +56,27 @@ impl Failure {
         let kind = error.kind();
         let (exit, help) = of_format(kind);
         let mut failure = Self::new(exit, format_args!("{}: {error}", path.display()));
-        failure.0.code = Some(format!("{} {}", kind.rule(), kind.name()));
+        failure.0.code = Some(Self::code_of(kind));
         failure.0.help = help.map(Into::into);
         failure
+    }
+
+    /// The rule that is broken, with its name.
+    pub(crate) fn code_of(kind: ErrorKind) -> String {
+        format!("{} {}", kind.rule(), kind.name())
     }
 
     /// The same with advice.
     #[must_use]
     pub(crate) fn help(mut self, help: impl fmt::Display) -> Self {
         self.0.help = Some(help.to_string());
+        self
+    }
+
+    /// The same with what lies behind it.
+    #[must_use]
+    pub(crate) fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        self.0.source = Some(cause.into());
         self
     }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json, json};
 
 use crate::archives::archives_in;
-use crate::console::Console;
+use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -20,7 +20,7 @@ pub(crate) struct Args {
 }
 
 /// A directory gives one line per archive, a file gives its tree.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let files = archives_in(&args.path)?;
     let is_directory = args.path.is_dir();
     let mut views = Map::new();
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
         if console.json {
             let view = json_of(&document)?;
             if !is_directory {
-                console.print_json(&view)?;
+                print_json(&view)?;
                 return Ok(Exit::Ok);
             }
             views.insert(path.display().to_string(), view);
@@ -37,15 +37,15 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
         }
         let tree = tree::Tree::of(&document, console.verbose);
         if is_directory && !console.verbose {
-            console.print(format_args!("{}: {}\n", path.display(), tree.summary))?;
+            print(format_args!("{}: {}\n", path.display(), tree.summary))?;
         } else {
             let tree::Tree { lines, summary, attributes } = tree;
             let path = path.display();
-            console.print(format_args!("{path}  {lines}\n\n{attributes}{summary}\n"))?;
+            print(format_args!("{path}  {lines}\n\n{attributes}{summary}\n"))?;
         }
     }
     if console.json {
-        console.print_json(&Json::Object(views))?;
+        print_json(&Json::Object(views))?;
     }
     Ok(Exit::Ok)
 }

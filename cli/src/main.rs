@@ -84,15 +84,15 @@ fn run(cli: &Cli) -> Result<Exit> {
     let console = Console { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
     interrupt::install()?;
     match &cli.command {
-        Command::Pack(args) => pack::run(args, &console),
-        Command::Unpack(args) => unpack::run(args, &console),
-        Command::Inspect(args) => inspect::run(args, &console),
-        Command::Verify(args) => verify::run(args, &console),
-        Command::Diff(args) => diff::run(args, &console),
-        Command::Put(args) => store::put::run(args, &console),
-        Command::Get(args) => store::get::run(args, &console),
-        Command::Ls(args) => store::ls::run(args, &console),
-        Command::Rm(args) => store::rm::run(args, &console),
-        Command::Demo(args) => demo::run(args, &console),
+        Command::Pack(args) => pack::run(args, console),
+        Command::Unpack(args) => unpack::run(args, console),
+        Command::Inspect(args) => inspect::run(args, console),
+        Command::Verify(args) => verify::run(args, console),
+        Command::Diff(args) => diff::run(args, console),
+        Command::Put(args) => store::put::run(args, console),
+        Command::Get(args) => store::get::run(args, console),
+        Command::Ls(args) => store::ls::run(args, console),
+        Command::Rm(args) => store::rm::run(args, console),
+        Command::Demo(args) => demo::run(args, console),
     }
 }

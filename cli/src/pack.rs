@@ -29,7 +29,7 @@ pub(crate) struct Args {
 }
 
 /// Tensor by tensor, so that memory holds one of them at a time.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let file = open_file(&args.input)?;
     let header = Header::read(&file).map_err(|reject| reject.into_failure(&args.input))?;
     let options = options_of(&header)?;

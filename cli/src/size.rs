@@ -84,8 +84,11 @@ pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
 /// How many of something: `1 tensor`, `2 tensors`.
 pub(crate) fn count(number: impl TryInto<u64>, what: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);
-    let (stem, plural) = if what == "leaf" { ("lea", "ves") } else { (what, "s") };
-    if number == 1 { format!("1 {what}") } else { format!("{number} {stem}{plural}") }
+    let plural = match what.strip_suffix("leaf") {
+        Some(kind) => format!("{kind}leaves"),
+        None => format!("{what}s"),
+    };
+    if number == 1 { format!("1 {what}") } else { format!("{number} {plural}") }
 }
 
 #[cfg(test)]

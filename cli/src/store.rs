@@ -48,7 +48,10 @@ pub(crate) fn failure(error: &Error) -> Failure {
     };
     let mut failure = Failure::new(exit, error);
     if let Some(format) = error.format_error() {
-        failure = failure.code(format_args!("{} {}", format.kind().rule(), format.kind().name()));
+        failure = match std::error::Error::source(format) {
+            Some(system) => failure.because(system.to_string()),
+            None => failure.code(Failure::code_of(format.kind())),
+        };
     }
     if help.is_empty() { failure } else { failure.help(help) }
 }

@@ -1,6 +1,6 @@
 //! Tables for people: columns as wide as they need to be, and nothing but spaces between them.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
 /// To which side the cells of a column stand.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,10 +46,10 @@ impl fmt::Display for Table {
                 let width = self.width(column);
                 let cell = row.get(column).map_or("", |cell| cell);
                 let gap = if column == 0 { "" } else { "  " };
-                line.push_str(&match align {
-                    Align::Left => format!("{gap}{cell:width$}"),
-                    Align::Right => format!("{gap}{cell:>width$}"),
-                });
+                match align {
+                    Align::Left => write!(line, "{gap}{cell:width$}")?,
+                    Align::Right => write!(line, "{gap}{cell:>width$}")?,
+                }
             }
             writeln!(f, "{}", line.trim_end())?;
         }

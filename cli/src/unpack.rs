@@ -37,7 +37,7 @@ struct Plan {
 }
 
 /// Storage by storage, so that memory holds one of them at a time.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let archive = open_archive(&args.input, open_file(&args.input)?)?;
     let plan = plan(&archive)?;
     let mut output = Output::create(&args.output, console.bytes_bar("unpacking", plan.bytes))?;

@@ -7,7 +7,7 @@
 use crc32fast::Hasher;
 
 /// What is checksummed and then copied while it is in the cache.
-const BLOCK: usize = 32 << 10;
+const BLOCK: usize = 16 << 10;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
 #[cfg(target_arch = "x86_64")]
@@ -40,7 +40,8 @@ mod stream {
     const QUARTER: usize = BLOCK / 4 / size_of::<Line>();
 
     pub(super) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
-        let lead = target.as_ptr().align_offset(align_of::<__m128i>()).min(source.len());
+        // A line that is stored in two halves costs twice: the target is cut at lines.
+        let lead = target.as_ptr().align_offset(size_of::<Line>()).min(source.len());
         let (source_lead, source) = source.split_at(lead);
         let (target_lead, target) = target.split_at_mut(lead);
         crc.update(source_lead);
@@ -63,7 +64,7 @@ mod stream {
         unsafe { _mm_sfence() }
     }
 
-    /// Copies one block, whose target is aligned to 16 bytes.
+    /// Copies one block, whose target is aligned to its lines.
     fn copy_block(source: &[Line], target: &mut [Line], next: &[Line]) {
         for line in 0..QUARTER {
             for quarter in 0..4 {
@@ -93,8 +94,8 @@ mod stream {
     fn store(target: &mut [u8; 16], value: __m128i) {
         debug_assert!(target.as_ptr().addr().is_multiple_of(16));
         // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-        // we borrow mutably. `copy_and_checksum` has cut the target at a multiple of 16, and blocks
-        // (32 KiB), lines (64 bytes) and their parts (16 bytes) keep to it.
+        // we borrow mutably. `copy_and_checksum` has cut the target at a multiple of 64, and blocks
+        // (16 KiB), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
         unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
     }
 

@@ -107,3 +107,25 @@ fn bad_vectors_are_refused_for_their_reason() {
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), invalid.len(), wrong.join("\n"));
 }
+
+/// Every line is where it says it is, the lines leave no byte out, and the bytes are those of the vector.
+#[test]
+fn the_worked_example_is_the_vector() {
+    let text = std::fs::read_to_string(spec("format.md")).unwrap();
+    let (_, section) = text.split_once("\n## 10. ").unwrap();
+    let dump = section.split("```").nth(1).unwrap();
+    let file = std::fs::read(spec("vectors/valid/003-one-tensor.tssd")).unwrap();
+    let mut shown: Vec<u8> = Vec::new();
+    for line in dump.lines() {
+        // OFFSET: BYTES, two spaces, what they are. What has no offset is a heading.
+        let Some((offset, rest)) = line.split_once(": ") else { continue };
+        assert_eq!(offset.trim().parse(), Ok(shown.len()), "{line}");
+        let bytes = rest.split("  ").next().unwrap();
+        let (bytes, count) = bytes.split_once(" * ").unwrap_or((bytes, "1"));
+        let bytes = bytes.split(' ').map(|byte| u8::from_str_radix(byte, 16).unwrap());
+        let start = shown.len();
+        shown.extend(bytes.collect::<Vec<u8>>().repeat(count.parse().unwrap()));
+        assert_eq!(file.get(start..shown.len()), shown.get(start..), "{line}");
+    }
+    assert_eq!(shown.len(), file.len());
+}

@@ -154,7 +154,7 @@ impl<'a> Round<'a> {
         let pulled: Result<(), _> = thread::scope(|scope| {
             let pull = |each| scope.spawn(|| Generator::pull(each, self.store, &self.key));
             let threads: Vec<_> = generators.iter_mut().map(pull).collect();
-            threads.into_iter().map(joined).collect()
+            threads.into_iter().try_for_each(joined)
         });
         pulled.map_err(|error| failure(&error))?;
         self.spinner.set_message(format!("version {number}: comparing"));
@@ -258,11 +258,11 @@ fn holds(memory: &[u8], tensor: &Tensor) -> bool {
 /// All tensors of a whole state dict by fqn.
 fn tensors_of(dict: &StateDict) -> Vec<(String, &Tensor)> {
     let leaves = dict.leaves().into_iter();
-    let tensor = |(path, leaf): (tssd_format::ObjectPath, _)| match leaf {
-        &Value::Tensor(ref tensor) => Some((path.fqn(), tensor)),
+    let tensors = leaves.filter_map(|(path, leaf)| match leaf {
+        Value::Tensor(tensor) => Some((path.fqn(), tensor)),
         _ => None,
-    };
-    leaves.filter_map(tensor).collect()
+    });
+    tensors.collect()
 }
 
 /// The first leaf in which two state dicts differ.
@@ -278,4 +278,25 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
 
 fn of_format(error: tssd_format::Error) -> Failure {
     Failure::new(Exit::Refused, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::holds;
+    use crate::demo::shard::{cut, of_generator};
+    use tssd_format::Tensor;
+
+    /// A demo that cannot fail proves nothing.
+    #[test]
+    fn one_wrong_byte_is_a_mismatch() {
+        let elements: Vec<u8> = (0..24).collect();
+        let tensor = Tensor::from_slice(&elements, &[4, 6]).unwrap();
+        let place = of_generator("layers.0.mlp.down_proj.weight", &[4, 6], 1).unwrap().unwrap();
+        let columns = cut(&tensor, &place.slice().region()).unwrap();
+        let mut memory = vec![3, 4, 5, 9, 10, 11, 15, 16, 17, 21, 22, 23];
+        assert!(holds(&memory, &columns));
+        memory[7] ^= 1;
+        assert!(!holds(&memory, &columns));
+        assert!(!holds(&memory[1..], &columns));
+    }
 }

@@ -1,5 +1,7 @@
 //! How far apart the elements of two tensors are.
 
+use std::cmp::Ordering;
+
 use half::{bf16, f16};
 use tssd_format::{Dtype, Runs, TensorView};
 
@@ -78,7 +80,8 @@ impl Number {
     fn apart(self, other: Self) -> f64 {
         match (self, other) {
             (Self::Int(a), Self::Int(b)) => a.abs_diff(b) as f64,
-            (Self::Float(a), Self::Float(b)) if a == b => 0.0,
+            // Equal infinities and the two zeros are no distance apart.
+            (Self::Float(a), Self::Float(b)) if a.partial_cmp(&b) == Some(Ordering::Equal) => 0.0,
             (Self::Float(a), Self::Float(b)) => (a - b).abs(),
             _ => unreachable!("both are of one dtype"),
         }

@@ -60,9 +60,10 @@ impl Tree {
             walk.children(children, "", &ObjectPath::root());
         }
         walk.draw(&mut lines);
-        let attributes = document.attrs().into_iter();
-        let attributes =
-            attributes.map(|(name, value)| format!("{name}: {}\n", of_attr(&value))).collect();
+        let mut attributes = String::new();
+        for (name, value) in document.attrs() {
+            writeln!(attributes, "{name}: {}", of_attr(&value)).expect("a String takes any text");
+        }
         Self { lines, summary: walk.summary(document), attributes }
     }
 }
@@ -95,7 +96,7 @@ impl Walk<'_> {
                     };
                     let len = self.archive.map(|archive| archive.storage(*storage).len);
                     let size = len.map_or_else(String::new, |len| Size(len).to_string());
-                    self.row(name, [kind, String::new(), size], String::new());
+                    self.row(name, [kind], size);
                 }
             }
         }
@@ -193,7 +194,7 @@ impl Walk<'_> {
         parts.push(format!("{}{tied}", count(self.tensors, "tensor")));
         parts.push(Size(self.bytes).to_string());
         if self.others > 0 {
-            parts.push(format!("{} that are no tensors", count(self.others, "leaf")));
+            parts.push(count(self.others, "other leaf"));
         }
         parts.push(format!("file {}", Size(document.file_len())));
         if let Some(archive) = self.archive {

@@ -29,7 +29,7 @@ pub(crate) struct Args {
 }
 
 /// The shards of all writers, put together.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if args.output.extension().is_some_and(|extension| extension == "safetensors") {
         return Err(Failure::new(Exit::Usage, "get writes archives")
             .help("name the output .tssd, then `tssd unpack` it"));

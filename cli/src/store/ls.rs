@@ -7,7 +7,7 @@ use tssd_store::blocking::Store;
 use tssd_store::{Key, VersionInfo};
 
 use super::{Address, failure};
-use crate::console::Console;
+use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::size::Size;
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 }
 
 /// A key that is not there is an error; a store without keys is none.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let rows = match &args.key {
         Some(key) => versions_of(&store, key)?,
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
     };
     if console.json {
         let rows: Vec<Json> = rows.iter().map(|(key, info)| json_of(key, info)).collect();
-        console.print_json(&rows.into())?;
+        print_json(&rows.into())?;
         return Ok(Exit::Ok);
     }
     let mut table = Table::new(&[
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
         ]);
     }
     if !rows.is_empty() {
-        console.print(&table)?;
+        print(&table)?;
     }
     Ok(Exit::Ok)
 }

@@ -40,7 +40,7 @@ pub(crate) struct Args {
 }
 
 /// One writer's contribution; usually there is only one writer.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let key = &args.key.key;
     let spinner = console.spinner(&format!("putting {key}"));

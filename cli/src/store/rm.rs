@@ -19,7 +19,7 @@ pub(crate) struct Args {
 }
 
 /// Says how many there were; none is an error.
-pub(crate) fn run(args: &Args, console: &Console) -> Result<Exit> {
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;
     let deleted = store.delete(key, *version).map_err(|error| failure(&error))?;

@@ -38,11 +38,17 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Prints what was done: as JSON if that is wanted, else as a line unless it is to be quiet.
+    /// Prints what was done: as JSON, as a line, as a line with details, or
+    /// not at all.
     pub(crate) fn report(self, line: impl fmt::Display, json: &Json) -> Result<()> {
         match self {
             Self { json: true, .. } => print_json(json),
             Self { quiet: true, .. } => Ok(()),
+            Self { verbose: true, .. } => {
+                let members = json.as_object().into_iter().flatten();
+                let details = members.map(|(name, value)| format!("\n  {name}: {value}"));
+                print(format_args!("{line}{}\n", details.collect::<String>()))
+            }
             _ => print(format_args!("{line}\n")),
         }
     }

@@ -59,11 +59,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 
     let mut results = Vec::new();
     {
-        let directory = tempfile::Builder::new().prefix("tssd-demo-").tempdir();
-        let directory = directory.map_err(|error| {
+        let make = || tempfile::Builder::new().prefix("tssd-demo-").tempdir();
+        let (directory, _removed_by_ctrl_c) = Unfinished::make(make).map_err(|error| {
             Failure::new(Exit::Refused, format_args!("cannot make a temporary directory: {error}"))
         })?;
-        let _removed_by_ctrl_c = Unfinished::new(directory.path());
         let store = Store::directory(directory.path()).map_err(|error| failure(&error))?;
         results.push(("directory", Round::new(&store, &sources, &spinner).run()?));
     }

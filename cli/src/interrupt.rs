@@ -1,5 +1,6 @@
 //! Ctrl-C: whatever lies half-written on the disk goes away first.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -27,18 +28,21 @@ pub(crate) fn install() -> Result<()> {
     .map_err(|error| Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}")))
 }
 
-/// Other threads may still be writing into a directory while it is removed.
+/// Other threads may still be writing into a directory while it is removed, or make it again: it is
+/// gone once it has been gone twice in a row.
 fn remove(path: &Path) {
-    for _ in 0..100 {
-        let removed = match path.symlink_metadata() {
+    let mut gone = 0;
+    for _ in 0..200 {
+        // A failure is tried again, and what is left in the end is in a temporary place.
+        let _tried = match path.symlink_metadata() {
             Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
             Ok(_) => std::fs::remove_file(path),
-            Err(_) => return,
+            Err(_) => Ok(gone += 1),
         };
-        if removed.is_ok() {
+        if gone == 2 {
             return;
         }
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(std::time::Duration::from_millis(2));
     }
 }
 
@@ -47,10 +51,15 @@ fn remove(path: &Path) {
 pub(crate) struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// From now on the path is removed by an interrupt.
-    pub(crate) fn new(path: &Path) -> Self {
-        unfinished().push(path.to_owned());
-        Self(path.to_owned())
+    /// Makes something that has a path; an interrupt comes before that or finds it in the list.
+    pub(crate) fn make<T: AsRef<Path>>(
+        make: impl FnOnce() -> io::Result<T>,
+    ) -> io::Result<(T, Self)> {
+        let mut paths = unfinished();
+        let made = make()?;
+        let path = made.as_ref().to_owned();
+        paths.push(path.clone());
+        Ok((made, Self(path)))
     }
 }
 

@@ -39,7 +39,7 @@ use crate::failure::Result;
 
 /// Pack, inspect, verify, compare and store PyTorch-style state dicts.
 #[derive(Debug, Parser)]
-#[command(version, after_help = Exit::help(), max_term_width = 100, infer_subcommands = true)]
+#[command(version, after_help = Exit::help(), max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

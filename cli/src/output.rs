@@ -1,6 +1,5 @@
 //! Output files: whole or not at all.
 
-use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -39,11 +38,11 @@ impl Output {
             return Err(Failure::new(Exit::Refused, message)
                 .help("name a file, which is replaced once the new one is complete"));
         }
-        let temporary = temporary_in(directory_of(&target)).map_err(failed)?;
+        let make = || temporary_in(directory_of(&target));
+        let (temporary, unfinished) = Unfinished::make(make).map_err(failed)?;
         if let Some(old) = old {
             temporary.as_file().set_permissions(old.permissions()).map_err(failed)?;
         }
-        let unfinished = Unfinished::new(temporary.path());
         Ok(Self { target, unfinished, stream: BufWriter::with_capacity(1 << 20, temporary), bar })
     }
 
@@ -96,7 +95,7 @@ fn temporary_in(directory: &Path) -> io::Result<NamedTempFile> {
 /// A rename is on the disk only once its directory is.
 #[cfg(unix)]
 fn sync_directory(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
+    std::fs::File::open(directory)?.sync_all()
 }
 
 #[cfg(not(unix))]

@@ -110,6 +110,10 @@ fn plan(archive: &Archive) -> Result<Plan> {
         if !names.insert(name.clone()) {
             return Err(refused(path, format_args!("another leaf is `{name}` too")));
         }
+        let dtype = reference.meta.dtype();
+        if dtype.safetensors().is_none() {
+            return Err(refused(path, format_args!("it has no dtype for torch's {dtype}")));
+        }
         tensors.push((name, reference.meta.clone()));
     }
     let bytes = tensors.iter().map(|(_, meta)| meta.nbytes()).sum::<u64>();

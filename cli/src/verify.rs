@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             exit = Exit::Differs;
         }
         // Damage is never kept quiet.
-        if !console.json && !(is_whole && console.quiet) {
+        if !(console.json || is_whole && console.quiet) {
             print(verdict.lines(path))?;
         }
         let damage: Vec<Json> = verdict.damage.iter().map(Damage::json).collect();

@@ -8,10 +8,10 @@ use crate::key::{Content, FileKey, Key, ObjectPath, Step, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
+use crate::shard::ShardPlace;
 use crate::state_dict::Value;
 use crate::structure::{Container, Node, StorageReference, Stored, TensorReference};
 use crate::table::Tables;
-use crate::tensor::ShardPlace;
 use crate::text::Text;
 
 /// Something said of an archive as a whole.

@@ -8,9 +8,10 @@ use crate::error::Result;
 use crate::key::{Key, Step};
 use crate::number::Float;
 use crate::placement::Placement;
+use crate::shard::ShardPlace;
 use crate::state_dict::Value;
 use crate::structure::{Container, Node, Stored, TensorReference};
-use crate::tensor::{ShardPlace, TensorFlags, TensorView};
+use crate::tensor::{TensorFlags, TensorView};
 use crate::text::Text;
 
 /// Elements of more bytes than this are left out.

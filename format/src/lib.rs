@@ -39,20 +39,19 @@ mod placement;
 mod region;
 mod runs;
 mod shape;
+mod shard;
 mod slice;
 mod tensor;
 
 // What files are.
-mod encode;
 mod frame;
-mod index;
 mod record;
 mod structure;
 mod table;
-mod validate;
 
 // Writing them.
 mod copy;
+mod encode;
 mod fill;
 mod layout;
 mod writer;
@@ -60,11 +59,16 @@ mod writer;
 // Reading them.
 mod archive;
 mod blob;
+mod decode;
+mod index;
 #[cfg(feature = "json")]
 mod json;
+mod lookup;
 #[cfg(feature = "mmap")]
 mod mmap;
 mod tssd;
+mod validate;
+mod views;
 
 mod error;
 
@@ -87,12 +91,11 @@ pub use placement::Placement;
 pub use region::Region;
 pub use runs::{Loop, Runs};
 pub use shape::{MAX_RANK, numel, row_major_strides};
+pub use shard::{Shard, ShardPlace};
 pub use slice::TensorSlice;
 pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
 pub use structure::{CHUNK_BYTES, Container, Node, StorageReference, Stored, TensorReference};
-pub use tensor::{
-    Element, Shard, ShardPlace, Storage, Tensor, TensorFlags, TensorMeta, TensorView,
-};
+pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
 pub use tssd::{FlatLeaf, TorchStoreStateDict};
 pub use writer::ArchiveWriter;

@@ -174,6 +174,11 @@ pub(crate) const STORED: u16 = 1;
 /// Content longer than this is a storage, in bytes.
 pub(crate) const INLINE_MAX: u64 = 4096;
 
+/// True if content of this many bytes lies in the index.
+pub(crate) fn is_inline(len: usize) -> bool {
+    u64::try_from(len).is_ok_and(|len| len <= INLINE_MAX)
+}
+
 /// A range of the heap as records hold it: offset in the low half, length in the high half.
 pub(crate) fn heap_range(offset: u32, len: u32) -> u64 {
     u64::from(len) << 32 | u64::from(offset)

@@ -9,7 +9,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Key, ObjectPath, Step};
 use crate::number::{Float, Int};
-use crate::tensor::{Shard, Tensor};
+use crate::shard::Shard;
+use crate::tensor::Tensor;
 use crate::text::Text;
 
 /// How many containers a value may lie in, the state dict itself included.

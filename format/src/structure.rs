@@ -7,8 +7,10 @@ use bytes::Bytes;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Key, ObjectPath, Step};
+use crate::record::is_inline;
+use crate::shard::{Shard, ShardPlace};
 use crate::state_dict::{Dict, MAX_DEPTH, StateDict, Value};
-use crate::tensor::{Shard, ShardPlace, Tensor, TensorMeta};
+use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
 
 /// One tensor leaf, or one slice of one: what it is, and which bytes it has.
@@ -201,11 +203,6 @@ fn check_depth(path: &ObjectPath) -> Result<()> {
         return Err(Error::new(ErrorKind::TooDeep).at(path));
     }
     Ok(())
-}
-
-/// True if content of this many bytes lies in the index.
-pub(crate) fn is_inline(len: usize) -> bool {
-    u64::try_from(len).is_ok_and(|len| len <= crate::record::INLINE_MAX)
 }
 
 /// Where the bytes of each item of [`walk`] went: storage and byte offset in it.

@@ -41,7 +41,7 @@ impl Text {
 
     /// The generalized UTF-8, if it is too long to lie in the index of an archive.
     pub(crate) fn long_bytes(&self) -> Option<&Bytes> {
-        (!crate::structure::is_inline(self.0.len())).then_some(&self.0)
+        (!crate::record::is_inline(self.0.len())).then_some(&self.0)
     }
 
     /// The string, unless it holds surrogates.

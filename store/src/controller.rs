@@ -20,7 +20,7 @@ use crate::ledger::{
 };
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::meta::MetaStore;
-use crate::version::OpenVersion;
+use crate::version::{MANIFEST, OpenVersion};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -28,9 +28,6 @@ const PROOF_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often a read starts anew because the version it was about to open is deleted.
 const OPEN_TRIES: u32 = 16;
-
-/// The manifest of a version, beside its archives.
-pub(crate) const MANIFEST: &str = "manifest.tssd";
 
 pub(crate) struct Controller {
     meta: Arc<dyn MetaStore>,

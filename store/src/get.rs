@@ -1,5 +1,8 @@
 //! Getting: a version, or parts of it, as values or into the caller's memory.
 
+mod target;
+mod tree;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -7,12 +10,13 @@ use std::time::Instant;
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
-    Container, Dict, Error as FormatError, ErrorKind as FormatKind, Key as DictKey, Node,
-    ObjectPath, Region, Shard, ShardPlace, StateDict, Step, Storage, Stored, Tensor, TensorMeta,
-    TensorReference, Text, Value,
+    Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace, StateDict,
+    Tensor, TensorMeta, TensorReference,
 };
 
-use crate::error::{Error, ErrorKind, Result};
+use self::target::{check, split};
+use self::tree::{Tree, Wish, choose_writer, is_whole};
+use crate::error::{Error, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
@@ -191,7 +195,7 @@ impl<'a> Read<'a> {
         let mut work = Vec::with_capacity(targets.len());
         for target in targets {
             let references = self.version.tensor(&target.fqn)?;
-            check_target(target).map_err(|error| self.format_error(error))?;
+            check(target).map_err(|error| self.format_error(error))?;
             let global_shape = plan::global_shape(&references[0]);
             let (region, global_shape) = match &target.place {
                 Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
@@ -337,154 +341,6 @@ impl PlanCache {
         let mut plans = self.0.lock().expect("nobody panics while holding the plans");
         plans.push_front((name, plan));
         plans.truncate(PLANS);
-    }
-}
-
-/// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
-type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
-
-/// A tree whose tensors are all there.
-struct Tree<'a> {
-    views: BTreeMap<u32, Bytes>,
-    made: IndexMap<Wish<'a>, Tensor>,
-    slices: &'a BTreeMap<String, Vec<ShardPlace>>,
-}
-
-impl Tree<'_> {
-    fn value(&self, path: &ObjectPath, node: &Node) -> tssd_format::Result<Value> {
-        Ok(match node {
-            Node::Leaf(value) => value.clone(),
-            Node::Stored(kind, storage) => {
-                let bytes = self.views[storage].clone();
-                match kind {
-                    Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
-                    Stored::Bytes => Value::Bytes(bytes),
-                    Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
-                }
-            }
-            Node::Tensors(run) => self.tensors(path, run)?,
-            Node::Container(container, children) => {
-                let mut dict = Dict::new();
-                let mut values = Vec::new();
-                for (step, child) in children {
-                    let value = self.value(&path.clone().step(step.clone()), child)?;
-                    match step {
-                        Step::Key(key) => drop(dict.insert(key.clone(), value)),
-                        Step::Index(_) => values.push(value),
-                    }
-                }
-                container.value(dict, values)
-            }
-        })
-    }
-
-    fn tensors(&self, path: &ObjectPath, run: &[TensorReference]) -> tssd_format::Result<Value> {
-        if let Some(places) = self.slices.get(&path.fqn()) {
-            let shard = |place: &ShardPlace| {
-                Shard::new(self.made[&(run, Some(place))].clone(), place.clone())
-            };
-            return Ok(Value::Shards(
-                places.iter().map(shard).collect::<tssd_format::Result<_>>()?,
-            ));
-        }
-        let [first, ..] = run else { unreachable!("a leaf has a reference at least") };
-        if !is_whole(run) {
-            return Ok(Value::Tensor(self.made[&(run, None)].clone()));
-        }
-        let bytes = first.storage.map(|storage| self.views[&storage].clone());
-        let storage = Storage::from(bytes.unwrap_or_default());
-        Tensor::new(first.meta.clone(), storage, first.byte_offset).map(Value::Tensor)
-    }
-}
-
-/// Whether one reference is all of its tensor.
-fn is_whole(run: &[TensorReference]) -> bool {
-    matches!(run, [only] if plan::region(only) == Region::whole(&plan::global_shape(only)))
-}
-
-/// Puts one writer's values in the place of divergent nodes.
-fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Result<()> {
-    let Node::Container(container, children) = node else { return Ok(()) };
-    if *container != Container::Divergent {
-        return children.iter_mut().try_for_each(|(step, child)| {
-            choose_writer(&path.clone().step(step.clone()), child, writer)
-        });
-    }
-    let key = writer.map(|writer| Step::Key(DictKey::writer(writer)));
-    let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
-        let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
-        let (held, fqn) = (held.join(", "), path.fqn());
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format_args!("writers {held} hold `{fqn}` each their own; say writer="),
-        ));
-    };
-    *node = own.clone();
-    Ok(())
-}
-
-/// Proves that a target's memory holds its tensor, each element at a place of its own.
-fn check_target(target: &Target<'_>) -> tssd_format::Result<()> {
-    let meta = &target.meta;
-    if meta.numel() > 0 && meta.span_bytes() > wide(target.bytes.len()) {
-        return Err(FormatError::new(FormatKind::TargetSize).at(&target.fqn).note(format_args!(
-            "{} bytes, needed {}",
-            target.bytes.len(),
-            meta.span_bytes()
-        )));
-    }
-    let strides = meta.strides();
-    let mut dims: Vec<(u64, u64)> = strides
-        .into_iter()
-        .zip(meta.shape().iter().copied())
-        .filter(|(_, size)| *size > 1)
-        .collect();
-    dims.sort_unstable();
-    let mut reach = 1;
-    for (stride, size) in dims {
-        if stride < reach {
-            return Err(FormatError::new(FormatKind::Overlap).at(&target.fqn).note(format_args!(
-                "elements of the target overlap: strides {:?}",
-                meta.strides()
-            )));
-        }
-        reach += stride * (size - 1);
-    }
-    Ok(())
-}
-
-/// Cuts a large contiguous request into rows, so that several threads can fill it.
-fn split<'a, 't>(
-    request: Request<'a>,
-    target: &'t mut [u8],
-    requests: &mut Vec<Request<'a>>,
-    targets: &mut Vec<&'t mut [u8]>,
-) {
-    let wanted = &request.wanted;
-    let rows = wanted.meta.shape().first().copied().unwrap_or(1);
-    let row_bytes = wanted.meta.nbytes().checked_div(rows).unwrap_or(0);
-    if wanted.meta.nbytes() < 2 * PART_BYTES || !wanted.meta.is_contiguous() || rows < 2 {
-        requests.push(request);
-        targets.push(target);
-        return;
-    }
-    let step = PART_BYTES.div_ceil(row_bytes);
-    let mut rest = target;
-    let mut row = 0;
-    while row < rows {
-        let count = step.min(rows - row);
-        let mut offsets = wanted.region.offsets().to_vec();
-        let mut shape = wanted.region.shape().to_vec();
-        offsets[0] += row;
-        shape[0] = count;
-        let region = Region::new(&offsets, &shape).expect("a part of a region");
-        let meta = TensorMeta::new(wanted.meta.dtype(), &shape).expect("a part of a tensor");
-        let wanted = Wanted { region, global_shape: wanted.global_shape.clone(), meta };
-        requests.push(Request { fqn: request.fqn.clone(), references: request.references, wanted });
-        let (part, tail) = std::mem::take(&mut rest).split_at_mut(native(count * row_bytes));
-        targets.push(part);
-        rest = tail;
-        row += count;
     }
 }
 

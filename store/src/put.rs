@@ -1,14 +1,16 @@
 //! Putting: one writer's contribution to a version.
 
+mod replicas;
+mod role;
+
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use tssd_format::{
-    AttrValue, DeviceMesh, Dict, Fill, Filled, Layout, Options, Placement, Shard, ShardPlace,
-    StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
-};
+use tssd_format::{AttrValue, Fill, Filled, Layout, Options, StateDict};
 
+use self::replicas::without_replicas;
+use self::role::Role;
 use crate::controller::{Controller, DIVERGENT, digest, folder_of};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -92,13 +94,6 @@ pub struct PutReport {
     pub seconds: f64,
 }
 
-/// Who contributes to a version, and as whom.
-struct Role {
-    writer: u32,
-    writers: WriterSet,
-    defaulted: bool,
-}
-
 /// A version that has begun.
 #[derive(Clone, Copy)]
 struct Begun {
@@ -172,54 +167,6 @@ pub(crate) async fn put(
     })
 }
 
-impl Role {
-    fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
-        let leaves = dict.leaves();
-        let shards = leaves.iter().flat_map(|(_, leaf)| match leaf {
-            Value::Shards(shards) => shards.as_slice(),
-            _ => &[],
-        });
-        let places: Vec<&ShardPlace> = shards.map(Shard::place).collect();
-        let ranks: WriterSet = places
-            .iter()
-            .filter_map(|place| place.mesh())
-            .flat_map(DeviceMesh::ranks)
-            .copied()
-            .collect();
-        let defaulted = options.writers.is_none();
-        let writers = match &options.writers {
-            Some(writers) => writers.clone(),
-            None if ranks.is_empty() => WriterSet::one(options.writer.unwrap_or(0)),
-            None => ranks,
-        };
-        let writer = match options.writer {
-            Some(writer) => writer,
-            None if writers.len() == 1 => writers.iter().next().unwrap_or(0),
-            None => own_rank(&places)?,
-        };
-        Ok(Self { writer, writers, defaulted })
-    }
-}
-
-/// The rank whose coordinates the shards have.
-fn own_rank(places: &[&ShardPlace]) -> Result<u32> {
-    let rank = |place: &&ShardPlace| place.mesh()?.rank_at(place.slice().coordinates()?);
-    let mut ranks = places.iter().filter_map(rank);
-    let first = ranks.next().ok_or_else(|| {
-        Error::new(
-            ErrorKind::Invalid,
-            "several writers, and nothing says which one this is; say writer=",
-        )
-    })?;
-    match ranks.find(|rank| *rank != first) {
-        None => Ok(first),
-        Some(other) => Err(Error::new(
-            ErrorKind::Invalid,
-            format_args!("the shards are those of rank {first} and of rank {other}; say writer="),
-        )),
-    }
-}
-
 fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
     let mut format = Options::new();
     if options.allow_opaque {
@@ -237,59 +184,6 @@ fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
         Replicas::All => Layout::plan(dict, &format),
         Replicas::Primary => Layout::plan(&without_replicas(dict)?, &format),
     }
-}
-
-/// The dict with an empty box in place of every shard whose first replica another writer holds: the
-/// leaf stays, with its dtype, global shape and mesh, so that the proof can compare them.
-fn without_replicas(dict: &StateDict) -> tssd_format::Result<StateDict> {
-    StateDict::from_value(primary(dict.as_value())?)
-}
-
-fn primary(value: &Value) -> tssd_format::Result<Value> {
-    let dict = |dict: &Dict| -> tssd_format::Result<Dict> {
-        dict.iter().map(|(key, value)| Ok((key.clone(), primary(value)?))).collect()
-    };
-    let list = |values: &[Value]| -> tssd_format::Result<Vec<Value>> {
-        values.iter().map(primary).collect()
-    };
-    Ok(match value {
-        Value::Shards(shards) => {
-            Value::Shards(shards.iter().map(primary_shard).collect::<tssd_format::Result<_>>()?)
-        }
-        Value::Dict(entries) => Value::Dict(dict(entries)?),
-        Value::OrderedDict(entries) => Value::OrderedDict(dict(entries)?),
-        Value::NamedTuple(name, entries) => Value::NamedTuple(name.clone(), dict(entries)?),
-        Value::List(values) => Value::List(list(values)?),
-        Value::Tuple(values) => Value::Tuple(list(values)?),
-        leaf => leaf.clone(),
-    })
-}
-
-fn primary_shard(shard: &Shard) -> tssd_format::Result<Shard> {
-    let (place, slice) = (shard.place(), shard.slice());
-    let is_replica = match (slice.coordinates(), place.placements()) {
-        (Some(coordinates), Some(placements)) => {
-            !Placement::is_first_replica(coordinates, placements)
-        }
-        _ => false,
-    };
-    // A tensor without dimensions has no empty box; its few bytes are stored by all.
-    if !is_replica || slice.global_shape().is_empty() {
-        return Ok(shard.clone());
-    }
-    let shape = vec![0; slice.global_shape().len()];
-    let empty = TensorSlice::new(slice.offsets(), &shape, slice.global_shape())?
-        .on_mesh(slice.mesh_shape(), slice.coordinates())?;
-    let mut empty = ShardPlace::new(empty);
-    if let Some(mesh) = place.mesh() {
-        empty = empty.on_mesh(mesh.clone())?;
-    }
-    if let Some(placements) = place.placements() {
-        empty = empty.placed(placements)?;
-    }
-    let meta = shard.tensor().meta();
-    let meta = TensorMeta::new(meta.dtype(), &shape)?.with_flags(meta.flags());
-    Shard::new(Tensor::new(meta, Storage::default(), 0)?, empty)
 }
 
 async fn begin(

@@ -11,10 +11,12 @@ use tssd_format::{
     ObjectPath, StorageReference, TensorReference,
 };
 
-use crate::controller::MANIFEST;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::volume::Volume;
+
+/// The manifest of a version, beside its archives.
+pub(crate) const MANIFEST: &str = "manifest.tssd";
 
 /// A version whose files are open: it stays readable whatever the ledger does.
 pub(crate) struct OpenVersion {

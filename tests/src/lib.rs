@@ -3,3 +3,8 @@
 pub mod generate;
 pub mod race;
 pub mod sharding;
+
+/// The example of the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

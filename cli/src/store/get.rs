@@ -35,6 +35,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             .help("name the output .tssd, then `tssd unpack` it"));
     }
     let store = args.store.connect()?;
+    // What is wrong with the output is said before anything is read.
+    let bar = console.bytes_bar("writing", 0);
+    let mut output = Output::create(&args.output, bar.clone())?;
     let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("getting {key}"));
     let options = GetOptions { version: *version, writer: args.writer, ..GetOptions::default() };
@@ -44,8 +47,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let refused = |error| Failure::format(&args.output, &error);
     // Whoever put an opaque leaf has allowed it; it stays what it is.
     let layout = Layout::plan(&dict, &Options::new().allow_opaque()).map_err(refused)?;
-    let bar = console.bytes_bar("writing", layout.file_len());
-    let mut output = Output::create(&args.output, bar)?;
+    bar.set_length(layout.file_len());
     layout.write_to(&mut output).map_err(refused)?;
     let file_len = output.commit()?;
 

@@ -1,0 +1,219 @@
+//! The tables of an index to a structure.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::dtype::Dtype;
+use crate::key::{self, Key, Step};
+use crate::mesh::DeviceMesh;
+use crate::number::{Float, Int};
+use crate::placement::Placement;
+use crate::record::{self, NONE, STORED, kind, split_heap_range};
+use crate::shard::ShardPlace;
+use crate::slice::TensorSlice;
+use crate::state_dict::Value;
+use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::tensor::{TensorFlags, TensorMeta};
+use crate::text::Text;
+use crate::views::{Views, native};
+
+/// Everything below a node of proven tables.
+pub(crate) fn decode(views: &Views<'_>, node: usize) -> Node {
+    Reader::new(views).node(node)
+}
+
+/// Reads proven tables into owned values.
+struct Reader<'a> {
+    views: &'a Views<'a>,
+    /// Slices are shared by many tensors; so are their meshes.
+    places: BTreeMap<u32, ShardPlace>,
+    meshes: BTreeMap<u32, Arc<DeviceMesh>>,
+    /// All strings and bytes are slices of one copy of the heap.
+    heap: Bytes,
+}
+
+impl<'a> Reader<'a> {
+    fn new(views: &'a Views<'a>) -> Self {
+        Self {
+            views,
+            places: BTreeMap::new(),
+            meshes: BTreeMap::new(),
+            heap: Bytes::copy_from_slice(views.heap),
+        }
+    }
+
+    /// At most 64 levels deep, as the validator has proven.
+    fn node(&mut self, number: usize) -> Node {
+        let views = self.views;
+        let record = &views.nodes[number];
+        let (a, b) = (record.a.to_native(), record.b.to_native());
+        if record.flags == STORED {
+            let stored = match record.kind {
+                kind::STR => Stored::Str,
+                kind::BYTES => Stored::Bytes,
+                _ => Stored::Opaque(self.text(b)),
+            };
+            return Node::Stored(stored, u32::try_from(a).expect("proven to be in storages"));
+        }
+        Node::Leaf(match record.kind {
+            kind::NONE => Value::None,
+            kind::BOOL => Value::Bool(a == 1),
+            kind::INT => Value::Int(a.cast_signed().into()),
+            kind::BIGINT => Value::Int(
+                Int::from_big_bytes(views.heap_proven(a)).expect("proven to be shortest"),
+            ),
+            kind::FLOAT => Value::Float(Float::from_bits(a)),
+            kind::COMPLEX => Value::Complex(Float::from_bits(a), Float::from_bits(b)),
+            kind::STR => Value::Str(self.text(a)),
+            kind::BYTES => Value::Bytes(self.bytes(a)),
+            kind::DTYPE => Value::Dtype(dtype(a)),
+            kind::SIZE => {
+                let start = u32::try_from(a).expect("proven to be in dims");
+                let sizes = views.dims_proven(start, native(record.count.to_native()));
+                Value::Size(sizes.into_iter().map(u64::cast_signed).collect())
+            }
+            kind::DEVICE => Value::Device(self.text(a)),
+            kind::OPAQUE => Value::Opaque { media: self.text(b), bytes: self.bytes(a) },
+            kind::TENSOR => {
+                let first = usize::try_from(a).expect("proven to be in tensors");
+                let run = &views.tensors[first..first + native(record.count.to_native())];
+                return Node::Tensors(run.iter().map(|tensor| self.tensor(tensor)).collect());
+            }
+            container => return self.container(container, number),
+        })
+    }
+
+    fn container(&mut self, kind: u8, number: usize) -> Node {
+        let views = self.views;
+        let container = match kind {
+            kind::DICT => Container::Dict,
+            kind::ORDERED_DICT => Container::OrderedDict,
+            kind::LIST => Container::List,
+            kind::TUPLE => Container::Tuple,
+            kind::NAMEDTUPLE => Container::NamedTuple(self.text(views.nodes[number].b.to_native())),
+            _ => Container::Divergent,
+        };
+        let children = views.children(number).enumerate();
+        let child = |(place, child): (usize, usize)| {
+            (self.step(kind, &views.nodes[child], place), self.node(child))
+        };
+        Node::Container(container, children.map(child).collect())
+    }
+
+    fn tensor(&mut self, tensor: &record::Tensor) -> TensorReference {
+        let views = self.views;
+        let rank = usize::from(tensor.rank);
+        let shape = views.dims_proven(tensor.shape.to_native(), rank);
+        let mut meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), &shape)
+            .expect("proven to be in limits")
+            .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
+        if tensor.strides != NONE {
+            let strides = views.dims_proven(tensor.strides.to_native(), rank);
+            meta = meta.with_strides(&strides).expect("proven to be in limits");
+        }
+        TensorReference {
+            meta,
+            storage: (tensor.storage != NONE).then(|| tensor.storage.to_native()),
+            byte_offset: tensor.byte_offset.to_native(),
+            place: (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), &shape)),
+        }
+    }
+
+    fn place(&mut self, number: u32, local_shape: &[u64]) -> ShardPlace {
+        let cached = self.places.get(&number);
+        if let Some(place) = cached.filter(|place| place.slice().local_shape() == local_shape) {
+            return place.clone();
+        }
+        let place = self.read_place(&self.views.slices[native(number)], local_shape);
+        self.places.insert(number, place.clone());
+        place
+    }
+
+    fn read_place(&mut self, record: &record::Slice, local_shape: &[u64]) -> ShardPlace {
+        let views = self.views;
+        let (rank, mesh_rank) = (usize::from(record.rank), usize::from(record.mesh_rank));
+        let vector = |start: rend::u32_le, len| {
+            (start != NONE).then(|| views.dims_proven(start.to_native(), len))
+        };
+        let offsets = views.dims_proven(record.offsets.to_native(), rank);
+        let global_shape = views.dims_proven(record.global_shape.to_native(), rank);
+        let mut slice =
+            TensorSlice::new(&offsets, local_shape, &global_shape).expect("proven to be inside");
+        let Some(mesh_shape) = vector(record.mesh, mesh_rank) else {
+            return ShardPlace::new(slice);
+        };
+        slice = slice
+            .on_mesh(&mesh_shape, vector(record.coordinates, mesh_rank).as_deref())
+            .expect("proven to be inside the mesh");
+        let mut place = ShardPlace::new(slice);
+        if record.ranks != NONE {
+            let mut mesh = self.mesh(record, &mesh_shape);
+            if let Some(names) = vector(record.names, mesh_rank) {
+                let names = names.into_iter().map(|name| self.text(name).to_string()).collect();
+                let named = DeviceMesh::clone(&mesh).with_dim_names(names);
+                mesh = named.expect("one name per dimension").into();
+            }
+            place = place.on_mesh(mesh).expect("the same shape");
+        }
+        if record.placements != NONE {
+            let first = native(record.placements.to_native());
+            let placements = views.placements[first..first + mesh_rank].iter().map(placement);
+            place = place.placed(placements.collect::<Vec<_>>()).expect("proven to fit");
+        }
+        place
+    }
+
+    /// A mesh with its ranks; one object for all slices on it.
+    fn mesh(&mut self, record: &record::Slice, shape: &[u64]) -> Arc<DeviceMesh> {
+        let views = self.views;
+        let mesh = self.meshes.entry(record.mesh.to_native()).or_insert_with(|| {
+            let size = usize::try_from(shape.iter().product::<u64>());
+            let ranks = views.dims_proven(record.ranks.to_native(), size.expect("below 2^32"));
+            let rank = |rank| u32::try_from(rank).expect("proven to be below 2^32");
+            let ranks: Vec<u32> = ranks.into_iter().map(rank).collect();
+            DeviceMesh::new(shape, &ranks).expect("proven to have one rank per place").into()
+        });
+        mesh.clone()
+    }
+
+    /// A string of the heap, without a copy of its own.
+    fn text(&self, range: u64) -> Text {
+        Text::from_generalized_utf8(self.bytes(range)).expect("the validator has proven the text")
+    }
+
+    fn bytes(&self, range: u64) -> Bytes {
+        let (offset, len) = split_heap_range(range);
+        if len == 0 { Bytes::new() } else { self.heap.slice(native(offset)..native(offset + len)) }
+    }
+
+    fn step(&self, container: u8, child: &record::Node, place: usize) -> Step {
+        if !kind::is_keyed(container) {
+            return Step::Index(u32::try_from(place).expect("fewer than 2^32 records"));
+        }
+        // The common kinds of keys share the heap; the others are read as they are checked.
+        let range = child.key.to_native();
+        Step::Key(match child.key_kind {
+            key::kind::STR => Key::Str(self.text(range)),
+            key::kind::BYTES => Key::Bytes(self.bytes(range)),
+            _ => {
+                let key = self.views.file_key(child).and_then(|key| key.to_key());
+                key.expect("the validator has proven the key")
+            }
+        })
+    }
+}
+
+fn placement(record: &record::Placement) -> Placement {
+    let dim = record.dim.to_native();
+    match record.kind {
+        0 => Placement::Replicate,
+        1 => Placement::Shard { dim },
+        _ => Placement::StridedShard { dim, split_factor: record.split_factor.to_native() },
+    }
+}
+
+fn dtype(code: u64) -> Dtype {
+    u16::try_from(code).ok().and_then(Dtype::from_code).expect("proven to be known")
+}

@@ -1,0 +1,125 @@
+//! Shards: local tensors, and where they belong in a global one.
+
+use std::sync::Arc;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::mesh::DeviceMesh;
+use crate::placement::Placement;
+use crate::shape::check_shape;
+use crate::slice::TensorSlice;
+use crate::tensor::Tensor;
+
+/// One box of a global tensor: the local tensor of a DTensor, and where it belongs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shard<T = Tensor> {
+    tensor: T,
+    place: ShardPlace,
+}
+
+/// Where a shard belongs: its slice of the global tensor, and what is known of the mesh.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ShardPlace {
+    slice: TensorSlice,
+    mesh: Option<Arc<DeviceMesh>>,
+    placements: Option<Arc<[Placement]>>,
+}
+
+impl ShardPlace {
+    /// Only the slice is known.
+    pub fn new(slice: TensorSlice) -> Self {
+        Self { slice, mesh: None, placements: None }
+    }
+
+    /// The same with the mesh.
+    ///
+    /// # Errors
+    ///
+    /// `MeshMismatch` if the slice is from a mesh of another shape.
+    pub fn on_mesh(mut self, mesh: impl Into<Arc<DeviceMesh>>) -> Result<Self> {
+        let mesh = mesh.into();
+        if mesh.shape() != self.slice.mesh_shape() {
+            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+                "mesh {:?}, slice of mesh {:?}",
+                mesh.shape(),
+                self.slice.mesh_shape()
+            )));
+        }
+        self.mesh = Some(mesh);
+        Ok(self)
+    }
+
+    /// The same with the placements, one per mesh dimension.
+    ///
+    /// # Errors
+    ///
+    /// `PartialPlacement` if one is Partial, `UnknownPlacement` if one names a dimension that the
+    /// tensor lacks, `MeshMismatch` if they are not one per mesh dimension.
+    pub fn placed(mut self, placements: impl Into<Arc<[Placement]>>) -> Result<Self> {
+        let placements = placements.into();
+        if placements.len() != self.slice.mesh_shape().len() {
+            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+                "{} placements for {} mesh dimensions",
+                placements.len(),
+                self.slice.mesh_shape().len()
+            )));
+        }
+        let rank = self.slice.global_shape().len();
+        for placement in placements.iter() {
+            placement.division(rank)?;
+        }
+        self.placements = Some(placements);
+        Ok(self)
+    }
+
+    /// The slice of the global tensor.
+    pub fn slice(&self) -> &TensorSlice {
+        &self.slice
+    }
+
+    /// The mesh with its ranks, if it is known.
+    pub fn mesh(&self) -> Option<&DeviceMesh> {
+        self.mesh.as_deref()
+    }
+
+    /// The placements, if they are known.
+    pub fn placements(&self) -> Option<&[Placement]> {
+        self.placements.as_deref()
+    }
+}
+
+impl<T> Shard<T> {
+    /// The local tensor.
+    pub fn tensor(&self) -> &T {
+        &self.tensor
+    }
+
+    /// Where it belongs.
+    pub fn place(&self) -> &ShardPlace {
+        &self.place
+    }
+
+    /// The slice of the global tensor.
+    pub fn slice(&self) -> &TensorSlice {
+        &self.place.slice
+    }
+}
+
+impl Shard<Tensor> {
+    /// A local tensor and where it belongs.
+    ///
+    /// # Errors
+    ///
+    /// `SliceMismatch` if the slice has another shape than the tensor, `ShapeOverflow` if the global
+    /// tensor would be 2^63 bytes or more.
+    pub fn new(tensor: Tensor, place: ShardPlace) -> Result<Self> {
+        if place.slice.local_shape() != tensor.meta().shape() {
+            return Err(Error::new(ErrorKind::SliceMismatch).note(format_args!(
+                "slice {:?}, tensor {:?}",
+                place.slice.local_shape(),
+                tensor.meta().shape()
+            )));
+        }
+        check_shape(tensor.meta().dtype().itemsize(), place.slice.global_shape())?;
+        Ok(Self { tensor, place })
+    }
+}

@@ -1,0 +1,77 @@
+//! Storages: how they tile the blob, and their checksums. Spec: section 6.
+
+use super::claims::Claims;
+use super::{Use, Validator};
+use crate::error::{Error, ErrorKind, Result};
+use crate::frame::{DATA_START, INDEX_ALIGN};
+use crate::record::{self, NONE};
+use crate::structure::CHUNK_BYTES;
+use crate::views::Views;
+
+impl Validator<'_> {
+    pub(super) fn storages(&self, index_off: u64) -> Result<()> {
+        let Views { storages, crcs, chunks, digests, shards, .. } = self.views;
+        let is_manifest = !shards.is_empty();
+        let mut checksums = Claims::new(crcs.len());
+        let mut end = DATA_START;
+        let mut last_shard = 0;
+        for (number, storage) in storages.iter().enumerate() {
+            let check = || -> Result<u64> {
+                let wrong = |kind| Err(Error::new(kind).byte(storage.offset.to_native()));
+                let align = match storage.align_log2 {
+                    log2 @ 6..=21 => 1_u64 << log2,
+                    _ => return wrong(ErrorKind::Alignment),
+                };
+                let plain = storage.codec == 0
+                    && storage.chunk_log2 == 20
+                    && storage.shuffle == 0
+                    && storage.reserved == 0
+                    && storage.chunks == NONE
+                    && storage.stored_len == storage.raw_len;
+                if !plain {
+                    return wrong(ErrorKind::UnknownCodec);
+                }
+                let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
+                let from = if storage.shard == last_shard { end } else { DATA_START };
+                let next = offset.checked_add(len).filter(|_| len > 0);
+                let tiles = if is_manifest {
+                    offset >= from
+                        && offset.is_multiple_of(align)
+                        && storage.shard >= last_shard
+                        && self.shard_end(storage).is_some_and(|end| next <= Some(end))
+                } else {
+                    from.checked_next_multiple_of(align) == Some(offset) && storage.shard == 0
+                };
+                next.filter(|_| tiles).map_or_else(|| wrong(ErrorKind::StorageLayout), Ok)
+            };
+            end = check().map_err(|error| error.at(format_args!("storage {number}")))?;
+            last_shard = storage.shard.to_native();
+            let count = storage.stored_len.to_native().div_ceil(CHUNK_BYTES);
+            if !checksums.once(u64::from(storage.crcs.to_native()), count) {
+                return Err(Error::new(ErrorKind::CrcTable).at(format_args!("storage {number}")));
+            }
+        }
+        let blob_end = if is_manifest { DATA_START } else { end };
+        if blob_end.checked_next_multiple_of(INDEX_ALIGN) != Some(index_off) {
+            return Err(Error::new(ErrorKind::StorageLayout).byte(index_off).note("index"));
+        }
+        if !checksums.is_complete() || !chunks.is_empty() {
+            return Err(Error::new(ErrorKind::CrcTable));
+        }
+        if !digests.is_empty() && digests.len() != storages.len() {
+            return Err(Error::new(ErrorKind::DigestTable));
+        }
+        match self.uses.iter().position(|uses| *uses == Use::None) {
+            Some(unused) => Err(Error::new(ErrorKind::UnusedStorage)
+                .at(format_args!("storage {unused}"))
+                .byte(storages[unused].offset.to_native())),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the blob of the shard that holds this storage ends at the latest.
+    fn shard_end(&self, storage: &record::Storage) -> Option<u64> {
+        let shard = usize::try_from(storage.shard.to_native()).ok()?;
+        self.views.shards.get(shard).map(|shard| shard.index_off.to_native())
+    }
+}

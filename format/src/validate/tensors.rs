@@ -1,0 +1,129 @@
+//! Tensors: shapes, strides, bytes, slices of a global tensor. Spec: sections 6 and 7.
+
+use rend::u64_le;
+
+use super::claims::Claims;
+use super::{Use, Validator, narrow, natives};
+use crate::dtype::Dtype;
+use crate::error::{Error, ErrorKind, Result};
+use crate::record::{self, NONE, kind};
+use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
+use crate::tensor::TensorFlags;
+use crate::views::path_of;
+
+impl<'a> Validator<'a> {
+    pub(super) fn global(&self, tensor: &record::Tensor) -> Result<&[u64_le]> {
+        let slice = self.slice_of(tensor)?;
+        self.views.dims_at(slice.global_shape.to_native(), u64::from(slice.rank))
+    }
+
+    fn slice_of(&self, tensor: &record::Tensor) -> Result<&'a record::Slice> {
+        usize::try_from(tensor.slice.to_native())
+            .ok()
+            .and_then(|slice| self.views.slices.get(slice))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::MeshMismatch).note("slices are not claimed in order")
+            })
+    }
+
+    pub(super) fn tensors(&mut self) -> Result<()> {
+        let views = self.views;
+        let mut slices = Claims::new(views.slices.len());
+        let leaves = views.nodes.iter().enumerate().filter(|(_, node)| node.kind == kind::TENSOR);
+        for (number, node) in leaves {
+            let first = narrow(node.a.to_native());
+            let count = narrow(u64::from(node.count.to_native()));
+            for tensor in &views.tensors[first..first + count] {
+                self.tensor(tensor, &mut slices)
+                    .map_err(|error| error.at(path_of(views, number)))?;
+            }
+        }
+        if !slices.is_complete() {
+            return Err(Error::new(ErrorKind::MeshMismatch).note("slices of no tensor"));
+        }
+        Ok(())
+    }
+
+    fn tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
+        let Some(dtype) = Dtype::from_code(tensor.dtype.to_native()) else {
+            return Err(Error::new(ErrorKind::UnknownDtype).note(tensor.dtype));
+        };
+        if usize::from(tensor.rank) > MAX_RANK {
+            return Err(Error::new(ErrorKind::RankTooLarge).note(tensor.rank));
+        }
+        if TensorFlags::from_bits(tensor.flags).is_none() || tensor.reserved != 0 {
+            return Err(Error::new(ErrorKind::TensorFlags));
+        }
+        let rank = u64::from(tensor.rank);
+        let shape = natives(self.claim_dims(u64::from(tensor.shape.to_native()), rank)?);
+        let strides = match tensor.strides.to_native() {
+            NONE => None,
+            start => Some(natives(self.claim_dims(u64::from(start), rank)?)),
+        };
+        check_shape(dtype.itemsize(), &shape)?;
+        if strides.iter().flatten().any(|stride| *stride >= SIZE_LIMIT) {
+            return Err(Error::new(ErrorKind::ShapeOverflow));
+        }
+        let span = span_bytes(dtype.itemsize(), &shape, strides.as_deref())?;
+        let byte_offset = tensor.byte_offset.to_native();
+        let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT);
+        let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
+        self.bytes_of(tensor, span, end)?;
+        if !byte_offset.is_multiple_of(dtype.itemsize()) {
+            return Err(Error::new(ErrorKind::Misaligned).note(byte_offset));
+        }
+        if tensor.slice == NONE {
+            return Ok(());
+        }
+        let slice = self.slice_of(tensor)?;
+        if !slices.in_order(u64::from(tensor.slice.to_native()), 1) {
+            return Err(Error::new(ErrorKind::MeshMismatch).note("slices are out of order"));
+        }
+        self.shard(slice, dtype, &shape)
+    }
+
+    /// Whether the tensor's span lies in its storage.
+    fn bytes_of(&mut self, tensor: &record::Tensor, span: u64, end: u64) -> Result<()> {
+        let outside = |note: &str| Err(Error::new(ErrorKind::TensorRange).note(note));
+        let number = tensor.storage.to_native();
+        if span == 0 {
+            return if number == NONE && tensor.byte_offset == 0 {
+                Ok(())
+            } else {
+                outside("a tensor without elements has a storage")
+            };
+        }
+        let number = usize::try_from(number).unwrap_or(usize::MAX);
+        let Some(storage) = self.views.storages.get(number) else {
+            return outside("there is no such storage");
+        };
+        if end > storage.raw_len.to_native() {
+            return Err(Error::new(ErrorKind::TensorRange).note(format_args!(
+                "bytes {}..{end} of a storage of {}",
+                tensor.byte_offset, storage.raw_len
+            )));
+        }
+        if self.uses[number] == Use::Content {
+            return Err(Error::new(ErrorKind::TextPlace).note("a tensor lies in a leaf's content"));
+        }
+        self.uses[number] = Use::Tensor;
+        Ok(())
+    }
+
+    fn shard(&self, slice: &record::Slice, dtype: Dtype, shape: &[u64]) -> Result<()> {
+        let outside = |note: String| Error::new(ErrorKind::OutsideGlobal).note(note);
+        let rank = u64::from(slice.rank);
+        if usize::from(slice.rank) != shape.len() {
+            return Err(outside(format!("slice of rank {rank}, tensor of rank {}", shape.len())));
+        }
+        let offsets = natives(self.views.dims_at(slice.offsets.to_native(), rank)?);
+        let global = natives(self.views.dims_at(slice.global_shape.to_native(), rank)?);
+        check_shape(dtype.itemsize(), &global).map_err(|error| outside(error.to_string()))?;
+        for ((offset, size), global) in offsets.iter().zip(shape).zip(&global) {
+            if offset.checked_add(*size).is_none_or(|end| end > *global) {
+                return Err(outside(format!("{shape:?} at {offsets:?} of {global}")));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,254 @@
+//! The tree: nodes, keys, leaves. Spec: section 5.
+
+use super::claims::Claims;
+use super::{Use, Validator, dtype, narrow, wide};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::{self, FileKey, python_twins};
+use crate::number::is_shortest_big;
+use crate::record::{self, INLINE_MAX, NONE, STORED, kind, split_heap_range};
+use crate::state_dict::MAX_DEPTH;
+use crate::views::{Views, path_of};
+
+impl Validator<'_> {
+    pub(super) fn nodes(&mut self) -> Result<()> {
+        let Views { nodes, by_key, tensors, .. } = self.views;
+        let Some(root) = nodes.first() else {
+            return Err(Error::new(ErrorKind::RootKind).note("there is no root"));
+        };
+        let is_dict = matches!(root.kind, kind::DICT | kind::ORDERED_DICT);
+        if !is_dict || root.key_kind != key::kind::INDEX || root.key != 0 {
+            return Err(Error::new(ErrorKind::RootKind));
+        }
+        if by_key.len() != nodes.len() || by_key[0] != 0 {
+            return Err(Error::new(ErrorKind::ChildRange).at("by_key"));
+        }
+        let mut children = Claims { claimed: 1, ..Claims::new(nodes.len()) };
+        let mut runs = Claims::new(tensors.len());
+        let (mut level, mut level_end) = (1, 1);
+        for (number, node) in nodes.iter().enumerate() {
+            if wide(number) == level_end {
+                level += 1;
+                level_end = children.claimed;
+            }
+            let proven = if wide(number) >= level_end {
+                Err(Error::new(ErrorKind::ChildRange).note("node of no container"))
+            } else if kind::is_container(node.kind) && level > MAX_DEPTH {
+                Err(Error::new(ErrorKind::TooDeep))
+            } else {
+                self.node(number, node, &mut children, &mut runs)
+            };
+            proven.map_err(|error| error.at(path_of(self.views, number)))?;
+        }
+        if !children.is_complete() {
+            return Err(Error::new(ErrorKind::ChildRange).note("nodes of no container"));
+        }
+        if !runs.is_complete() {
+            return Err(Error::new(ErrorKind::TensorRun).note("tensors of no leaf"));
+        }
+        Ok(())
+    }
+
+    fn node(
+        &mut self,
+        number: usize,
+        node: &record::Node,
+        children: &mut Claims,
+        runs: &mut Claims,
+    ) -> Result<()> {
+        self.key(node)?;
+        if kind::is_container(node.kind) {
+            self.container(number, node, children)
+        } else {
+            self.leaf(node, runs)
+        }
+    }
+
+    /// The key of a node by itself; whether it fits its container is for the container to say.
+    fn key(&mut self, node: &record::Node) -> Result<()> {
+        if node.key_kind == key::kind::INDEX {
+            return if node.key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
+        }
+        let file_key = self.views.file_key(node)?;
+        if let key::Content::Heap(bytes) = &file_key.content {
+            if bytes.len() > key::MAX_KEY_BYTES {
+                return Err(Error::new(ErrorKind::KeyKind)
+                    .note(format_args!("key of {} bytes", bytes.len())));
+            }
+            self.claim_heap(node.key.to_native())?;
+        }
+        file_key.check()
+    }
+
+    fn container(
+        &mut self,
+        number: usize,
+        node: &record::Node,
+        children: &mut Claims,
+    ) -> Result<()> {
+        // Ranges of children are in order, so the one that could hold the node is found at once.
+        let before = self.divergent.partition_point(|range| range.start <= number);
+        let inside_divergent =
+            before.checked_sub(1).is_some_and(|last| self.divergent[last].contains(&number));
+        let (first, count) = (node.a.to_native(), u64::from(node.count.to_native()));
+        if !children.once(first, count) {
+            return Err(Error::new(ErrorKind::ChildRange)
+                .note(format_args!("{count} children from node {first}")));
+        }
+        if node.flags != 0 {
+            return Err(Error::new(ErrorKind::LeafValue).note("flags of a container"));
+        }
+        if node.kind == kind::NAMEDTUPLE {
+            self.claim_text(node.b.to_native())?;
+        } else if node.b != 0 {
+            return Err(Error::new(ErrorKind::LeafValue).note("b of a container"));
+        }
+        let range = narrow(first)..narrow(first + count);
+        let records = &self.views.nodes[range.clone()];
+        if let Some(odd) = records.iter().find(|child| !key_fits(node.kind, child)) {
+            return Err(Error::new(ErrorKind::KeyKind)
+                .note(format_args!("key kind {} in node kind {}", odd.key_kind, node.kind)));
+        }
+        if node.kind == kind::DIVERGENT && (inside_divergent || self.views.shards.is_empty()) {
+            return Err(Error::new(ErrorKind::ShardTable)
+                .note("a divergent node stands in a manifest, and in no other one"));
+        }
+        if node.kind == kind::DIVERGENT || inside_divergent {
+            self.divergent.push(range.clone());
+        }
+        let order = &self.views.by_key[range.clone()];
+        if kind::is_keyed(node.kind) {
+            self.keys(order, &range)
+        } else if range.map(wide).eq(order.iter().map(|child| u64::from(child.to_native()))) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order"))
+        }
+    }
+
+    /// Strictly increasing keys: no key twice, no child twice.
+    fn keys(&self, order: &[rend::u32_le], children: &std::ops::Range<usize>) -> Result<()> {
+        let child_key = |child: &rend::u32_le| {
+            let child = narrow(u64::from(child.to_native()));
+            if !children.contains(&child) {
+                return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
+            }
+            self.views.file_key(&self.views.nodes[child])
+        };
+        let mut last: Option<FileKey<'_>> = None;
+        for child in order {
+            let next = child_key(child)?;
+            if last.as_ref().is_some_and(|last| *last >= next) {
+                let child = narrow(u64::from(child.to_native()));
+                return Err(Error::new(ErrorKind::DuplicateKey).at(path_of(self.views, child)));
+            }
+            last = Some(next);
+        }
+        for child in order {
+            let FileKey { kind, content: key::Content::Word(word) } = child_key(child)? else {
+                continue;
+            };
+            for twin in python_twins(kind, word) {
+                let found = order.binary_search_by(|other| {
+                    child_key(other).map_or(std::cmp::Ordering::Less, |key| key.cmp(&twin))
+                });
+                if found.is_ok() {
+                    let child = narrow(u64::from(child.to_native()));
+                    return Err(Error::new(ErrorKind::KeysCollide).at(path_of(self.views, child)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn leaf(&mut self, node: &record::Node, runs: &mut Claims) -> Result<()> {
+        let wrong = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
+        let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
+        let is_content = matches!(node.kind, kind::STR | kind::BYTES | kind::OPAQUE);
+        if node.flags != 0 && !(is_content && node.flags == STORED) {
+            return wrong("flags");
+        }
+        if node.kind > kind::OPAQUE {
+            return Err(Error::new(ErrorKind::UnknownKind).note(node.kind));
+        }
+        if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR) {
+            return wrong("count");
+        }
+        if b != 0 && !matches!(node.kind, kind::COMPLEX | kind::OPAQUE) {
+            return wrong("b");
+        }
+        match node.kind {
+            kind::NONE if a != 0 => return wrong("a"),
+            kind::BOOL if a > 1 => return wrong("bool"),
+            kind::DTYPE if dtype(a).is_none() => return wrong("dtype"),
+            kind::BIGINT if !is_shortest_big(self.claim_heap(a)?) => {
+                return Err(Error::new(ErrorKind::NonCanonicalInt));
+            }
+            kind::STR | kind::BYTES | kind::OPAQUE => {
+                self.content(node)?;
+                if node.kind == kind::OPAQUE {
+                    self.claim_text(b)?;
+                }
+            }
+            kind::SIZE => drop(self.claim_dims(a, u64::from(count))?),
+            kind::DEVICE => self.claim_text(a)?,
+            kind::TENSOR if count == 0 || !runs.once(a, u64::from(count)) => {
+                return Err(
+                    Error::new(ErrorKind::TensorRun).note(format_args!("{count} tensors from {a}"))
+                );
+            }
+            kind::TENSOR => self.run(a, count)?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Content of a str, bytes or opaque leaf: in the heap or a storage of its own.
+    fn content(&mut self, node: &record::Node) -> Result<()> {
+        let a = node.a.to_native();
+        let misplaced = || Error::new(ErrorKind::TextPlace);
+        if node.flags == STORED {
+            let storage = usize::try_from(a).ok().and_then(|a| self.views.storages.get(a));
+            let storage = storage.ok_or_else(misplaced)?;
+            let uses = &mut self.uses[narrow(a)];
+            if storage.raw_len <= INLINE_MAX || *uses != Use::None {
+                return Err(misplaced());
+            }
+            *uses = Use::Content;
+            return Ok(());
+        }
+        if u64::from(split_heap_range(a).1) > INLINE_MAX {
+            return Err(misplaced());
+        }
+        if node.kind == kind::STR { self.claim_text(a) } else { self.claim_heap(a).map(drop) }
+    }
+
+    /// The records of one tensor leaf, against each other.
+    fn run(&self, first: u64, count: u32) -> Result<()> {
+        let run = &self.views.tensors[narrow(first)..narrow(first + u64::from(count))];
+        if count > 1 && run.iter().any(|tensor| tensor.slice == NONE) {
+            return Err(Error::new(ErrorKind::TensorRun).note("a whole tensor among slices"));
+        }
+        let [one, others @ ..] = run else { return Ok(()) };
+        for other in others {
+            let equal = one.dtype == other.dtype && self.global(one)? == self.global(other)?;
+            if !equal {
+                return Err(Error::new(ErrorKind::MixedRun));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a child's key kind is one that its container allows.
+fn key_fits(container: u8, child: &record::Node) -> bool {
+    match container {
+        kind::DICT | kind::ORDERED_DICT => {
+            (key::kind::STR..=key::kind::TUPLE).contains(&child.key_kind)
+        }
+        kind::NAMEDTUPLE => child.key_kind == key::kind::STR,
+        kind::DIVERGENT => {
+            child.key_kind == key::kind::INT && u32::try_from(child.key.to_native()).is_ok()
+        }
+        _ => child.key_kind == key::kind::INDEX,
+    }
+}

@@ -1,0 +1,117 @@
+//! Looking at the tables of an index: ranges, keys, children.
+
+use std::ops::Range;
+
+use rend::u64_le;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::{self, FileKey, ObjectPath, Step};
+use crate::record::{self, NONE, kind, split_heap_range};
+
+use crate::text::Text;
+
+pub(crate) use crate::table::Views;
+
+/// Looks at tables that are in bounds, or says what is not.
+impl<'a> Views<'a> {
+    pub(crate) fn heap_at(&self, range: u64) -> Result<&'a [u8]> {
+        let (offset, len) = split_heap_range(range);
+        let (offset, len) = (native(offset), native(len));
+        offset.checked_add(len).and_then(|end| self.heap.get(offset..end)).ok_or_else(|| {
+            Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
+        })
+    }
+
+    pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64_le]> {
+        let start = native(start);
+        usize::try_from(len)
+            .ok()
+            .and_then(|len| self.dims.get(start..start.checked_add(len)?))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
+            })
+    }
+
+    /// The key of a node that has one.
+    pub(crate) fn file_key(&self, node: &record::Node) -> Result<FileKey<'a>> {
+        let key = node.key.to_native();
+        Ok(match node.key_kind {
+            key::kind::STR | key::kind::BIGINT | key::kind::BYTES | key::kind::TUPLE => {
+                FileKey::heap(node.key_kind, self.heap_at(key)?)
+            }
+            _ => FileKey::word(node.key_kind, key),
+        })
+    }
+
+    /// The child of a container, if it has it.
+    pub(crate) fn child(&self, container: usize, step: &Step) -> Result<Option<usize>> {
+        let node = &self.nodes[container];
+        let children = self.children(container);
+        match step {
+            Step::Index(index) if !kind::is_keyed(node.kind) => {
+                Ok(children.clone().nth(native(*index)))
+            }
+            Step::Key(key) if kind::is_keyed(node.kind) => {
+                let wanted = FileKey::of(key)?;
+                let order = &self.by_key[children];
+                let found = order.binary_search_by(|child| {
+                    let child = &self.nodes[native(child.to_native())];
+                    self.file_key(child).map_or(std::cmp::Ordering::Less, |key| key.cmp(&wanted))
+                });
+                Ok(found.ok().map(|place| native(order[place].to_native())))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    pub(crate) fn children(&self, container: usize) -> Range<usize> {
+        let node = &self.nodes[container];
+        if !kind::is_container(node.kind) {
+            return 0..0;
+        }
+        let first = usize::try_from(node.a.to_native()).unwrap_or(usize::MAX);
+        first..first.saturating_add(native(node.count.to_native()))
+    }
+
+    pub(crate) fn heap_proven(&self, range: u64) -> &'a [u8] {
+        self.heap_at(range).expect("the validator has proven the range")
+    }
+
+    pub(crate) fn text(&self, range: u64) -> Text {
+        Text::from_generalized_utf8(self.heap_proven(range).to_vec())
+            .expect("the validator has proven the text")
+    }
+
+    pub(crate) fn dims_proven(&self, start: u32, len: usize) -> Vec<u64> {
+        let len = u64::try_from(len).expect("usize is at most 64 bits");
+        let words = self.dims_at(start, len).expect("the validator has proven the range");
+        words.iter().map(|word| word.to_native()).collect()
+    }
+}
+
+/// The path of a node, for errors; works on tables that are not proven yet, as far as they make
+/// sense.
+pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
+    let mut steps = Vec::new();
+    while node > 0 {
+        let parent = (0..node).find(|parent| views.children(*parent).contains(&node));
+        let Some(parent) = parent else { break };
+        let place = node - views.children(parent).start;
+        let step = if kind::is_keyed(views.nodes[parent].kind) {
+            match views.file_key(&views.nodes[node]).and_then(|key| key.to_key()) {
+                Ok(key) => Step::Key(key),
+                Err(_) => Step::Index(u32::try_from(place).unwrap_or(NONE)),
+            }
+        } else {
+            Step::Index(u32::try_from(place).unwrap_or(NONE))
+        };
+        steps.push(step);
+        node = parent;
+    }
+    steps.into_iter().rev().collect()
+}
+
+/// Numbers of records, on machines where `usize` has 32 bits at least.
+pub(crate) fn native(number: u32) -> usize {
+    usize::try_from(number).expect("usize has at least 32 bits")
+}

@@ -1,0 +1,96 @@
+//! The values of a version, once its tensors are there.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use indexmap::IndexMap;
+use tssd_format::{
+    Container, Dict, Key, Node, ObjectPath, Region, Shard, ShardPlace, Step, Storage, Stored,
+    Tensor, TensorReference, Text, Value,
+};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::plan;
+
+/// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
+pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
+
+/// A tree whose tensors are all there.
+pub(super) struct Tree<'a> {
+    pub(super) views: BTreeMap<u32, Bytes>,
+    pub(super) made: IndexMap<Wish<'a>, Tensor>,
+    pub(super) slices: &'a BTreeMap<String, Vec<ShardPlace>>,
+}
+
+impl Tree<'_> {
+    pub(super) fn value(&self, path: &ObjectPath, node: &Node) -> tssd_format::Result<Value> {
+        Ok(match node {
+            Node::Leaf(value) => value.clone(),
+            Node::Stored(kind, storage) => {
+                let bytes = self.views[storage].clone();
+                match kind {
+                    Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
+                    Stored::Bytes => Value::Bytes(bytes),
+                    Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
+                }
+            }
+            Node::Tensors(run) => self.tensors(path, run)?,
+            Node::Container(container, children) => {
+                let mut dict = Dict::new();
+                let mut values = Vec::new();
+                for (step, child) in children {
+                    let value = self.value(&path.clone().step(step.clone()), child)?;
+                    match step {
+                        Step::Key(key) => drop(dict.insert(key.clone(), value)),
+                        Step::Index(_) => values.push(value),
+                    }
+                }
+                container.value(dict, values)
+            }
+        })
+    }
+
+    fn tensors(&self, path: &ObjectPath, run: &[TensorReference]) -> tssd_format::Result<Value> {
+        if let Some(places) = self.slices.get(&path.fqn()) {
+            let shard = |place: &ShardPlace| {
+                Shard::new(self.made[&(run, Some(place))].clone(), place.clone())
+            };
+            return Ok(Value::Shards(
+                places.iter().map(shard).collect::<tssd_format::Result<_>>()?,
+            ));
+        }
+        let [first, ..] = run else { unreachable!("a leaf has a reference at least") };
+        if !is_whole(run) {
+            return Ok(Value::Tensor(self.made[&(run, None)].clone()));
+        }
+        let bytes = first.storage.map(|storage| self.views[&storage].clone());
+        let storage = Storage::from(bytes.unwrap_or_default());
+        Tensor::new(first.meta.clone(), storage, first.byte_offset).map(Value::Tensor)
+    }
+}
+
+/// Whether one reference is all of its tensor.
+pub(super) fn is_whole(run: &[TensorReference]) -> bool {
+    matches!(run, [only] if plan::region(only) == Region::whole(&plan::global_shape(only)))
+}
+
+/// Puts one writer's values in the place of divergent nodes.
+pub(super) fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Result<()> {
+    let Node::Container(container, children) = node else { return Ok(()) };
+    if *container != Container::Divergent {
+        return children.iter_mut().try_for_each(|(step, child)| {
+            choose_writer(&path.clone().step(step.clone()), child, writer)
+        });
+    }
+    let key = writer.map(|writer| Step::Key(Key::writer(writer)));
+    let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
+        let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
+        let (held, fqn) = (held.join(", "), path.fqn());
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format_args!("writers {held} hold `{fqn}` each their own; say writer="),
+        ));
+    };
+    *node = own.clone();
+    Ok(())
+}

@@ -1,0 +1,456 @@
+//! The `tssd` command as people and scripts meet it: files, stdout, stderr and exit codes.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use tempfile::TempDir;
+use tssd_format::{
+    Archive, Dict, Dtype, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
+};
+
+/// The binary: `TSSD_BIN`, or where cargo puts it beside this test.
+fn binary() -> PathBuf {
+    let path = std::env::var_os("TSSD_BIN").map_or_else(beside_this_test, PathBuf::from);
+    assert!(path.is_file(), "no {}: run `cargo build -p tssd`, or set TSSD_BIN", path.display());
+    path
+}
+
+fn beside_this_test() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    profile.join(format!("tssd{}", std::env::consts::EXE_SUFFIX))
+}
+
+/// A directory in which the command runs.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(TempDir::new().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(binary());
+        command.current_dir(self.0.path()).env_remove("TSSD_STORE").env("NO_COLOR", "1");
+        command.env("TMPDIR", self.0.path());
+        command
+    }
+
+    fn run(&self, args: &str) -> Output {
+        self.command().args(args.split_whitespace()).output().unwrap()
+    }
+
+    /// Runs the command, which must end with this code; returns what it said, results first.
+    #[track_caller]
+    fn expect(&self, code: i32, args: &str) -> String {
+        let output = self.run(args);
+        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        let said = said.concat();
+        assert_eq!(output.status.code(), Some(code), "tssd {args}\n{said}");
+        said
+    }
+
+    fn read(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path(name)).unwrap()
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        std::fs::write(self.path(name), bytes).unwrap();
+    }
+
+    fn write_dict(&self, name: &str, dict: &StateDict) {
+        self.write(name, TorchStoreStateDict::from_state_dict(dict).unwrap().as_bytes());
+    }
+
+    /// The names of all files, to see that nothing temporary stays.
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.0.path()).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+/// A file as the safetensors library writes it, with a tensor of each dtype that torch has too.
+fn library_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
+    let bytes: Vec<u8> = (0..=255).cycle().take(4096).collect();
+    let mut tensors = Vec::new();
+    for dtype in Dtype::ALL.iter().filter_map(|dtype| dtype.safetensors()) {
+        let dtype: safetensors::Dtype = serde_json::from_value(dtype.into()).unwrap();
+        for (place, shape) in
+            [vec![], vec![0, 4], vec![3, 2], vec![2, 1, 4]].into_iter().enumerate()
+        {
+            let bits = shape.iter().product::<usize>() * dtype.bitsize();
+            if bits.is_multiple_of(8) {
+                let data = &bytes[place..place + bits / 8];
+                let view = TensorView::new(dtype, shape, data).unwrap();
+                tensors.push((format!("{place}.{dtype}"), view));
+            }
+        }
+    }
+    let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+    let metadata = metadata.map(|metadata| metadata.iter().map(owned).collect());
+    safetensors::serialize(tensors, metadata).unwrap()
+}
+
+fn tensor(elements: &[f32], shape: &[u64]) -> Tensor {
+    Tensor::from_slice(elements, shape).unwrap()
+}
+
+/// Two tensors, one of them larger than a chunk.
+fn dict() -> StateDict {
+    let mut dict = StateDict::new();
+    dict.insert("small", tensor(&[1.0, 2.0, 3.0, 4.0], &[2, 2]));
+    dict.insert("large", tensor(&vec![0.5; 300_000], &[300_000]));
+    dict
+}
+
+#[test]
+fn safetensors_files_come_back_byte_for_byte() {
+    let several = [("z", "1"), ("format", "pt"), ("é", "\"\n"), ("", "")];
+    for metadata in [None, Some(&[][..]), Some(&[("format", "pt")]), Some(&several)] {
+        let place = Place::new();
+        place.write("in.safetensors", &library_file(metadata));
+        place.expect(0, "pack in.safetensors -o mid.tssd");
+        place.expect(0, "verify mid.tssd");
+        place.expect(0, "unpack mid.tssd -o out.safetensors");
+        assert_eq!(place.read("out.safetensors"), place.read("in.safetensors"), "{metadata:?}");
+        place.expect(0, "diff in.safetensors mid.tssd");
+        assert_eq!(place.names(), ["in.safetensors", "mid.tssd", "out.safetensors"]);
+    }
+}
+
+#[test]
+fn packing_keeps_dtypes_shapes_and_metadata() {
+    let place = Place::new();
+    place.write("in.safetensors", &library_file(Some(&[("format", "pt")])));
+    place.expect(0, "pack in.safetensors -o mid.tssd");
+    let archive = Archive::open(place.path("mid.tssd")).unwrap();
+    let meta = archive.tensor("3.F4").unwrap().meta().clone();
+    assert_eq!((meta.dtype(), meta.shape()), (Dtype::Float4E2m1fnX2, &[2, 1, 2][..]));
+    assert_eq!(archive.tensor("0.C64").unwrap().meta().dtype(), Dtype::Complex64);
+    assert_eq!(archive.attrs().into_keys().collect::<Vec<_>>(), ["format"]);
+}
+
+#[test]
+fn what_torch_lacks_is_not_packed() {
+    let place = Place::new();
+    let f6 = TensorView::new(safetensors::Dtype::F6_E2M3, vec![4], &[1, 2, 3]).unwrap();
+    place.write("f6.safetensors", &safetensors::serialize([("a.b", f6)], None).unwrap());
+    let f4 = TensorView::new(safetensors::Dtype::F4, vec![2, 1], &[1]).unwrap();
+    place.write("odd.safetensors", &safetensors::serialize([("a.b", f4)], None).unwrap());
+    let twice = r#"{"a.b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a.b":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#;
+    let header = u64::try_from(twice.len()).unwrap().to_le_bytes();
+    place.write("twice.safetensors", &[&header, twice.as_bytes(), &[7]].concat());
+    for (code, file) in [(5, "f6"), (5, "odd"), (1, "twice")] {
+        let said = place.expect(code, &format!("pack {file}.safetensors -o out.tssd"));
+        assert!(said.contains("`a.b`"), "{said}");
+        assert!(!place.path("out.tssd").exists());
+    }
+}
+
+#[test]
+fn what_safetensors_lacks_is_not_unpacked() {
+    let one = || Value::from(tensor(&[1.0], &[1]));
+    let cases: [(&str, Value); 5] = [
+        (r#"["a"]["step"]"#, Dict::from_iter([("step", 1_i64)]).into()),
+        (r#"["a"][0]"#, Value::List(vec!["text".into()])),
+        (r#"["a"]["empty"]"#, Dict::from_iter([("empty", Value::List(vec![]))]).into()),
+        (
+            r#"["a"]["0"]"#,
+            Value::from(Dict::from_iter(
+                [(0.into(), one()), ("0".into(), one())] as [(tssd_format::Key, _); 2]
+            )),
+        ),
+        (r#"["a"]["c"]"#, {
+            let meta = TensorMeta::new(Dtype::Complex32, &[1]).unwrap();
+            let tensor = Tensor::new(meta, Storage::from(vec![0; 4]), 0).unwrap();
+            Dict::from_iter([("c", tensor)]).into()
+        }),
+    ];
+    for (path, value) in cases {
+        let place = Place::new();
+        let mut dict = StateDict::new();
+        dict.insert("a", value);
+        place.write_dict("in.tssd", &dict);
+        place.write("out.safetensors", b"old");
+        let said = place.expect(5, "unpack in.tssd -o out.safetensors");
+        assert!(said.contains(path), "{said}");
+        assert_eq!(place.read("out.safetensors"), b"old");
+    }
+}
+
+#[test]
+fn strides_and_ties_are_written_out() {
+    let place = Place::new();
+    let tied = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]);
+    let meta = TensorMeta::new(Dtype::Float32, &[3, 2]).unwrap().with_strides(&[1, 3]).unwrap();
+    let transposed = Tensor::new(meta, tied.storage().clone(), 0).unwrap();
+    let mut dict = StateDict::ordered();
+    let nested = [("weight", tied.clone()), ("transposed", transposed)];
+    dict.insert("layers", Value::List(vec![Dict::from_iter(nested).into()]));
+    dict.insert("head", tied);
+    place.write_dict("in.tssd", &dict);
+    place.expect(0, "unpack in.tssd -o out.safetensors");
+    let file = place.read("out.safetensors");
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let elements = |name: &str| -> Vec<f32> {
+        let bytes = tensors.tensor(name).unwrap().data().to_vec();
+        bytes.chunks_exact(4).map(|item| f32::from_le_bytes(item.try_into().unwrap())).collect()
+    };
+    assert_eq!(elements("head"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    assert_eq!(elements("layers.0.weight"), elements("head"));
+    assert_eq!(elements("layers.0.transposed"), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    place.expect(1, "diff in.tssd out.safetensors");
+    place.expect(0, "diff --values in.tssd out.safetensors");
+}
+
+#[test]
+fn damage_is_named() {
+    let place = Place::new();
+    place.write_dict("good.tssd", &dict());
+    let mut bytes = place.read("good.tssd");
+    let archive = Archive::open(place.path("good.tssd")).unwrap();
+    let byte = archive.storage(1).offset + (1 << 20) + 5;
+    bytes[usize::try_from(byte).unwrap()] ^= 1;
+    place.write("bad.tssd", &bytes);
+    let said = place.expect(1, "verify good.tssd bad.tssd");
+    assert!(said.contains("ok       good.tssd"), "{said}");
+    assert!(said.contains("DAMAGED  bad.tssd"), "{said}");
+    let chunk = archive.storage(1).offset + (1 << 20);
+    assert!(said.contains(&format!("F-090  stored bytes do not match their checksum: 151424 bytes (in `large`, at byte {chunk})")), "{said}");
+    // A directory is all of its archives; -q names the damaged ones only.
+    let said = place.expect(1, "verify -q .");
+    assert_eq!(said.lines().next(), Some("DAMAGED  ./bad.tssd"), "{said}");
+    let json: serde_json::Value =
+        serde_json::from_str(&place.expect(1, "verify --json .")).unwrap();
+    assert_eq!(json[0]["damage"][0]["leaf"], "large");
+    assert_eq!(json[1]["ok"], true);
+
+    bytes.truncate(bytes.len() - 1);
+    place.write("bad.tssd", &bytes);
+    let said = place.expect(1, "verify bad.tssd");
+    assert!(said.contains("F-007"), "{said}");
+    let said = place.expect(1, "inspect bad.tssd");
+    assert!(said.contains("bad.tssd: file does not end with the TSSD magic"), "{said}");
+}
+
+#[test]
+fn a_file_is_shown_as_a_tree() {
+    let place = Place::new();
+    let tied = tensor(&[0.0; 6], &[2, 3]);
+    let mut state = Dict::new();
+    state.insert(0, Dict::from_iter([("step", Value::from(1000_i64))]));
+    state.insert("0", Value::None);
+    let mut dict = StateDict::ordered();
+    dict.insert("embed.weight", tied.clone());
+    dict.insert("lm_head.weight", tied);
+    dict.insert("scale", tensor(&[1.0], &[]));
+    dict.insert("state", state);
+    dict.insert("betas", Value::Tuple(vec![0.9.into(), 0.999.into()]));
+    dict.insert("note", "hello");
+    place.write_dict("model.tssd", &dict);
+    let expected = r#"model.tssd  ordered dict
+├─ embed.weight    float32  [2, 3]  24 B  256 B
+├─ lm_head.weight  float32  [2, 3]  24 B  256 B  tied to embed.weight
+├─ scale           float32  []       4 B  256 B
+├─ state           dict
+│  ├─ 0            dict
+│  │  └─ step      int      1000
+│  └─ "0"          None
+├─ betas           tuple
+│  ├─ [0]          float    0.9
+│  └─ [1]          float    0.999
+└─ note            str      "hello"
+
+3 tensors (1 tied), 28 B, 5 other leaves"#;
+    let said = place.expect(0, "inspect model.tssd");
+    assert!(said.starts_with(expected), "{said}");
+    let json: serde_json::Value =
+        serde_json::from_str(&place.expect(0, "inspect --json model.tssd")).unwrap();
+    let tensor = &json["root"]["ordered_dict"][0][1]["tensor"];
+    assert_eq!(tensor["dtype"], "float32");
+    assert!(tensor.get("data").is_none(), "{tensor}");
+}
+
+#[test]
+fn differences_are_counted() {
+    let place = Place::new();
+    place.write_dict("a.tssd", &dict());
+    let mut other = StateDict::new();
+    let mut large = vec![0.5; 300_000];
+    large[7] = 0.25;
+    large[299_999] = f32::NAN;
+    other.insert("large", tensor(&large, &[300_000]));
+    other.insert("small", tensor(&[1.0, 2.0, 3.0, 4.0], &[4]));
+    other.insert("more", 1_i64);
+    place.write_dict("b.tssd", &other);
+    place.expect(0, "diff a.tssd a.tssd");
+    let said = place.expect(1, "diff a.tssd b.tssd");
+    assert_eq!(
+        said,
+        "shape      small  [2, 2] -> [4]\n\
+         values     large  2 of 300000 elements differ, max |a - b| 0.2500, 1 with NaN\n\
+         only in B  more   int 1\n\
+         order      (all)  the same keys, in another order\n\
+         4 differences; 2 leaves in both files\n"
+    );
+    assert_eq!(place.expect(1, "diff -q a.tssd b.tssd"), "");
+    let json: serde_json::Value =
+        serde_json::from_str(&place.expect(1, "diff --json a.tssd b.tssd")).unwrap();
+    assert_eq!(json["differences"][1]["elements"], 2);
+}
+
+#[test]
+fn exit_codes_are_those_of_the_table() {
+    let place = Place::new();
+    place.write_dict("a.tssd", &dict());
+    place.write("zip.tssd", b"PK\x03\x04 and so on, and so on");
+    for (code, args) in [
+        (0, "--help"),
+        (0, "--version"),
+        (0, "ls --store store"),
+        (1, "inspect zip.tssd"),
+        (1, "verify zip.tssd"),
+        (1, "pack zip.tssd -o out.tssd"),
+        (2, ""),
+        (2, "frobnicate"),
+        (2, "pack a.tssd"),
+        (2, "ls"),
+        (2, "ls --store s3://bucket"),
+        (2, "demo --size many"),
+        (2, "demo --size 10"),
+        (2, "verify"),
+        (2, "get --store store key -o out.safetensors"),
+        (3, "inspect missing.tssd"),
+        (3, "verify missing"),
+        (3, "pack missing.safetensors -o out.tssd"),
+        (3, "get --store store missing -o out.tssd"),
+        (3, "ls --store store missing"),
+        (3, "rm --store store missing"),
+        (3, "unpack a.tssd -o missing/out.safetensors"),
+        (4, "ls --store a.tssd/store"),
+        (5, "unpack a.tssd -o ."),
+        (5, "put --store store key@3 ."),
+    ] {
+        let said = place.expect(code, args);
+        assert!(!said.contains("panicked"), "tssd {args}\n{said}");
+    }
+    assert!(!place.path("out.tssd").exists());
+    let help = place.expect(0, "--help");
+    for line in ["    0  success", "  130  interrupted"] {
+        assert!(help.contains(line), "{help}");
+    }
+    // Errors say what to do, and are JSON where results are.
+    assert!(place.expect(3, "inspect missing.tssd").contains("help: check the path"));
+    let json = place.expect(3, "inspect --json missing.tssd");
+    let json: serde_json::Value = serde_json::from_str(json.trim()).unwrap();
+    assert_eq!(json["message"], "cannot read missing.tssd");
+}
+
+#[test]
+fn a_version_is_put_listed_got_and_removed() {
+    let place = Place::new();
+    place.write_dict("a.tssd", &dict());
+    place.write("b.safetensors", &library_file(None));
+    let store = "--store store";
+    place.expect(0, &format!("put {store} team/policy a.tssd --keep 2"));
+    place.expect(0, &format!("put {store} team/policy@7 b.safetensors"));
+    place.expect(5, &format!("put {store} team/policy@7 a.tssd"));
+    let listed = place.expect(0, &format!("ls {store} --json"));
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    assert_eq!((&listed[0]["key"], &listed[0]["version"]), (&"team/policy".into(), &7.into()));
+    let listed = place.expect(0, &format!("ls {store} team/policy"));
+    assert_eq!(listed.lines().count(), 3, "{listed}");
+
+    place.expect(0, &format!("get {store} team/policy@1 -o one.tssd"));
+    place.expect(0, &format!("get {store} team/policy -o newest.tssd"));
+    place.expect(0, "diff a.tssd one.tssd");
+    place.expect(0, "diff b.safetensors newest.tssd");
+    place.expect(0, "verify store");
+
+    place.expect(0, &format!("rm {store} team/policy@1"));
+    place.expect(3, &format!("get {store} team/policy@1 -o one.tssd"));
+    place.expect(0, "diff a.tssd one.tssd");
+    place.expect(0, &format!("rm {store} team/policy"));
+    assert_eq!(place.expect(0, &format!("ls {store}")), "");
+}
+
+#[test]
+fn the_demo_compares_every_byte() {
+    let place = Place::new();
+    place.write("model.safetensors", &library_file(None));
+    for args in ["demo --size 1MB --json", "demo --model model.safetensors --json"] {
+        let json: serde_json::Value = serde_json::from_str(&place.expect(0, args)).unwrap();
+        let rows = json["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 8, "{json:#}");
+        for row in rows {
+            assert_eq!(row["versions"], serde_json::json!([1, 2, 3]), "{row:#}");
+            assert_eq!(row["bytes_transferred"], row["bytes_needed"], "{row:#}");
+        }
+        assert_eq!(json["mismatches"], serde_json::json!([]));
+    }
+    assert_eq!(place.names(), ["model.safetensors"]);
+}
+
+#[test]
+fn a_closed_pipe_is_no_error() {
+    let place = Place::new();
+    place.write_dict("a.tssd", &dict());
+    let mut command = place.command();
+    let command = command.args(["inspect", "a.tssd"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+}
+
+/// A limit on the size of files looks to a writer as a full disk does.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_the_old_file() {
+    let place = Place::new();
+    place.write_dict("a.tssd", &dict());
+    place.expect(0, "unpack a.tssd -o a.safetensors");
+    for (args, output) in [
+        ("pack a.safetensors -o out.tssd", "out.tssd"),
+        ("unpack a.tssd -o out.safetensors", "out.safetensors"),
+    ] {
+        place.write(output, b"old");
+        let script = format!("trap '' XFSZ; ulimit -f 100; exec \"$TSSD\" {args}");
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]).env("TSSD", binary()).current_dir(place.0.path());
+        let output_of = command.output().unwrap();
+        let said = String::from_utf8(output_of.stderr).unwrap();
+        assert_eq!(output_of.status.code(), Some(5), "{said}");
+        assert!(said.contains("the old file is untouched"), "{said}");
+        assert_eq!(place.read(output), b"old");
+    }
+    assert_eq!(place.names(), ["a.safetensors", "a.tssd", "out.safetensors", "out.tssd"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_leaves_nothing_behind() {
+    let place = Place::new();
+    let mut command = place.command();
+    let command = command.args(["demo", "--size", "20MB"]).stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    // As soon as its directory is there, whatever it is doing then.
+    while place.names().is_empty() {
+        assert!(child.try_wait().unwrap().is_none(), "the demo has ended");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(place.names(), [""; 0]);
+}

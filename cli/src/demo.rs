@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut results = Vec::new();
     {
         let make = || tempfile::Builder::new().prefix("tssd-demo-").tempdir();
-        let (directory, _removed_by_ctrl_c) = Unfinished::make(make).map_err(|error| {
+        let (_removed_by_ctrl_c, directory) = Unfinished::make(make).map_err(|error| {
             Failure::new(Exit::Refused, format_args!("cannot make a temporary directory: {error}"))
         })?;
         let store = Store::directory(directory.path()).map_err(|error| failure(&error))?;

@@ -37,7 +37,10 @@ fn remove(path: &Path) {
         let _tried = match path.symlink_metadata() {
             Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
             Ok(_) => std::fs::remove_file(path),
-            Err(_) => Ok(gone += 1),
+            Err(_) => {
+                gone += 1;
+                Ok(())
+            }
         };
         if gone == 2 {
             return;
@@ -51,15 +54,16 @@ fn remove(path: &Path) {
 pub(crate) struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// Makes something that has a path; an interrupt comes before that or finds it in the list.
+    /// Makes something that has a path: an interrupt comes before that, or finds it in the list.
+    /// What is made comes second, so that it is dropped first.
     pub(crate) fn make<T: AsRef<Path>>(
         make: impl FnOnce() -> io::Result<T>,
-    ) -> io::Result<(T, Self)> {
+    ) -> io::Result<(Self, T)> {
         let mut paths = unfinished();
         let made = make()?;
         let path = made.as_ref().to_owned();
         paths.push(path.clone());
-        Ok((made, Self(path)))
+        Ok((Self(path), made))
     }
 }
 

@@ -16,9 +16,9 @@ use crate::interrupt::Unfinished;
 #[derive(Debug)]
 pub(crate) struct Output {
     target: PathBuf,
-    // Before the file, so that the path is known for as long as the file exists.
-    unfinished: Unfinished,
     stream: BufWriter<NamedTempFile>,
+    // Dropped after the file, so that its path is known for as long as it exists.
+    unfinished: Unfinished,
     bar: ProgressBar,
 }
 
@@ -39,7 +39,7 @@ impl Output {
                 .help("name a file, which is replaced once the new one is complete"));
         }
         let make = || temporary_in(directory_of(&target));
-        let (temporary, unfinished) = Unfinished::make(make).map_err(failed)?;
+        let (unfinished, temporary) = Unfinished::make(make).map_err(failed)?;
         if let Some(old) = old {
             temporary.as_file().set_permissions(old.permissions()).map_err(failed)?;
         }

@@ -12,6 +12,8 @@ mod damage;
 mod geometry;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
+/// The documents: what they name is there, what they say of stores holds.
+mod readme;
 /// What N writers put and M readers get, element by element.
 mod reshard;
 /// State dicts to bytes and back.

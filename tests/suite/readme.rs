@@ -1,0 +1,216 @@
+//! The documents against the repository: what they name is there, and what `spec/reshard.md` says of
+//! stores and no other test proves.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use tssd_format::{
+    Archive, AttrValue, Dict, Key as DictKey, Shard, ShardPlace, StateDict, Tensor, TensorSlice,
+    Value,
+};
+use tssd_store::blocking::Store;
+use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
+
+const DOCUMENTS: [&str; 5] =
+    ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "spec/format.md", "spec/reshard.md"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// What stands in backticks.
+fn code(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn links_lead_somewhere() {
+    for document in DOCUMENTS {
+        let folder = root().join(document);
+        let folder = folder.parent().unwrap();
+        for link in read(document).split("](").skip(1) {
+            let link = link.split(')').next().unwrap();
+            assert!(folder.join(link).exists(), "{document}: {link}");
+        }
+    }
+}
+
+#[test]
+fn tests_and_files_that_are_named_exist() {
+    for document in DOCUMENTS {
+        let text = read(document);
+        for name in code(&text) {
+            if let Some((path, test)) = name.split_once(".rs::") {
+                let source = read(&format!("{path}.rs"));
+                assert!(source.contains(&format!("fn {test}(")), "{document}: {name}");
+            }
+            let is_path = ["format/src/", "store/src/", "cli/src/", "tests/", "spec/", "xtask/"]
+                .iter()
+                .any(|folder| name.starts_with(folder));
+            if is_path && !name.contains("::") && !name.contains(['*', '{', 'N']) {
+                assert!(root().join(name).exists(), "{document}: {name}");
+            }
+        }
+    }
+}
+
+/// The module tables of ARCHITECTURE.md have every file at the top of a crate, and no other.
+#[test]
+fn the_code_map_is_the_code() {
+    let text = read("ARCHITECTURE.md");
+    for package in ["format", "store", "cli"] {
+        let heading = format!("### {package}");
+        let (_, section) = text.split_once(&heading).expect(&heading);
+        let section = section.split("\n##").next().unwrap();
+        let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
+        let named: BTreeSet<&str> = rows.flat_map(|row| code_of_row(row)).collect();
+        let files = std::fs::read_dir(root().join(package).join("src")).unwrap();
+        let files: Vec<String> =
+            files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        let modules: BTreeSet<&str> =
+            files.iter().filter_map(|file| file.strip_suffix(".rs")).collect();
+        let without_root: BTreeSet<&str> =
+            modules.into_iter().filter(|name| !matches!(*name, "lib" | "main")).collect();
+        assert_eq!(named, without_root, "{package}");
+    }
+}
+
+/// The modules that a row names in its first cell.
+fn code_of_row(row: &str) -> impl Iterator<Item = &str> {
+    let cell = row.split('|').next().unwrap();
+    cell.split(['`', ',', ' ']).filter(|name| !name.is_empty())
+}
+
+#[test]
+fn every_rule_of_resharding_names_a_test() {
+    let text = read("spec/reshard.md");
+    let mut numbers = Vec::new();
+    for rule in text.split("\n- **R-").skip(1) {
+        let rule = rule.split("\n\n").next().unwrap();
+        numbers.push(rule.get(..3).unwrap().parse::<u32>().unwrap());
+        assert!(code(rule).any(|name| name.contains(".rs::")), "R-{rule}");
+    }
+    assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
+    assert!(numbers.len() > 40, "{numbers:?}");
+}
+
+#[test]
+fn the_readme_is_short() {
+    assert!(read("README.md").lines().count() <= 120);
+    assert!(read("ARCHITECTURE.md").lines().count() <= 150);
+}
+
+fn put(
+    store: &Store,
+    writer: u32,
+    divergent: Divergent,
+    entries: impl IntoIterator<Item = (DictKey, Value)>,
+) -> Result<PutReport, Error> {
+    let dict = StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap();
+    let options = PutOptions {
+        writer: Some(writer),
+        writers: Some((0..2).collect()),
+        job: Some(JobId("run-1".into())),
+        divergent,
+        ..PutOptions::default()
+    };
+    store.put_state_dict(&Key::new("policy/actor").unwrap(), &dict, &options)
+}
+
+fn half(writer: u32, local: &Tensor) -> Value {
+    let slice = TensorSlice::new(&[u64::from(writer) * 2], &[2], &[4]).unwrap();
+    Shard::new(local.clone(), ShardPlace::new(slice)).unwrap().into()
+}
+
+///
+#[test]
+fn contributions_that_collide_are_rejected() {
+    let store = Store::memory().unwrap();
+    put(&store, 0, Divergent::Error, [(1_i64.into(), Value::None)]).unwrap();
+    let collide =
+        put(&store, 1, Divergent::Error, [(DictKey::Bool(true), Value::None)]).unwrap_err();
+    assert_eq!(collide.kind(), ErrorKind::Rejected);
+    assert!(collide.to_string().contains("equal in Python"), "{collide}");
+
+    put(&store, 0, Divergent::Keep, [("seed".into(), Value::from(1_i64))]).unwrap();
+    let seed = [("seed".into(), Value::from(2_i64))];
+    let disagree = put(&store, 1, Divergent::Lowest, seed).unwrap_err();
+    assert_eq!(disagree.kind(), ErrorKind::Rejected);
+    assert!(disagree.to_string().contains("divergent="), "{disagree}");
+}
+
+///
+#[test]
+fn ties_of_sharded_leaves_survive_if_all_writers_have_them() {
+    for is_tied in [true, false] {
+        let store = Store::memory().unwrap();
+        for writer in 0..2 {
+            let local = || Tensor::from_slice(&[1.0_f32, 2.0], &[2]).unwrap();
+            let a = local();
+            let b = if is_tied || writer == 0 { a.clone() } else { local() };
+            let entries = [("a".into(), half(writer, &a)), ("b".into(), half(writer, &b))];
+            put(&store, writer, Divergent::Error, entries).unwrap();
+        }
+        let key = Key::new("policy/actor").unwrap();
+        let (dict, _) = store.get_state_dict(&key, &GetOptions::default()).unwrap();
+        let at = |fqn| match dict.leaf(fqn).unwrap() {
+            Value::Tensor(tensor) => tensor.view().span().as_ptr(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(at("a") == at("b"), is_tied);
+    }
+}
+
+///
+#[test]
+fn a_version_on_disk_lies_as_it_is_described() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path()).unwrap();
+    let entries = |writer| {
+        let local = Tensor::from_slice(&[1.0_f32, 2.0], &[2]).unwrap();
+        [("w".into(), half(writer, &local))]
+    };
+    put(&store, 0, Divergent::Error, entries(0)).unwrap();
+    let id = put(&store, 1, Divergent::Error, entries(1)).unwrap().id.to_string();
+
+    let names = |path: &str| -> BTreeSet<String> {
+        let names = std::fs::read_dir(folder.path().join(path)).unwrap();
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    let set = |names: [&str; 3]| BTreeSet::from(names.map(str::to_owned));
+    let version = "policy%2Factor/0-1";
+    assert_eq!(names("policy%2Factor"), set(["0-1", ".ledger", ".lock"]));
+    let archives = [format!("0-{id}.tssd"), format!("1-{id}.tssd")];
+    assert_eq!(names(version), set([&archives[0], &archives[1], "manifest.tssd"]));
+    let records = names("policy%2Factor/.ledger");
+    assert!((1..=2).contains(&records.len()), "{records:?}");
+    for record in records {
+        let number = record.strip_suffix(".json").unwrap();
+        assert!(number.len() == 20 && number.parse::<u64>().is_ok(), "{record}");
+    }
+
+    let open = |name: &str| Archive::open(folder.path().join(version).join(name)).unwrap();
+    let manifest = open("manifest.tssd");
+    let attrs = manifest.attrs();
+    assert_eq!(attrs.get("tssd.epoch"), Some(&AttrValue::Int(0)));
+    assert_eq!(attrs.get("tssd.id"), Some(&AttrValue::Text(id.as_str().into())));
+    assert_eq!(attrs.get("tssd.version"), Some(&AttrValue::Int(1)));
+    assert_eq!(attrs.get("tssd.writers"), Some(&AttrValue::Text("0-1".into())));
+    assert!(
+        matches!(attrs.get("tssd.layout"), Some(AttrValue::Bytes(layout)) if layout.len() == 16)
+    );
+    assert_eq!(attrs.len(), 5);
+    let shards = manifest.shards();
+    for ((shard, name), writer) in shards.iter().zip(&archives).zip(0..) {
+        let archive = open(name);
+        assert_eq!((&shard.name, shard.writer), (name, writer));
+        assert_eq!(shard.file_len, archive.file_len());
+        assert_eq!(shard.index_off, archive.index_range().start);
+        assert_eq!(shard.index_crc32, archive.index_crc32());
+    }
+    assert_eq!(shards.len(), 2);
+}

@@ -67,7 +67,7 @@ fn the_code_map_is_the_code() {
         let (_, section) = text.split_once(&heading).expect(&heading);
         let section = section.split("\n##").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
-        let named: BTreeSet<&str> = rows.flat_map(|row| code_of_row(row)).collect();
+        let named: BTreeSet<&str> = rows.flat_map(code_of_row).collect();
         let files = std::fs::read_dir(root().join(package).join("src")).unwrap();
         let files: Vec<String> =
             files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();

@@ -12,8 +12,7 @@ use tssd_format::{
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{Entry, Header};
-use crate::pack::HEADER_ATTR;
+use crate::header::{Entry, HEADER_ATTR, Header};
 
 /// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
 #[derive(Debug)]

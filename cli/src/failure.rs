@@ -73,13 +73,6 @@ impl Failure {
         self
     }
 
-    /// The same with what lies behind it.
-    #[must_use]
-    pub(crate) fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        self.0.source = Some(cause.into());
-        self
-    }
-
     /// The same with the name of the broken rule.
     #[must_use]
     pub(crate) fn code(mut self, code: impl fmt::Display) -> Self {

@@ -16,6 +16,10 @@ use tssd_format::{Blob, Dtype, TensorMeta};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
+/// The attribute with the header of the safetensors file, where it is not the one that `unpack` would
+/// write anyway: so that every file comes back byte for byte.
+pub(crate) const HEADER_ATTR: &str = "tssd.safetensors_header";
+
 /// The member of the header that is no tensor.
 pub(crate) const METADATA: &str = "__metadata__";
 

@@ -10,13 +10,9 @@ use crate::console::Console;
 use crate::document::{load, open_file};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{self, Header};
+use crate::header::{self, HEADER_ATTR, Header};
 use crate::output::Output;
 use crate::size::{Size, count};
-
-/// The attribute with the header of the safetensors file, where it is not the one that `unpack` would
-/// write anyway: so that every file comes back byte for byte.
-pub(crate) const HEADER_ATTR: &str = "tssd.safetensors_header";
 
 /// Pack a safetensors file into an archive.
 #[derive(Debug, clap::Args)]

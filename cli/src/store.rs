@@ -20,12 +20,21 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// Connects to it.
+    /// Connects to it: there must be one.
     pub(crate) fn connect(&self) -> Result<Store> {
-        Store::connect(&self.url).map_err(|error| match error.kind() {
-            ErrorKind::Invalid => Failure::new(Exit::Usage, &error),
-            _ => failure(&error),
-        })
+        Store::connect(&self.url).map_err(|error| unreachable(&error))
+    }
+
+    /// Connects to it, and makes it if it is not there.
+    pub(crate) fn create(&self) -> Result<Store> {
+        Store::create(&self.url).map_err(|error| unreachable(&error))
+    }
+}
+
+fn unreachable(error: &Error) -> Failure {
+    match error.kind() {
+        ErrorKind::Invalid => Failure::new(Exit::Usage, error),
+        _ => failure(error),
     }
 }
 
@@ -48,10 +57,7 @@ pub(crate) fn failure(error: &Error) -> Failure {
     };
     let mut failure = Failure::new(exit, error);
     if let Some(format) = error.format_error() {
-        failure = match std::error::Error::source(format) {
-            Some(system) => failure.because(system.to_string()),
-            None => failure.code(Failure::code_of(format.kind())),
-        };
+        failure = failure.code(Failure::code_of(format.kind()));
     }
     if help.is_empty() { failure } else { failure.help(help) }
 }

@@ -14,9 +14,8 @@ use crate::console::Console;
 use crate::document::{open_archive, open_file};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{self, Header};
+use crate::header::{self, HEADER_ATTR, Header};
 use crate::output::Output;
-use crate::pack::HEADER_ATTR;
 use crate::size::{Size, count};
 
 /// Unpack an archive of tensors into a safetensors file.

@@ -97,10 +97,13 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { kind, note, path, offset, region, .. } = &*self.0;
+        let Inner { kind, note, path, offset, region, source } = &*self.0;
         f.write_str(kind.message())?;
         if let Some(note) = note {
             write!(f, ": {note}")?;
+        }
+        if let Some(source) = source {
+            write!(f, ": {source}")?;
         }
         let mut separator = " (";
         let mut place = |f: &mut fmt::Formatter<'_>, text: fmt::Arguments<'_>| {

@@ -53,6 +53,15 @@ impl Store {
         Self::new(crate::Store::connect(url)?)
     }
 
+    /// See [`crate::Store::create`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn create(url: &str) -> Result<Self> {
+        Self::new(crate::Store::create(url)?)
+    }
+
     fn new(store: crate::Store) -> Result<Self> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_time().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;

@@ -35,10 +35,12 @@ pub(crate) struct Controller {
     environment: Arc<dyn Environment>,
 }
 
-/// A ledger's state, and the number of its record.
+/// A ledger's state, the number of its record, and what else is in the folder of the records: older
+/// ones, and what processes that died have left behind.
 struct Record {
     number: u64,
     state: State,
+    stale: Vec<String>,
 }
 
 impl Controller {
@@ -84,6 +86,7 @@ impl Controller {
 
     /// Opens a visible version.
     pub(crate) async fn open(&self, key: &Key, selector: Selector) -> Result<OpenVersion> {
+        let mut failed = None;
         for _ in 0..OPEN_TRIES {
             let state = self.state(key).await?;
             let newest = state.head().map(|version| version.number);
@@ -91,6 +94,12 @@ impl Controller {
                 return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
             };
             let (folder, id) = (folder(key, version), version.id);
+            if failed.replace(id) == Some(id) {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format_args!("key `{key}`: version {} lacks files", version.number),
+                ));
+            }
             let opened = self.on_disk(move |volume| OpenVersion::open(volume, &folder, id)).await?;
             if let Some(opened) = opened {
                 return Ok(opened);
@@ -142,8 +151,13 @@ impl Controller {
             Ok(manifest) => {
                 let digest = digest(&manifest);
                 let name = format!("{folder}/{MANIFEST}");
-                let path = name.clone();
-                self.on_disk(move |volume| write(volume, &path, &manifest)).await?;
+                let (path, named) = (name.clone(), archives(&version));
+                self.on_disk(move |volume| {
+                    // What tries that died have left behind is no part of the version.
+                    sweep(volume, &folder, &named)?;
+                    write(volume, &path, &manifest)
+                })
+                .await?;
                 Command::Proved {
                     id,
                     manifest: ManifestReference { name, digest },
@@ -172,9 +186,7 @@ impl Controller {
         self.on_disk(move |volume| {
             // The manifest first: without it, no reader finds the rest.
             volume.delete(&format!("{folder}/{MANIFEST}"))?;
-            for name in volume.list(&folder)? {
-                volume.delete(&format!("{folder}/{name}"))?;
-            }
+            sweep(volume, &folder, &[])?;
             volume.remove_folder(&folder)
         })
         .await?;
@@ -228,11 +240,10 @@ impl Controller {
     async fn load(&self, key: &Key) -> Result<Record> {
         let folder = format!("{}/.ledger", key.to_path());
         loop {
-            let records = self.meta.list(&folder).await?;
-            let numbers =
-                records.iter().filter_map(|name| name.strip_suffix(".json")?.parse().ok());
+            let mut names = self.meta.list(&folder).await?;
+            let numbers = names.iter().filter_map(|name| name.strip_suffix(".json")?.parse().ok());
             let Some(number) = numbers.max() else {
-                return Ok(Record { number: 0, state: State::default() });
+                return Ok(Record { number: 0, state: State::default(), stale: names });
             };
             // Whoever has created a newer one since may have deleted this one: look again.
             let Some(record) = self.meta.get(&record_name(key, number)).await? else { continue };
@@ -240,7 +251,8 @@ impl Controller {
                 let name = record_name(key, number);
                 Error::new(ErrorKind::Corrupt, format_args!("ledger record `{name}`: {error}"))
             })?;
-            return Ok(Record { number, state });
+            names.retain(|name| !record_name(key, number).ends_with(name.as_str()));
+            return Ok(Record { number, state, stale: names });
         }
     }
 
@@ -258,11 +270,11 @@ impl Controller {
                 format_args!("key `{key}` was written without its lock; try again"),
             ));
         }
-        // One record before the newest stays, for readers that have just listed it.
-        match last.number.checked_sub(1) {
-            Some(old @ 1..) => self.meta.delete(&record_name(key, old)).await,
-            _ => Ok(()),
+        // The record before the newest stays, for readers that have just listed it.
+        for name in &last.stale {
+            self.meta.delete(&format!("{}/.ledger/{name}", key.to_path())).await?;
         }
+        Ok(())
     }
 
     /// Runs something that waits for the volume on a thread that may wait.
@@ -357,6 +369,25 @@ fn divergent_of(contributions: &[Contribution]) -> Result<Divergent, String> {
         }
     }
     Ok(agreed.unwrap_or_default())
+}
+
+/// The names of the archives that a version has.
+fn archives(version: &Version) -> Vec<String> {
+    let name = |contribution: &LedgerContribution| match contribution {
+        LedgerContribution::Committed { archive, .. } => Some(archive.name.clone()),
+        LedgerContribution::Begun => None,
+    };
+    version.contributions.values().filter_map(name).collect()
+}
+
+/// Deletes everything in a folder but what is named.
+fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
+    for name in volume.list(folder)?.iter().filter(|name| !keep.contains(name)) {
+        if *name != MANIFEST {
+            volume.delete(&format!("{folder}/{name}"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes a blob that may be there already: from an earlier try, with the same bytes.

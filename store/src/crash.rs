@@ -219,6 +219,46 @@ async fn dies_after(steps: i64) -> bool {
     completed
 }
 
+/// The second writer dies after every step, and its next process has other contents: the version has
+/// those of one of the two, and of the second if its put succeeds.
+async fn comes_back_after(steps: i64) -> bool {
+    let world = World::default();
+    let key = Key::new("policy").unwrap();
+    let options = |writer| numbered(as_writer(writer, "job"));
+    let first = world.process(1, i64::MAX);
+    first.put_state_dict(&key, &one_row(0, 0), &options(0)).await.unwrap();
+    let died = world.process(2, steps).put_state_dict(&key, &one_row(1, 1), &options(1)).await;
+    let again = world.process(3, i64::MAX).put_state_dict(&key, &one_row(1, 2), &options(1)).await;
+    world.pass(Duration::from_secs(5));
+    let reader = world.process(4, i64::MAX);
+    let (dict, _) = reader.get_state_dict(&key, &GetOptions::default()).await.unwrap();
+    let Value::Tensor(matrix) = dict.leaf("m").unwrap() else { panic!("a tensor") };
+    let found = matrix.view().as_slice::<i64>().unwrap()[2];
+    let expected = if again.is_ok() { 2 } else { 1 };
+    assert_eq!(found, expected, "after {steps} steps: {again:?}");
+    let files = world.volume.list(&format!("{}/0-2", key.to_path())).unwrap();
+    assert_eq!(files.len(), 3, "two archives and the manifest: {files:?}");
+    died.is_ok()
+}
+
+/// A row of the matrix, and nothing that the writers would have to agree on.
+fn one_row(writer: u64, value: i64) -> StateDict {
+    let slice = TensorSlice::new(&[writer, 0], &[1, 2], &[2, 2]).unwrap();
+    let local = Tensor::from_slice(&[value, value], &[1, 2]).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("m", Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap()));
+    dict
+}
+
+#[tokio::test]
+async fn a_writer_may_come_back_with_other_contents() {
+    let mut steps = 0;
+    while !comes_back_after(steps).await {
+        steps += 1;
+        assert!(steps < 500, "a put takes fewer steps");
+    }
+}
+
 fn numbered(options: PutOptions) -> PutOptions {
     PutOptions { version: Some(2), ..options }
 }

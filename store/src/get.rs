@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use bytes::Bytes;
-use indexmap::IndexMap;
+use indexmap::{IndexMap, IndexSet};
 use tssd_format::{
-    Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace, StateDict,
-    Tensor, TensorMeta, TensorReference,
+    Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace,
+    StateDict, Tensor, TensorMeta, TensorReference, numel,
 };
 
 use self::target::{check, split};
@@ -57,7 +57,9 @@ pub struct GetReport {
     pub epoch: u32,
     /// Its identity.
     pub id: VersionId,
-    /// How many bytes of tensors were asked for.
+    /// What the writers said of the state dict as a whole.
+    pub attrs: Attrs,
+    /// How many bytes of tensors were asked for: tied ones once.
     pub bytes_needed: u64,
     /// How many bytes of tensors were copied, or are seen through views.
     pub bytes_transferred: u64,
@@ -114,6 +116,7 @@ impl<'a> Read<'a> {
             version: self.version.number,
             epoch: self.version.epoch,
             id: self.version.id,
+            attrs: self.version.attrs.clone(),
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
@@ -157,7 +160,7 @@ impl<'a> Read<'a> {
         }
         let views = self.views(viewed)?;
         let made = self.assemble(&wishes)?;
-        self.needed = self.transferred;
+        self.needed += distinct(&leaves, &options.slices);
         let made = wishes.into_keys().zip(made).collect();
         let tree = Tree { views, made, slices: &options.slices };
         let value = tree.value(&ObjectPath::root(), &root);
@@ -342,6 +345,28 @@ impl PlanCache {
         plans.push_front((name, plan));
         plans.truncate(PLANS);
     }
+}
+
+/// How many bytes the leaves have that a state dict is made of: tied ones once, slices as asked for.
+fn distinct(leaves: &[(ObjectPath, Node)], slices: &BTreeMap<String, Vec<ShardPlace>>) -> u64 {
+    let mut seen: IndexSet<Wish<'_>> = IndexSet::new();
+    let mut bytes = 0;
+    for (path, node) in leaves {
+        let Node::Tensors(run) = node else { continue };
+        let itemsize = run[0].meta.dtype().itemsize();
+        match slices.get(&path.fqn()) {
+            Some(places) => {
+                for place in places.iter().filter(|place| seen.insert((run, Some(place)))) {
+                    bytes += place.slice().region().numel() * itemsize;
+                }
+            }
+            None if seen.insert((run, None)) => {
+                bytes += numel(&plan::global_shape(&run[0])) * itemsize;
+            }
+            None => {}
+        }
+    }
+    bytes
 }
 
 /// Lengths of what is in memory.

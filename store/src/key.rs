@@ -51,16 +51,16 @@ impl Key {
     /// folders of at most 200 bytes; one that goes on in the next folder ends with `%`.
     pub(crate) fn to_path(&self) -> String {
         let mut parts = vec![String::new()];
-        for (place, byte) in self.0.bytes().enumerate() {
-            let plain = byte.is_ascii_alphanumeric()
-                || matches!(byte, b'_' | b'-')
-                || byte == b'.' && place > 0;
-            let last = parts.last_mut().expect("there is one part at least");
-            if last.len() + 3 > PART {
+        for byte in self.0.bytes() {
+            if let Some(last) = parts.last_mut().filter(|last| last.len() + 3 > PART) {
                 last.push('%');
                 parts.push(String::new());
             }
             let last = parts.last_mut().expect("there is one part at least");
+            // No folder of a key begins with a dot: those are the store's own.
+            let plain = byte.is_ascii_alphanumeric()
+                || matches!(byte, b'_' | b'-')
+                || byte == b'.' && !last.is_empty();
             if plain {
                 last.push(char::from(byte));
             } else {
@@ -155,7 +155,9 @@ mod tests {
     #[test]
     fn keys_are_paths_and_back() {
         let long = "é/".repeat(300);
-        for text in ["", "a", "a.b", ".", "..", "../../etc", "a/b c", "%", "策略", "CON", &long] {
+        let dots = [198, 199, 200, 201].map(|len| "a".repeat(len) + "..");
+        let texts = ["", "a", "a.b", ".", "..", "../../etc", "a/b c", "%", "策略", "CON", &long];
+        for text in texts.into_iter().chain(dots.iter().map(String::as_str)) {
             let key = Key::new(text).unwrap();
             let path = key.to_path();
             assert!(

@@ -55,7 +55,8 @@ pub(crate) fn merge(
     let mut root = merger.node(&ObjectPath::root(), &copies)?;
     let storages = stored.compact(&mut root);
     let shards: Vec<ShardFile> = contributions.iter().map(Contribution::shard_file).collect();
-    let attrs = Attrs::from([
+    let mut attrs = common_attrs(contributions)?;
+    attrs.extend([
         ("tssd.epoch".to_owned(), AttrValue::Int(i64::from(label.epoch))),
         ("tssd.id".to_owned(), AttrValue::Text(format!("{:032x}", label.id).into())),
         ("tssd.layout".to_owned(), AttrValue::Bytes(fingerprint(&root, &storages).into())),
@@ -63,6 +64,26 @@ pub(crate) fn merge(
         ("tssd.writers".to_owned(), AttrValue::Text(label.writers.to_string().into())),
     ]);
     tssd_format::manifest(&root, &storages, &attrs, &shards).map_err(|error| error.to_string())
+}
+
+/// What the writers say of the state dict as a whole, together.
+fn common_attrs(contributions: &[Contribution]) -> Result<Attrs, String> {
+    let mut common = Attrs::new();
+    for contribution in contributions {
+        for (name, value) in contribution.archive.attrs() {
+            match common.get(&name) {
+                Some(other) if *other != value => {
+                    let writer = contribution.writer;
+                    return Err(format!(
+                        "writer {writer} gives the attribute `{name}` another value"
+                    ));
+                }
+                Some(_) => {}
+                None => drop(common.insert(name, value)),
+            }
+        }
+    }
+    Ok(common)
 }
 
 impl Contribution {

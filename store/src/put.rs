@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use tssd_format::{AttrValue, Fill, Filled, Layout, Options, StateDict};
+use tssd_format::{AttrValue, Attrs, Fill, Filled, Layout, Options, StateDict};
 
 use self::replicas::without_replicas;
 use self::role::Role;
@@ -34,6 +34,9 @@ pub struct PutOptions {
     /// The run that the contribution belongs to: the same in all writers, new in every run. One writer
     /// alone needs none.
     pub job: Option<JobId>,
+    /// What is said of the state dict as a whole, such as safetensors' metadata. Writers must agree
+    /// on what they all say.
+    pub attrs: Attrs,
     /// What becomes of a plain leaf that writers hold differently.
     pub divergent: Divergent,
     /// Which replicas of a shard are stored.
@@ -53,6 +56,7 @@ impl Default for PutOptions {
             writer: None,
             writers: None,
             job: None,
+            attrs: Attrs::new(),
             divergent: Divergent::default(),
             replicas: Replicas::default(),
             rewind: false,
@@ -135,7 +139,8 @@ pub(crate) async fn put(
     let bytes = layout.file_len();
     let begun = begin(controller, key, options, &role, call).await?;
     let committed = async {
-        let file = format!("{}-{}.tssd", role.writer, begun.id);
+        // Each try has a file of its own: one that died may have left another behind.
+        let file = format!("{}-{:032x}.tssd", role.writer, controller.random());
         let path = format!("{}/{file}", folder_of(key, begun.epoch, begun.number));
         let is_stored = begun.committed.is_some();
         let digest = controller
@@ -169,6 +174,9 @@ pub(crate) async fn put(
 
 fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
     let mut format = Options::new();
+    for (name, value) in &options.attrs {
+        format = format.attr(name, value.clone());
+    }
     if options.allow_opaque {
         format = format.allow_opaque();
     }
@@ -286,9 +294,10 @@ fn store(volume: &dyn Volume, path: &str, layout: &Layout) -> Result<Digest> {
         tail_part.write(&tail)?;
         digest(&tail)
     };
-    // A name that is taken holds the same: it carries the version's identity and the writer.
-    reservation.seal()?;
-    Ok(digest)
+    if reservation.seal()? {
+        return Ok(digest);
+    }
+    Err(Error::new(ErrorKind::Busy, format_args!("`{path}` is there already")))
 }
 
 /// The digest that an archive would have.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use tssd_format::{Region, StateDict, Tensor};
@@ -87,6 +87,20 @@ impl Store {
         Self::new(controller)
     }
 
+    /// A store in a directory that is there. See [`Store::directory`], which makes one.
+    ///
+    /// # Errors
+    ///
+    /// `Unreachable` if there is no such directory, or it cannot be read.
+    pub fn open_directory(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let is_folder = |root: &PathBuf| {
+            if root.is_dir() { Ok(()) } else { Err(std::io::ErrorKind::NotADirectory.into()) }
+        };
+        let reached = path.canonicalize().and_then(|root| is_folder(&root).map(|()| root));
+        reached.map(Self::at).map_err(|error| unreachable_at(path, &error))
+    }
+
     /// A store in a directory, which is made if it is not there. Each version is a folder of ordinary
     /// `.tssd` files and a manifest; several processes may use the directory at once.
     ///
@@ -96,40 +110,35 @@ impl Store {
     pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let reached = disk::make_folders(path).and_then(|()| path.canonicalize());
-        let root = reached.map_err(|error| {
-            let path = path.display();
-            Error::new(ErrorKind::Unreachable, format_args!("no store at `{path}`: {error}"))
-        })?;
+        reached.map(Self::at).map_err(|error| unreachable_at(path, &error))
+    }
+
+    fn at(root: PathBuf) -> Self {
         let controller = Controller::new(
             Arc::new(DirectoryMeta::new(root.clone())),
             Arc::new(DirectoryVolume::new(root)),
             Arc::new(SystemEnvironment),
         );
-        Ok(Self::new(controller))
+        Self::new(controller)
     }
 
-    /// The store at an address: a directory (`PATH` or `file:PATH`), or `memory:`, a new one.
+    /// The store at an address: a directory that is there (`PATH` or `file:PATH`), or `memory:`, a
+    /// new one.
     ///
     /// # Errors
     ///
     /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address.
     pub fn connect(url: &str) -> Result<Self> {
-        match url.split_once(':') {
-            Some(("memory", "")) => Ok(Self::memory()),
-            Some(("file", path)) => Self::directory(path.strip_prefix("//").unwrap_or(path)),
-            Some((scheme @ ("unix" | "tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => {
-                Err(Error::new(
-                    ErrorKind::Invalid,
-                    format_args!(
-                        "`{url}`: stores at {scheme}: addresses cannot be reached yet; use a directory"
-                    ),
-                ))
-            }
-            _ if url.is_empty() => {
-                Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
-            }
-            _ => Self::directory(url),
-        }
+        path_of(url)?.map_or_else(|| Ok(Self::memory()), Self::open_directory)
+    }
+
+    /// As [`Store::connect`], but makes the directory if it is not there.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::connect`].
+    pub fn create(url: &str) -> Result<Self> {
+        path_of(url)?.map_or_else(|| Ok(Self::memory()), Self::directory)
     }
 
     pub(crate) fn new(controller: Controller) -> Self {
@@ -345,6 +354,29 @@ impl VersionInfo {
             since,
         }
     }
+}
+
+/// The directory that an address names; none is memory.
+fn path_of(url: &str) -> Result<Option<&Path>> {
+    match url.split_once(':') {
+        _ if url.is_empty() => {
+            Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
+        }
+        Some(("memory", "")) => Ok(None),
+        Some(("file", path)) => Ok(Some(Path::new(path.strip_prefix("//").unwrap_or(path)))),
+        Some((scheme @ ("unix" | "tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => {
+            Err(Error::new(
+                ErrorKind::Invalid,
+                format_args!("`{url}`: {scheme}: addresses cannot be reached yet; use a directory"),
+            ))
+        }
+        _ => Ok(Some(Path::new(url))),
+    }
+}
+
+fn unreachable_at(path: &Path, error: &std::io::Error) -> Error {
+    let path = path.display();
+    Error::new(ErrorKind::Unreachable, format_args!("no store at `{path}`: {error}"))
 }
 
 fn selector(version: Option<u64>) -> Selector {

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Blob, CHUNK_BYTES, Error as FormatError, ErrorKind as FormatKind, Node,
-    ObjectPath, StorageReference, TensorReference,
+    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Error as FormatError, ErrorKind as FormatKind,
+    Node, ObjectPath, StorageReference, TensorReference,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -26,6 +26,8 @@ pub(crate) struct OpenVersion {
     /// The name of its layout, under which plans are cached.
     pub(crate) layout: [u8; 16],
     pub(crate) root: Node,
+    /// What its writers say of it as a whole.
+    pub(crate) attrs: Attrs,
     folder: String,
     storages: Vec<Stored>,
     blobs: Vec<Arc<dyn Blob>>,
@@ -75,6 +77,7 @@ impl OpenVersion {
             layout: label.layout,
             tensors: tensors_by_fqn(&root),
             root,
+            attrs: user_attrs(&manifest),
             folder: folder.to_owned(),
             storages: storages.collect(),
             blobs,
@@ -189,6 +192,17 @@ impl Label {
             layout: (**layout).try_into().ok()?,
         })
     }
+}
+
+/// The attributes of a manifest but those that the store has added.
+fn user_attrs(manifest: &Archive) -> Attrs {
+    let mut attrs = manifest.attrs();
+    for own in
+        ["tssd.divergent", "tssd.epoch", "tssd.id", "tssd.layout", "tssd.version", "tssd.writers"]
+    {
+        attrs.remove(own);
+    }
+    attrs
 }
 
 fn tensors_by_fqn(root: &Node) -> BTreeMap<String, Option<Vec<TensorReference>>> {

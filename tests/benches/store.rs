@@ -51,7 +51,7 @@ fn main() {
                 }),
                 Runner::new("memory store", || get(&memory, dim, &mut ours)),
                 Runner::new("directory store, version read before", || {
-                    get(&directory, dim, &mut theirs)
+                    get(&directory, dim, &mut theirs);
                 }),
                 Runner::new("directory store, first read: proves the bytes", || {
                     get(&Store::directory(folder.path()).unwrap(), dim, &mut fresh);

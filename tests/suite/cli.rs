@@ -316,6 +316,7 @@ fn exit_codes_are_those_of_the_table() {
     for (code, args) in [
         (0, "--help"),
         (0, "--version"),
+        (0, "put --store store key a.tssd"),
         (0, "ls --store store"),
         (1, "inspect zip.tssd"),
         (1, "verify zip.tssd"),
@@ -324,6 +325,7 @@ fn exit_codes_are_those_of_the_table() {
         (2, "frobnicate"),
         (2, "pack a.tssd"),
         (2, "ls"),
+        (2, "put --store store --job run key a.tssd"),
         (2, "ls --store s3://bucket"),
         (2, "demo --size many"),
         (2, "demo --size 10"),
@@ -337,6 +339,8 @@ fn exit_codes_are_those_of_the_table() {
         (3, "rm --store store missing"),
         (3, "unpack a.tssd -o missing/out.safetensors"),
         (4, "ls --store a.tssd/store"),
+        (4, "ls --store no-such-store"),
+        (4, "get --store no-such-store key -o out.tssd"),
         (5, "unpack a.tssd -o ."),
         (5, "put --store store key@3 ."),
     ] {

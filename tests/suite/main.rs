@@ -6,6 +6,8 @@
     reason = "tests count small things, and fail by panicking"
 )]
 
+/// The `tssd` command as its users run it.
+mod cli;
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
 /// Meshes, placements and boxes against naive index sets.

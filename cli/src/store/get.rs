@@ -46,7 +46,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 
     let refused = |error| Failure::format(&args.output, &error);
     // Whoever put an opaque leaf has allowed it; it stays what it is.
-    let layout = Layout::plan(&dict, &Options::new().allow_opaque()).map_err(refused)?;
+    let attrs = report.attrs.iter();
+    let options = attrs.fold(Options::new().allow_opaque(), |options, (name, value)| {
+        options.attr(name, value.clone())
+    });
+    let layout = Layout::plan(&dict, &options).map_err(refused)?;
     bar.set_length(layout.file_len());
     layout.write_to(&mut output).map_err(refused)?;
     let file_len = output.commit()?;

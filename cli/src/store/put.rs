@@ -10,7 +10,7 @@ use super::{Address, failure};
 use crate::console::Console;
 use crate::document::Document;
 use crate::exit::Exit;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::size::{Size, speed};
 
 /// Put a file into a store, as a new version of a key.
@@ -41,10 +41,16 @@ pub(crate) struct Args {
 
 /// One writer's contribution; usually there is only one writer.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let store = args.store.connect()?;
+    if args.job.is_some() && args.key.version.is_none() {
+        return Err(Failure::new(Exit::Usage, "--job needs the number of the version").help(
+            "say KEY@VERSION: commands of several writers know of each other by nothing else",
+        ));
+    }
+    let store = args.store.create()?;
     let key = &args.key.key;
     let spinner = console.spinner(&format!("putting {key}"));
-    let dict = Document::open(&args.file)?.to_state_dict()?;
+    let document = Document::open(&args.file)?;
+    let dict = document.to_state_dict()?;
     if let Some(keep) = args.keep {
         store.retain(key, keep).map_err(|error| failure(&error))?;
     }
@@ -52,6 +58,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         version: args.key.version,
         writer: args.writer,
         job: args.job.clone().map(JobId),
+        attrs: document.attrs(),
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
         ..PutOptions::default()

@@ -279,7 +279,7 @@ impl Refusal {
             Self::JobsDisagree { .. } => "wait until that version has ended, or use another number",
             Self::WritersDisagree { .. } => "say the same writers= in all, also if the set changed",
             Self::VersionNotNewer { .. } | Self::ContributionDiffers { .. } => {
-                "use a higher number, or rewind=True"
+                "use a higher number, or rewind"
             }
             Self::LateCall { .. } => "put again",
             Self::NumbersExhausted => "rewind to a lower number, or use another key",

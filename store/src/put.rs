@@ -43,7 +43,7 @@ pub struct PutOptions {
     pub replicas: Replicas,
     /// Whether a version that is not above the highest opens a new epoch.
     pub rewind: bool,
-    /// Whether leaves that are no typed values are taken ([`Value::Opaque`]).
+    /// Whether leaves that are no typed values are taken ([`tssd_format::Value::Opaque`]).
     pub allow_opaque: bool,
     /// For how long to wait for others at most.
     pub timeout: Duration,

@@ -298,6 +298,9 @@ impl<'a> TensorView<'a> {
                 self.meta.dtype
             )));
         }
+        if self.meta.numel() == 0 {
+            return Ok(&[]);
+        }
         bytemuck::try_cast_slice(self.contiguous()?)
             .map_err(|error| Error::new(ErrorKind::Misaligned).note(error))
     }

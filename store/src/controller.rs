@@ -77,8 +77,8 @@ impl Controller {
     /// The ledger of a key as it is now; one that was never written is empty.
     pub(crate) async fn state(&self, key: &Key) -> Result<State> {
         let state = self.load(key).await?.state;
-        if self.owes_old_proof(&state) {
-            self.settle(key).await?;
+        // Somebody who may not write, or cannot now, still reads what is visible.
+        if self.owes_old_proof(&state) && self.settle(key).await.is_ok() {
             return Ok(self.load(key).await?.state);
         }
         Ok(state)
@@ -154,7 +154,7 @@ impl Controller {
                 let (path, named) = (name.clone(), archives(&version));
                 self.on_disk(move |volume| {
                     // What tries that died have left behind is no part of the version.
-                    sweep(volume, &folder, &named)?;
+                    sweep(volume, &folder, &named);
                     write(volume, &path, &manifest)
                 })
                 .await?;
@@ -182,11 +182,14 @@ impl Controller {
             .any(|effect| matches!(effect, Effect::Delete { id: other, .. } if *other == id));
         let version = record.state.versions().find(|version| version.id == id);
         let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
-        let folder = folder(key, version);
+        let (folder, named) = (folder(key, version), archives(version));
         self.on_disk(move |volume| {
             // The manifest first: without it, no reader finds the rest.
             volume.delete(&format!("{folder}/{MANIFEST}"))?;
-            sweep(volume, &folder, &[])?;
+            for name in named {
+                volume.delete(&format!("{folder}/{name}"))?;
+            }
+            sweep(volume, &folder, &[]);
             volume.remove_folder(&folder)
         })
         .await?;
@@ -197,7 +200,7 @@ impl Controller {
     /// Deletes versions; says how many.
     pub(crate) async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
         let outcome = self.apply(key, Command::Delete { selection }).await?;
-        self.settle(key).await?;
+        self.reclaim_owed(key).await?;
         Ok(match outcome {
             Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
             _ => 0,
@@ -239,9 +242,9 @@ impl Controller {
 
     async fn load(&self, key: &Key) -> Result<Record> {
         let folder = format!("{}/.ledger", key.to_path());
-        loop {
+        for _ in 0..OPEN_TRIES {
             let mut names = self.meta.list(&folder).await?;
-            let numbers = names.iter().filter_map(|name| name.strip_suffix(".json")?.parse().ok());
+            let numbers = names.iter().filter_map(|name| record_number(name));
             let Some(number) = numbers.max() else {
                 return Ok(Record { number: 0, state: State::default(), stale: names });
             };
@@ -254,6 +257,10 @@ impl Controller {
             names.retain(|name| !record_name(key, number).ends_with(name.as_str()));
             return Ok(Record { number, state, stale: names });
         }
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format_args!("the records in `{folder}` cannot be read"),
+        ))
     }
 
     /// Creates the next record; the key must be locked since the last one was read.
@@ -264,7 +271,10 @@ impl Controller {
         let bytes = serde_json::to_vec(next).map_err(|error| {
             Error::new(ErrorKind::Invalid, format_args!("key `{key}`: {error}"))
         })?;
-        if !self.meta.create(&record_name(key, last.number + 1), bytes).await? {
+        let number = last.number.checked_add(1).ok_or_else(|| {
+            Error::new(ErrorKind::Corrupt, format_args!("key `{key}` has no record numbers left"))
+        })?;
+        if !self.meta.create(&record_name(key, number), bytes).await? {
             return Err(Error::new(
                 ErrorKind::Busy,
                 format_args!("key `{key}` was written without its lock; try again"),
@@ -272,7 +282,8 @@ impl Controller {
         }
         // The record before the newest stays, for readers that have just listed it.
         for name in &last.stale {
-            self.meta.delete(&format!("{}/.ledger/{name}", key.to_path())).await?;
+            // The step is made; what cannot be deleted now is stale the next time too.
+            let _ = self.meta.delete(&format!("{}/.ledger/{name}", key.to_path())).await;
         }
         Ok(())
     }
@@ -291,6 +302,12 @@ impl Controller {
 
 fn advance(key: &Key, state: &State, command: Command) -> Result<Step> {
     step(state, command).map_err(|refusal| Error::refused(key, refusal))
+}
+
+/// The number of a record by the last part of its name.
+fn record_number(name: &str) -> Option<u64> {
+    let digits = name.strip_suffix(".json").filter(|digits| digits.len() == 20)?;
+    digits.parse().ok().filter(|number| format!("{number:020}") == digits)
 }
 
 fn record_name(key: &Key, number: u64) -> String {
@@ -380,14 +397,13 @@ fn archives(version: &Version) -> Vec<String> {
     version.contributions.values().filter_map(name).collect()
 }
 
-/// Deletes everything in a folder but what is named.
-fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
-    for name in volume.list(folder)?.iter().filter(|name| !keep.contains(name)) {
-        if *name != MANIFEST {
-            volume.delete(&format!("{folder}/{name}"))?;
-        }
+/// Deletes everything in a folder but the manifest and what is named, as far as it can be deleted:
+/// somebody else may have put something there that is not ours.
+fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) {
+    let names = volume.list(folder).unwrap_or_default();
+    for name in names.iter().filter(|name| *name != MANIFEST && !keep.contains(name)) {
+        let _ = volume.delete(&format!("{folder}/{name}"));
     }
-    Ok(())
 }
 
 /// Writes a blob that may be there already: from an earlier try, with the same bytes.

@@ -140,11 +140,27 @@ pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
 }
 
 /// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
-pub(crate) fn lock(path: &Path) -> io::Result<File> {
-    make_folders(parent(path)?)?;
-    let file = File::options().write(true).create(true).truncate(false).open(path)?;
-    file.lock()?;
-    Ok(file)
+#[derive(Debug)]
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// Takes the lock; none if somebody else holds it.
+    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
+        make_folders(parent(path)?)?;
+        let file = File::options().write(true).create(true).truncate(false).open(path)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(fs::TryLockError::WouldBlock) => Ok(None),
+            Err(fs::TryLockError::Error(error)) => Err(error),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing the file is not enough: a child that was forked meanwhile has it open too.
+        let _ = self.0.unlock();
+    }
 }
 
 /// Makes a folder and those above it, durably.
@@ -175,7 +191,10 @@ fn parent(path: &Path) -> io::Result<&Path> {
 fn optional<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
+        Err(error) => match error.kind() {
+            // What lies below a file is not there either.
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(None),
+            _ => Err(error),
+        },
     }
 }

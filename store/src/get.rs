@@ -16,7 +16,7 @@ use tssd_format::{
 
 use self::target::{check, split};
 use self::tree::{Tree, Wish, choose_writer, is_whole};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
@@ -130,13 +130,14 @@ impl<'a> Read<'a> {
         let mut root = self.version.root.clone();
         choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
         let leaves = root.clone().into_leaves();
-        for fqn in options.slices.keys() {
-            if !leaves
-                .iter()
-                .any(|(path, node)| matches!(node, Node::Tensors(_)) && path.fqn() == *fqn)
-            {
-                return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
-            }
+        let tensors = leaves.iter().filter(|(_, node)| matches!(node, Node::Tensors(_)));
+        let names: BTreeSet<String> = if options.slices.is_empty() {
+            BTreeSet::new()
+        } else {
+            tensors.map(|(path, _)| path.fqn()).collect()
+        };
+        if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
+            return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
         }
         let mut viewed = BTreeSet::new();
         let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
@@ -168,15 +169,20 @@ impl<'a> Read<'a> {
     }
 
     /// One tensor, whole, or one box of it.
-    pub(crate) fn tensor(&mut self, fqn: &str, region: Option<&Region>) -> Result<Tensor> {
-        let references = self.version.tensor(fqn)?;
+    pub(crate) fn tensor(
+        &mut self,
+        fqn: &str,
+        region: Option<&Region>,
+        writer: Option<u32>,
+    ) -> Result<Tensor> {
+        let references = &self.version.tensor(fqn, writer)?;
         if region.is_none() && is_whole(references) {
-            let storage = references[0].storage;
-            let views = self.views(storage.into_iter().collect())?;
-            let bytes = storage.map(|storage| views[&storage].clone()).unwrap_or_default();
-            let tensor =
-                Tensor::new(references[0].meta.clone(), bytes.into(), references[0].byte_offset);
-            self.needed += references[0].meta.nbytes();
+            let TensorReference { meta, storage, byte_offset, .. } = &references[0];
+            let span = *byte_offset..byte_offset + meta.span_bytes();
+            let bytes = storage.map(|storage| self.version.bytes(storage, span)).transpose()?;
+            self.needed += meta.nbytes();
+            self.transferred += meta.span_bytes();
+            let tensor = Tensor::new(meta.clone(), bytes.unwrap_or_default().into(), 0);
             return tensor.map_err(|error| self.format_error(error));
         }
         let global_shape = plan::global_shape(&references[0]);
@@ -187,17 +193,22 @@ impl<'a> Read<'a> {
             references,
             wanted: Wanted { region, global_shape: global_shape.into(), meta: meta.clone() },
         };
-        let mut memory = vec![0; native(meta.nbytes())];
+        let mut memory = memory(meta.nbytes())?;
         self.needed += meta.nbytes();
         self.fill(vec![(request, &mut memory)])?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
     /// Fills the caller's tensors; allocates nothing of their size.
-    pub(crate) fn fill_targets(&mut self, targets: &mut [Target<'_>]) -> Result<()> {
+    pub(crate) fn fill_targets(
+        &mut self,
+        targets: &mut [Target<'_>],
+        writer: Option<u32>,
+    ) -> Result<()> {
+        let leaf = |target: &Target<'_>| self.version.tensor(&target.fqn, writer);
+        let leaves: Vec<Vec<TensorReference>> = targets.iter().map(leaf).collect::<Result<_>>()?;
         let mut work = Vec::with_capacity(targets.len());
-        for target in targets {
-            let references = self.version.tensor(&target.fqn)?;
+        for (target, references) in targets.iter_mut().zip(&leaves) {
             check(target).map_err(|error| self.format_error(error))?;
             let global_shape = plan::global_shape(&references[0]);
             let (region, global_shape) = match &target.place {
@@ -245,7 +256,7 @@ impl<'a> Read<'a> {
                 None => (Region::whole(&global_shape), global_shape),
             };
             let meta = self.meta(&references[0], region.shape())?;
-            memories.push(vec![0_u8; native(meta.nbytes())]);
+            memories.push(memory(meta.nbytes())?);
             let wanted = Wanted { region, global_shape: asked.into(), meta: meta.clone() };
             requests.push(Request { fqn: fqn.clone(), references, wanted });
             metas.push(meta);
@@ -292,21 +303,33 @@ impl<'a> Read<'a> {
     fn name_of(&self, requests: &[Request<'_>]) -> [u8; 32] {
         let mut hash = blake3::Hasher::new();
         hash.update(&self.version.layout);
-        for Request { fqn, wanted, .. } in requests {
-            let meta = &wanted.meta;
-            let region = &wanted.region;
-            let (shape, strides) = (&wanted.global_shape, meta.strides());
-            let sizes = [wide(fqn.len()), wide(shape.len()), u64::from(meta.dtype().code())];
-            for value in sizes
-                .iter()
-                .chain(shape)
-                .chain(region.offsets())
-                .chain(region.shape())
-                .chain(&strides)
-            {
+        let mut vector = |values: &mut dyn Iterator<Item = u64>| {
+            for value in values {
                 hash.update(&value.to_le_bytes());
             }
-            hash.update(fqn.as_bytes());
+        };
+        for Request { references, wanted, .. } in requests {
+            let meta = &wanted.meta;
+            let region = &wanted.region;
+            let sizes = [references.len(), wanted.global_shape.len()].map(wide);
+            let code = u64::from(meta.dtype().code());
+            vector(&mut sizes.into_iter().chain([code]));
+            vector(
+                &mut wanted
+                    .global_shape
+                    .iter()
+                    .chain(region.offsets())
+                    .chain(region.shape())
+                    .copied(),
+            );
+            vector(&mut meta.strides().into_iter());
+            for reference in *references {
+                let storage = reference.storage.map_or(u64::MAX, u64::from);
+                let held = plan::region(reference);
+                vector(&mut [storage, reference.byte_offset].into_iter());
+                vector(&mut held.offsets().iter().chain(held.shape()).copied());
+                vector(&mut reference.meta.strides().into_iter());
+            }
         }
         *hash.finalize().as_bytes()
     }
@@ -367,6 +390,15 @@ fn distinct(leaves: &[(ObjectPath, Node)], slices: &BTreeMap<String, Vec<ShardPl
         }
     }
     bytes
+}
+
+/// New memory; what does not fit is refused before the system is asked to give up.
+fn memory(bytes: u64) -> Result<Vec<u8>> {
+    let too_large =
+        || Error::new(ErrorKind::Invalid, format_args!("{bytes} bytes do not fit into memory"));
+    let len = usize::try_from(bytes).map_err(|_| too_large())?;
+    Vec::<u8>::new().try_reserve_exact(len).map_err(|_| too_large())?;
+    Ok(vec![0; len])
 }
 
 /// Lengths of what is in memory.

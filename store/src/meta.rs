@@ -9,6 +9,11 @@ use async_trait::async_trait;
 
 use crate::error::Result;
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::OwnedMutexGuard;
+
 pub(crate) use directory::DirectoryMeta;
 pub(crate) use memory::MemoryMeta;
 
@@ -33,6 +38,21 @@ pub(crate) trait MetaStore: Send + Sync {
     /// Deletes a record, if it is there.
     async fn delete(&self, name: &str) -> Result<()>;
 
-    /// Waits until nobody else holds `name`, and holds it until the result is dropped.
+    /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after
+    /// a minute.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
+}
+
+/// Whose turn it is in this process: one at a time for each name.
+#[derive(Debug, Default)]
+struct Turns(Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>);
+
+impl Turns {
+    async fn take(&self, name: &str) -> OwnedMutexGuard<()> {
+        let turn = {
+            let mut turns = self.0.lock().expect("nobody panics while holding the turns");
+            turns.entry(name.to_owned()).or_default().clone()
+        };
+        turn.lock_owned().await
+    }
 }

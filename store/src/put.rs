@@ -4,7 +4,7 @@ mod replicas;
 mod role;
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tssd_format::{AttrValue, Attrs, Fill, Filled, Layout, Options, StateDict};
@@ -12,10 +12,12 @@ use tssd_format::{AttrValue, Attrs, Fill, Filled, Layout, Options, StateDict};
 use self::replicas::without_replicas;
 use self::role::Role;
 use crate::controller::{Controller, DIVERGENT, digest, folder_of};
+use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Digest, JobId, Outcome, VersionId, WriterSet,
+    ArchiveReference, Begin, Command, Commit, Digest, Fate, JobId, Outcome, Refusal, Version,
+    VersionId, WriterSet,
 };
 use crate::merge::Divergent;
 use crate::parallel;
@@ -124,24 +126,43 @@ impl Calls {
 
 /// Puts one writer's state dict.
 pub(crate) async fn put(
-    controller: &Controller,
+    controller: &Arc<Controller>,
     key: &Key,
     dict: &StateDict,
     options: &PutOptions,
     calls: &Calls,
 ) -> Result<PutReport> {
     let started = Instant::now();
-    let role = Role::of(dict, options)?;
     // Counted first: a put that fails is a call all the same.
-    let call = options.job.as_ref().map(|job| calls.next(key, job, role.writer));
+    let call = match (&options.job, options.writer, options.version) {
+        (Some(job), Some(writer), _) => Some(calls.next(key, job, writer)),
+        (None, ..) | (_, _, Some(_)) => None,
+        (Some(_), None, None) => {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "puts of a job are matched by their number or by their writer's count; say version= \
+                 or writer=",
+            ));
+        }
+    };
+    let role = Role::of(dict, options)?;
     let layout =
         plan(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
     let bytes = layout.file_len();
     let begun = begin(controller, key, options, &role, call).await?;
+    // Each try has a file of its own: one that died may have left another behind.
+    let file = format!("{}-{:032x}.tssd", role.writer, controller.random());
+    let mut attempt = Attempt {
+        controller: controller.clone(),
+        key: key.clone(),
+        id: begun.id,
+        writer: role.writer,
+        folder: folder_of(key, begun.epoch, begun.number),
+        file: file.clone(),
+        is_decided: false,
+    };
     let committed = async {
-        // Each try has a file of its own: one that died may have left another behind.
-        let file = format!("{}-{:032x}.tssd", role.writer, controller.random());
-        let path = format!("{}/{file}", folder_of(key, begun.epoch, begun.number));
+        let path = format!("{}/{file}", attempt.folder);
         let is_stored = begun.committed.is_some();
         let digest = controller
             .on_disk(
@@ -151,13 +172,13 @@ pub(crate) async fn put(
         let archive = ArchiveReference { name: file, file_len: bytes, bytes };
         commit(controller, key, options, &role, begun.id, digest, archive).await
     };
-    let (visible, missing) = match committed.await {
+    let committed = committed.await;
+    attempt.is_decided = true;
+    let (visible, missing) = match committed {
         Ok(done) => done,
         Err(error) => {
-            let abort = Command::Abort { id: begun.id, writer: role.writer };
-            // The put has failed already; if this fails too, the version ends by its age.
-            let _ = controller.apply(key, abort).await;
-            let _ = controller.settle(key).await;
+            let error = attempt.reason(&begun, error).await;
+            attempt.withdraw().await;
             return Err(error);
         }
     };
@@ -170,6 +191,67 @@ pub(crate) async fn put(
         bytes,
         seconds: started.elapsed().as_secs_f64(),
     })
+}
+
+/// A put between begin and commit. One that is dropped undecided, because its future was, withdraws
+/// itself.
+struct Attempt {
+    controller: Arc<Controller>,
+    key: Key,
+    id: VersionId,
+    writer: u32,
+    folder: String,
+    file: String,
+    is_decided: bool,
+}
+
+impl Attempt {
+    /// Why the put failed: what has become of the version comes before what that has led to.
+    async fn reason(&self, begun: &Begun, error: Error) -> Error {
+        let state = self.controller.state(&self.key).await;
+        match state.ok().and_then(|state| state.outcome_of(self.id)) {
+            Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
+                Error::refused(&self.key, Refusal::Dropped { number: begun.number, reason })
+            }
+            _ => error,
+        }
+    }
+
+    /// Takes back what is not committed. The put has failed already; if this fails too, the version
+    /// ends by its age.
+    async fn withdraw(&self) {
+        let abort = Command::Abort { id: self.id, writer: self.writer };
+        let _ = self.controller.apply(&self.key, abort).await;
+        let state = self.controller.state(&self.key).await;
+        let is_committed =
+            |version: &Version| version.id == self.id && version.digest_of(self.writer).is_some();
+        if state.is_ok_and(|state| !state.versions().any(is_committed)) {
+            let (folder, path) = (self.folder.clone(), format!("{}/{}", self.folder, self.file));
+            let delete = move |volume: &dyn Volume| {
+                volume.delete(&path)?;
+                volume.remove_folder(&folder)
+            };
+            let _ = self.controller.on_disk(delete).await;
+        }
+        let _ = self.controller.reclaim_owed(&self.key).await;
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        if !self.is_decided {
+            let attempt = Self {
+                controller: self.controller.clone(),
+                key: self.key.clone(),
+                folder: std::mem::take(&mut self.folder),
+                file: std::mem::take(&mut self.file),
+                is_decided: true,
+                ..*self
+            };
+            drop(runtime.spawn(async move { attempt.withdraw().await }));
+        }
+    }
 }
 
 fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
@@ -201,9 +283,10 @@ async fn begin(
     role: &Role,
     call: Option<u64>,
 ) -> Result<Begun> {
-    let deadline = Instant::now() + options.timeout;
+    // A timeout beyond all time is none.
+    let deadline = Instant::now().checked_add(options.timeout);
     let id = VersionId(controller.random());
-    let mut pause = Duration::from_millis(1);
+    let mut span = Duration::from_millis(1);
     loop {
         let begin = Begin {
             writer: role.writer,
@@ -227,7 +310,7 @@ async fn begin(
             Outcome::Wait { on } => on,
             other => unreachable!("begin does not lead to {other:?}"),
         };
-        if Instant::now() >= deadline {
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             let on: Vec<String> = on.iter().map(ToString::to_string).collect();
             return Err(Error::new(
                 ErrorKind::Busy,
@@ -241,8 +324,8 @@ async fn begin(
         // Deletions that are owed, and proofs whose prover may have died, are in the way too.
         controller.state(key).await?;
         controller.reclaim_owed(key).await?;
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_millis(100));
+        pause(span).await;
+        span = (span * 2).min(Duration::from_millis(100));
     }
 }
 
@@ -272,10 +355,23 @@ async fn commit(
     if visible || !missing.is_empty() {
         return Ok((visible, missing));
     }
-    controller.prove(key, id).await?;
-    controller.reclaim_owed(key).await?;
+    if let Err(error) = controller.prove(key, id).await {
+        // Nobody is left to complete it: a version that cannot be proven now is no version.
+        let reason = error.to_string();
+        let _ = controller.apply(key, Command::Rejected { id, reason }).await;
+        return Err(error);
+    }
+    // What is owed beyond the version itself stays owed if it cannot be done now.
+    let _ = controller.reclaim_owed(key).await;
     // The same commit again tells how the proof went: visible, or the reason why not.
-    Ok(committed(controller.apply(key, Command::Commit(commit())).await?))
+    match controller.apply(key, Command::Commit(commit())).await {
+        Ok(outcome) => Ok(committed(outcome)),
+        // A newer version has replaced it already.
+        Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+            Ok((true, WriterSet::default()))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Writes an archive to a volume; returns its digest.

@@ -51,12 +51,15 @@ use crate::volume::{DirectoryVolume, MemoryVolume};
 pub struct Store(Arc<Inner>);
 
 struct Inner {
-    controller: Controller,
+    controller: Arc<Controller>,
     plans: PlanCache,
     /// The version of each key that was read last: its files, and which chunks are proven.
     opened: Mutex<BTreeMap<Key, Arc<OpenVersion>>>,
     calls: Calls,
 }
+
+/// How many keys' versions stay open between reads.
+const MAX_OPENED: usize = 16;
 
 /// A visible version.
 #[derive(Clone, Debug, PartialEq)]
@@ -143,7 +146,7 @@ impl Store {
 
     pub(crate) fn new(controller: Controller) -> Self {
         Self(Arc::new(Inner {
-            controller,
+            controller: Arc::new(controller),
             plans: PlanCache::default(),
             opened: Mutex::default(),
             calls: Calls::default(),
@@ -168,7 +171,11 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        put(&self.0.controller, key, dict, options, &self.0.calls).await
+        let report = put(&self.0.controller, key, dict, options, &self.0.calls).await?;
+        if report.visible {
+            self.forget(key);
+        }
+        Ok(report)
     }
 
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
@@ -206,9 +213,13 @@ impl Store {
         targets: &mut [Target<'_>],
         options: &GetOptions,
     ) -> Result<GetReport> {
+        if !options.slices.is_empty() {
+            let text = "targets say themselves which slices they want; leave slices= empty";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         let version = self.version(key, options.version).await?;
         let mut read = Read::new(&version, &self.0.plans);
-        read.fill_targets(targets)?;
+        read.fill_targets(targets, options.writer)?;
         Ok(read.report())
     }
 
@@ -244,8 +255,9 @@ impl Store {
         options: &GetOptions,
     ) -> Result<Tensor> {
         let version = self.version(key, options.version).await?;
-        let (inner, fqn) = (self.0.clone(), fqn.to_owned());
-        wait(move || Read::new(&version, &inner.plans).tensor(&fqn, region.as_ref())).await
+        let (inner, fqn, writer) = (self.0.clone(), fqn.to_owned(), options.writer);
+        let read = move || Read::new(&version, &inner.plans).tensor(&fqn, region.as_ref(), writer);
+        wait(read).await
     }
 
     /// The visible versions of a key, oldest first; none for a key that was never written.
@@ -294,6 +306,7 @@ impl Store {
     ///
     /// `Io` if the store cannot be written.
     pub async fn delete(&self, key: &Key, version: Option<u64>) -> Result<u64> {
+        self.forget(key);
         let selection = version.map_or(Selection::All, Selection::Number);
         self.0.controller.delete(key, selection).await
     }
@@ -319,9 +332,20 @@ impl Store {
                 return Ok(version.clone());
             }
         }
+        // What was replaced is let go before its successor is opened.
+        self.forget(key);
         let version = Arc::new(self.0.controller.open(key, selector(number)).await?);
-        self.opened().insert(key.clone(), version.clone());
+        let mut opened = self.opened();
+        if opened.len() >= MAX_OPENED {
+            opened.pop_first();
+        }
+        opened.insert(key.clone(), version.clone());
         Ok(version)
+    }
+
+    /// Lets go of the version of a key that was read last.
+    fn forget(&self, key: &Key) {
+        self.opened().remove(key);
     }
 
     fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Arc<OpenVersion>>> {
@@ -349,7 +373,7 @@ impl VersionInfo {
             number: version.number,
             epoch: version.epoch,
             id: version.id,
-            bytes: lens.sum(),
+            bytes: lens.fold(0, u64::saturating_add),
             writers: version.writers.clone(),
             since,
         }

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Error as FormatError, ErrorKind as FormatKind,
-    Node, ObjectPath, StorageReference, TensorReference,
+    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
+    ErrorKind as FormatKind, Key, Node, ObjectPath, Step, StorageReference, TensorReference,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -31,9 +31,22 @@ pub(crate) struct OpenVersion {
     folder: String,
     storages: Vec<Stored>,
     blobs: Vec<Arc<dyn Blob>>,
-    /// The tensor leaves by fqn; none where two leaves have one.
-    tensors: BTreeMap<String, Option<Vec<TensorReference>>>,
+    /// The tensor leaves by fqn, as each writer that was asked for has them.
+    tensors: Mutex<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
+}
+
+/// Tensor leaves by fqn.
+type TensorsByFqn = BTreeMap<String, Entry>;
+
+/// What an fqn names.
+enum Entry {
+    /// A tensor leaf.
+    Tensor(Vec<TensorReference>),
+    /// Two leaves.
+    Twice,
+    /// What these writers hold each their own of.
+    Divergent(Vec<String>),
 }
 
 struct Stored {
@@ -75,7 +88,7 @@ impl OpenVersion {
             epoch: label.epoch,
             number: label.number,
             layout: label.layout,
-            tensors: tensors_by_fqn(&root),
+            tensors: Mutex::default(),
             root,
             attrs: user_attrs(&manifest),
             folder: folder.to_owned(),
@@ -85,14 +98,26 @@ impl OpenVersion {
         }))
     }
 
-    /// The references of the tensor leaf with an fqn.
-    pub(crate) fn tensor(&self, fqn: &str) -> Result<&[TensorReference]> {
-        let kind = match self.tensors.get(fqn) {
-            Some(Some(references)) => return Ok(references),
-            Some(None) => FormatKind::AmbiguousFqn,
+    /// The references of the tensor leaf with an fqn, as a writer has it.
+    pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Vec<TensorReference>> {
+        let tensors = self.tensors_of(writer);
+        let kind = match tensors.get(fqn) {
+            Some(Entry::Tensor(references)) => return Ok(references.clone()),
+            Some(Entry::Divergent(writers)) => return Err(say_writer(fqn, writers)),
+            Some(Entry::Twice) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
         };
         Err(Error::format(&self.folder, FormatError::new(kind).at(fqn)))
+    }
+
+    fn tensors_of(&self, writer: Option<u32>) -> Arc<TensorsByFqn> {
+        let mut known = self.tensors.lock().expect("nobody panics while holding the names");
+        let by_fqn = || {
+            let mut tensors = TensorsByFqn::new();
+            collect(&ObjectPath::root(), &self.root, writer, &mut tensors);
+            Arc::new(tensors)
+        };
+        known.entry(writer).or_insert_with(by_fqn).clone()
     }
 
     /// Bytes of a storage, proven: a view where the storage is in memory.
@@ -153,11 +178,14 @@ impl OpenVersion {
     /// A leaf that lies in a storage, for errors.
     fn leaf_in(&self, storage: &StorageReference) -> String {
         let number = self.storages.iter().position(|other| other.reference == *storage);
-        let lies_in_it = |(_, run): &(&String, &Option<Vec<TensorReference>>)| {
-            run.iter().flatten().any(|each| each.storage.map(|at| native(u64::from(at))) == number)
+        let is_it = |storage: u32| Some(native(u64::from(storage))) == number;
+        let lies_in_it = |(_, node): &(ObjectPath, Node)| match node {
+            Node::Tensors(run) => run.iter().filter_map(|each| each.storage).any(is_it),
+            Node::Stored(_, storage) => is_it(*storage),
+            Node::Leaf(_) | Node::Container(..) => false,
         };
-        let hurt = self.tensors.iter().find(lies_in_it);
-        hurt.map_or_else(|| "a leaf without tensors".to_owned(), |(fqn, _)| fqn.clone())
+        let hurt = self.root.clone().into_leaves().into_iter().find(lies_in_it);
+        hurt.map_or_else(|| "a leaf".to_owned(), |(path, _)| path.fqn())
     }
 }
 
@@ -205,14 +233,39 @@ fn user_attrs(manifest: &Archive) -> Attrs {
     attrs
 }
 
-fn tensors_by_fqn(root: &Node) -> BTreeMap<String, Option<Vec<TensorReference>>> {
-    let mut tensors: BTreeMap<String, Option<Vec<TensorReference>>> = BTreeMap::new();
-    for (path, node) in root.clone().into_leaves() {
-        let Node::Tensors(references) = node else { continue };
-        let fqn = ObjectPath::fqn(&path);
-        tensors.entry(fqn).and_modify(|twice| *twice = None).or_insert(Some(references));
+/// Finds the tensor leaves of a tree, with one writer's own in the place of divergent nodes.
+fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut TensorsByFqn) {
+    match node {
+        Node::Tensors(references) => {
+            let entry = tensors.entry(path.fqn());
+            entry
+                .and_modify(|twice| *twice = Entry::Twice)
+                .or_insert_with(|| Entry::Tensor(references.clone()));
+        }
+        Node::Container(Container::Divergent, children) => {
+            let key = writer.map(|writer| Step::Key(Key::writer(writer)));
+            if let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) {
+                return collect(path, own, writer, tensors);
+            }
+            let writers = children.iter().map(|(step, _)| step.to_string()).collect();
+            tensors.insert(path.fqn(), Entry::Divergent(writers));
+        }
+        Node::Container(_, children) => {
+            for (step, child) in children {
+                collect(&path.clone().step(step.clone()), child, writer, tensors);
+            }
+        }
+        Node::Leaf(_) | Node::Stored(..) => {}
     }
-    tensors
+}
+
+/// A leaf that writers hold each their own of, asked for without saying whose.
+pub(crate) fn say_writer(fqn: &str, writers: &[String]) -> Error {
+    let writers = writers.join(", ");
+    Error::new(
+        ErrorKind::Invalid,
+        format_args!("writers {writers} hold `{fqn}` each their own; say writer="),
+    )
 }
 
 /// Places in what is in memory, or within the length of a file that was compared.

@@ -6,6 +6,8 @@
     reason = "tests count small things, and fail by panicking"
 )]
 
+/// What others have tried in order to break the store, and must not work again.
+mod attacks;
 /// The `tssd` command as its users run it.
 mod cli;
 /// Foreign and damaged bytes: every change is found, nothing panics.

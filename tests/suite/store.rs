@@ -288,6 +288,7 @@ fn replicas_are_stored_once() {
             let mut stored = 0;
             for rank in 0..4 {
                 let options = PutOptions {
+                    writer: Some(rank),
                     job: Some(JobId(format!("{replicas:?}"))),
                     replicas,
                     ..PutOptions::default()

@@ -15,6 +15,9 @@ pub(super) fn check(target: &Target<'_>) -> tssd_format::Result<()> {
             meta.span_bytes()
         )));
     }
+    if meta.numel() == 0 {
+        return Ok(());
+    }
     let strides = meta.strides();
     let mut dims: Vec<(u64, u64)> = strides
         .into_iter()

@@ -9,8 +9,9 @@ use tssd_format::{
     Tensor, TensorReference, Text, Value,
 };
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::plan;
+use crate::version::say_writer;
 
 /// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
 pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
@@ -85,11 +86,7 @@ pub(super) fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u
     let key = writer.map(|writer| Step::Key(Key::writer(writer)));
     let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
         let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
-        let (held, fqn) = (held.join(", "), path.fqn());
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format_args!("writers {held} hold `{fqn}` each their own; say writer="),
-        ));
+        return Err(say_writer(&path.fqn(), &held));
     };
     *node = own.clone();
     Ok(())

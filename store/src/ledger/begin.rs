@@ -84,7 +84,10 @@ impl State {
         }
         let stands = |version: &&Version| version.is_visible() || version.epoch == self.epoch;
         let mut standing = self.versions().rev().filter(stands);
-        standing.find(|version| version.is_repeated_by(number, begin))
+        // A rewind to a number that is visible is meant; only the same job's rewind is a retry of it.
+        let is_meant =
+            |version: &Version| !begin.rewind || version.rewinds.is_some() && version.job.is_some();
+        standing.find(|version| is_meant(version) && version.is_repeated_by(number, begin))
     }
 
     /// The version of that call, open or not; a call that has passed never opens one again.

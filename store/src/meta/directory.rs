@@ -2,21 +2,27 @@
 
 use std::any::Any;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-use super::MetaStore;
-use crate::disk;
-use crate::error::{Error, Result};
+use super::{MetaStore, Turns};
+use crate::disk::{self, Lock};
+use crate::environment::pause;
+use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
 pub(crate) struct DirectoryMeta {
     root: PathBuf,
+    turns: Turns,
 }
+
+/// How long a lock that another process holds is waited for.
+const PATIENCE: Duration = Duration::from_mins(1);
 
 impl DirectoryMeta {
     pub(crate) fn new(root: PathBuf) -> Self {
-        Self { root }
+        Self { root, turns: Turns::default() }
     }
 
     /// Runs something that waits for the disk on a thread that may wait.
@@ -53,7 +59,21 @@ impl MetaStore for DirectoryMeta {
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        let lock = self.wait(name, |path| disk::lock(&path)).await?;
-        Ok(Box::new(lock))
+        // One of this process at a time asks the others, so that no more than one thread waits.
+        let turn = self.turns.take(name).await;
+        let started = Instant::now();
+        loop {
+            if let Some(lock) = self.wait(name, |path| Lock::take(&path)).await? {
+                return Ok(Box::new((lock, turn)));
+            }
+            if started.elapsed() > PATIENCE {
+                let path = self.root.join(name);
+                return Err(Error::new(
+                    ErrorKind::Busy,
+                    format_args!("another process has held `{}` for a minute", path.display()),
+                ));
+            }
+            pause(Duration::from_millis(2)).await;
+        }
     }
 }

@@ -2,17 +2,17 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use async_trait::async_trait;
 
-use super::MetaStore;
+use super::{MetaStore, Turns};
 use crate::error::Result;
 
 #[derive(Debug, Default)]
 pub(crate) struct MemoryMeta {
     records: Mutex<BTreeMap<String, Vec<u8>>>,
-    locks: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    turns: Turns,
 }
 
 impl MemoryMeta {
@@ -52,10 +52,6 @@ impl MetaStore for MemoryMeta {
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        let lock = {
-            let mut locks = self.locks.lock().expect("nobody panics while holding the locks");
-            locks.entry(name.to_owned()).or_default().clone()
-        };
-        Ok(Box::new(lock.lock_owned().await))
+        Ok(Box::new(self.turns.take(name).await))
     }
 }

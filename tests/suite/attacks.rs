@@ -1,0 +1,296 @@
+//! What others have tried in order to break the store, each by the name of what it did.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tssd_format::{
+    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Storage, Tensor,
+    TensorMeta, TensorSlice, Value,
+};
+use tssd_store::blocking::Store;
+use tssd_store::ledger::Reason;
+use tssd_store::{Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Target, WriterSet};
+
+fn key() -> Key {
+    Key::new("k").unwrap()
+}
+
+fn dict(entries: Vec<(&str, Value)>) -> StateDict {
+    StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap()
+}
+
+fn number(value: i64) -> StateDict {
+    dict(vec![
+        ("step", value.into()),
+        ("t", Tensor::from_slice(&[value; 64], &[64]).unwrap().into()),
+    ])
+}
+
+fn of_two(writer: u32) -> PutOptions {
+    PutOptions {
+        writer: Some(writer),
+        writers: Some((0..2).collect()),
+        job: Some(JobId("job".into())),
+        ..PutOptions::default()
+    }
+}
+
+fn at(version: u64) -> PutOptions {
+    PutOptions { version: Some(version), ..PutOptions::default() }
+}
+
+fn put(store: &Store, dict: &StateDict, options: &PutOptions) -> Result<bool, tssd_store::Error> {
+    store.put_state_dict(&key(), dict, options).map(|report| report.visible)
+}
+
+/// A put of a job that says neither who it is nor which version it means cannot be matched.
+#[test]
+fn a_call_that_nobody_can_count_is_refused() {
+    let store = Store::memory().unwrap();
+    let nameless = PutOptions { writer: None, ..of_two(0) };
+    let error = put(&store, &number(1), &nameless).unwrap_err();
+    assert!(error.to_string().contains("say version= or writer="), "{error}");
+    // A put that fails before it begins is a call all the same: steps are never mixed.
+    let mesh = DeviceMesh::from_shape(&[2]).unwrap();
+    let row = |rank: u32, step: f32| {
+        let place = [Placement::Shard { dim: 0 }];
+        let slice = TensorSlice::from_placements(&[2], &mesh, rank, &place).unwrap().remove(0);
+        let local = Tensor::from_slice(&[step], &[1]).unwrap();
+        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+    };
+    let opaque = Value::Opaque { media: "x/y".into(), bytes: vec![1].into() };
+    put(&store, &dict(vec![("m", row(0, 1.0))]), &of_two(0)).unwrap();
+    put(&store, &dict(vec![("m", row(1, 1.0)), ("bad", opaque)]), &of_two(1)).unwrap_err();
+    put(&store, &dict(vec![("m", row(0, 2.0))]), &of_two(0)).unwrap();
+    assert!(put(&store, &dict(vec![("m", row(1, 2.0))]), &of_two(1)).unwrap());
+    let whole = store.get(&key(), "m", &GetOptions::default()).unwrap();
+    assert_eq!(whole.view().as_slice::<f32>().unwrap(), [2.0, 2.0]);
+}
+
+#[test]
+fn plans_are_those_of_the_writer_that_was_asked_for() {
+    let store = Store::memory().unwrap();
+    let own = |writer: i64| {
+        let tensor = Tensor::from_slice(&[10 * writer + 1, 10 * writer + 2], &[2]).unwrap();
+        dict(vec![("a", tensor.into()), ("same", 1_i64.into())])
+    };
+    for writer in 0..2 {
+        let options = PutOptions { divergent: Divergent::Keep, ..of_two(writer) };
+        put(&store, &own(writer.into()), &options).unwrap();
+    }
+    let part = TensorSlice::new(&[0], &[2], &[2]).unwrap();
+    for writer in [0_u32, 1, 0] {
+        let expected = [10 * i64::from(writer) + 1, 10 * i64::from(writer) + 2];
+        let options = GetOptions { writer: Some(writer), ..GetOptions::default() };
+        let whole = store.get(&key(), "a", &options).unwrap();
+        assert_eq!(whole.view().as_slice::<i64>().unwrap(), expected);
+        let box_ = Region::new(&[1], &[1]).unwrap();
+        let slice = store.get_slice(&key(), "a", &box_, &options).unwrap();
+        assert_eq!(slice.view().as_slice::<i64>().unwrap(), &expected[1..]);
+        let slices = BTreeMap::from([("a".to_owned(), vec![ShardPlace::new(part.clone())])]);
+        let (got, _) =
+            store.get_state_dict(&key(), &GetOptions { slices, ..options.clone() }).unwrap();
+        let Value::Shards(shards) = got.leaf("a").unwrap() else { panic!("shards") };
+        assert_eq!(shards[0].tensor().view().as_slice::<i64>().unwrap(), expected);
+        let mut memory = [0; 16];
+        let meta = TensorMeta::new(Dtype::Int64, &[2]).unwrap();
+        let target = Target { fqn: "a".into(), place: None, meta, bytes: &mut memory };
+        store.get_state_dict_into(&key(), &mut [target], &options).unwrap();
+        assert_eq!(memory[..8], expected[0].to_le_bytes());
+    }
+    let error = store.get(&key(), "a", &GetOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("writers 0, 1 hold `a` each their own"), "{error}");
+}
+
+#[test]
+fn the_head_can_be_rewound_to() {
+    let store = Store::memory().unwrap();
+    put(&store, &number(5), &at(5)).unwrap();
+    for (epoch, value) in [(1, 50), (2, 51), (3, 51)] {
+        let back = PutOptions { rewind: true, ..at(5) };
+        let report = store.put_state_dict(&key(), &number(value), &back).unwrap();
+        assert_eq!((report.epoch, report.version, report.visible), (epoch, 5, true));
+        let (got, _) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
+        assert_eq!(got, number(value));
+    }
+}
+
+/// A put is acknowledged, or it is told that a newer one was first: it is never told that it is gone.
+#[test]
+fn puts_that_overtake_each_other_know_how_they_fared() {
+    let folder = tempfile::tempdir().unwrap();
+    for store in [Store::memory().unwrap(), Store::directory(folder.path()).unwrap()] {
+        std::thread::scope(|scope| {
+            for putter in 0..3 {
+                let store = &store;
+                scope.spawn(move || {
+                    for step in 0..15 {
+                        let fared =
+                            put(store, &number(100 * putter + step), &PutOptions::default());
+                        let is_overtaken = |refusal: &Refusal| {
+                            let reason = Reason::Superseded { by: 0 };
+                            let Refusal::Dropped { reason: found, .. } = refusal else {
+                                return false;
+                            };
+                            std::mem::discriminant(found) == std::mem::discriminant(&reason)
+                        };
+                        match fared {
+                            Ok(visible) => assert!(visible),
+                            Err(error) => {
+                                assert!(error.refusal().is_some_and(is_overtaken), "{error}")
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(store.head(&key()).unwrap().unwrap().number, 45);
+        assert_eq!(store.versions(&key()).unwrap().len(), 1);
+    }
+}
+
+#[test]
+fn few_threads_are_enough_for_many_puts() {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .max_blocking_threads(2)
+        .build() // without a timer
+        .unwrap();
+    let store = tssd_store::Store::directory(folder.path()).unwrap();
+    let puts = (0..8).map(|step| {
+        let store = store.clone();
+        runtime.spawn(async move {
+            let options = PutOptions { timeout: Duration::MAX, ..PutOptions::default() };
+            store.put_state_dict(&key(), &number(step), &options).await.unwrap().visible
+        })
+    });
+    let puts: Vec<_> = puts.collect();
+    for put in puts {
+        assert!(runtime.block_on(put).unwrap());
+    }
+}
+
+#[test]
+fn a_put_that_is_dropped_withdraws_itself() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let store = tssd_store::Store::memory();
+        let large = dict(vec![(
+            "t",
+            Tensor::from_slice(&vec![1_u8; 30 << 20], &[30 << 20]).unwrap().into(),
+        )]);
+        for _ in 0..3 {
+            let options = PutOptions::default();
+            let key = key();
+            let put = store.put_state_dict(&key, &large, &options);
+            let _ = tokio::time::timeout(Duration::from_millis(2), put).await;
+        }
+        let options = PutOptions { timeout: Duration::from_secs(20), ..PutOptions::default() };
+        assert!(store.put_state_dict(&key(), &number(1), &options).await.unwrap().visible);
+    });
+}
+
+#[test]
+fn what_does_not_belong_there_is_in_nobodys_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path()).unwrap();
+    put(&store, &number(1), &PutOptions::default()).unwrap();
+    std::fs::write(folder.path().join("README"), "").unwrap();
+    std::fs::create_dir(folder.path().join(".git")).unwrap();
+    let ledger = folder.path().join("k/.ledger");
+    std::fs::write(ledger.join("99.json"), "").unwrap();
+    std::fs::write(ledger.join("notes.txt"), "").unwrap();
+    std::fs::create_dir(folder.path().join("k/0-1/.ipynb_checkpoints")).unwrap();
+    for step in 2..5 {
+        assert!(put(&store, &number(step), &PutOptions::default()).unwrap());
+    }
+    assert_eq!(store.keys(None).unwrap(), [key()]);
+    assert_eq!(store.get_state_dict(&key(), &GetOptions::default()).unwrap().0, number(4));
+
+    // A record number at its end is an error, not a panic.
+    let newest =
+        std::fs::read_dir(&ledger).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
+    std::fs::copy(newest, ledger.join(format!("{}.json", u64::MAX))).unwrap();
+    assert_eq!(
+        put(&store, &number(9), &PutOptions::default()).unwrap_err().kind(),
+        ErrorKind::Corrupt
+    );
+}
+
+#[test]
+fn nothing_is_left_of_a_superseded_put() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path()).unwrap();
+    // One writer of two commits version 1; version 2 overtakes it; the other writer comes late.
+    let late = |writer| PutOptions { version: Some(1), ..of_two(writer) };
+    put(&store, &number(1), &late(0)).unwrap();
+    put(&store, &number(2), &at(2)).unwrap();
+    let error = put(&store, &number(1), &late(1)).unwrap_err();
+    assert!(error.to_string().contains("superseded"), "{error}");
+    store.delete(&key(), None).unwrap();
+    let names: Vec<_> = std::fs::read_dir(folder.path().join("k"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| !name.starts_with('.'))
+        .collect();
+    assert!(names.is_empty(), "{names:?}");
+}
+
+#[test]
+fn targets_without_elements_are_filled_at_once() {
+    let store = Store::memory().unwrap();
+    let empty = Tensor::from_slice::<f32>(&[], &[0, 5]).unwrap();
+    put(&store, &dict(vec![("e", empty.into())]), &PutOptions::default()).unwrap();
+    let meta =
+        TensorMeta::new(Dtype::Float32, &[0, 5]).unwrap().with_strides(&[1, 1 << 63]).unwrap();
+    let target = Target { fqn: "e".into(), place: None, meta, bytes: &mut [] };
+    store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
+    let whole = store.get(&key(), "e", &GetOptions::default()).unwrap();
+    assert!(whole.view().as_slice::<f32>().unwrap().is_empty());
+}
+
+/// Two shards of a petabyte each, of which four bytes are stored.
+#[test]
+fn what_does_not_fit_into_memory_is_an_error() {
+    let store = Store::memory().unwrap();
+    let shard = |row: u64| {
+        let size = 1 << 50;
+        let slice = TensorSlice::new(&[row, 0], &[1, size], &[2, size]).unwrap();
+        let meta =
+            TensorMeta::new(Dtype::Uint8, &[1, size]).unwrap().with_strides(&[0, 0]).unwrap();
+        let local = Tensor::new(meta, Storage::from(vec![7]), 0).unwrap();
+        Shard::new(local, ShardPlace::new(slice)).unwrap()
+    };
+    let both = Value::Shards(vec![shard(0), shard(1)]);
+    put(&store, &dict(vec![("huge", both)]), &PutOptions::default()).unwrap();
+    let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("do not fit into memory"), "{error}");
+    let error = store.get(&key(), "huge", &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+}
+
+/// Reading a small view of a large storage proves what it reads, and no more.
+#[test]
+fn a_view_costs_what_it_shows() {
+    let store = Store::memory().unwrap();
+    let storage = Storage::from(vec![3_u8; 64 << 20]);
+    let view = |len: u64| {
+        let meta = TensorMeta::new(Dtype::Uint8, &[len]).unwrap();
+        Value::from(Tensor::new(meta, storage.clone(), 0).unwrap())
+    };
+    put(&store, &dict(vec![("all", view(64 << 20)), ("few", view(16))]), &PutOptions::default())
+        .unwrap();
+    let slices = BTreeMap::new();
+    let options = GetOptions { slices, ..GetOptions::default() };
+    let few = store.get(&key(), "few", &options).unwrap();
+    assert_eq!(few.storage().bytes().len(), 16);
+}
+
+/// A writer set said by one and found by another is the same set.
+#[test]
+fn writer_sets_are_compared_by_what_they_hold() {
+    let said: WriterSet = "0-1".parse().unwrap();
+    assert_eq!(said, (0..2).collect());
+}

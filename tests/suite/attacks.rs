@@ -9,7 +9,9 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::ledger::Reason;
-use tssd_store::{Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Target, WriterSet};
+use tssd_store::{
+    Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, WriterSet,
+};
 
 fn key() -> Key {
     Key::new("k").unwrap()

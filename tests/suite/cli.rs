@@ -258,9 +258,9 @@ fn a_file_is_shown_as_a_tree() {
     dict.insert("note", "hello");
     place.write_dict("model.tssd", &dict);
     let expected = r#"model.tssd  ordered dict
-├─ embed.weight    float32  [2, 3]  24 B  256 B
-├─ lm_head.weight  float32  [2, 3]  24 B  256 B  tied to embed.weight
-├─ scale           float32  []       4 B  256 B
+├─ embed.weight    float32  [2, 3]  24 B  align 256 B
+├─ lm_head.weight  float32  [2, 3]  24 B  align 256 B  tied to embed.weight
+├─ scale           float32  []       4 B  align 256 B
 ├─ state           dict
 │  ├─ 0            dict
 │  │  └─ step      int      1000

@@ -132,7 +132,7 @@ impl Walk<'_> {
         let mut counts = meta.nbytes();
         if let (Some(number), Some(archive)) = (each.storage, self.archive) {
             let storage = archive.storage(number);
-            align = binary(1 << storage.align_log2);
+            align = format!("align {}", binary(1 << storage.align_log2));
             let here = (path.fqn(), each.byte_offset, meta.span_bytes());
             if let Some((first, offset, span)) = self.seen.get(&number) {
                 let same = (*offset, *span) == (here.1, here.2);

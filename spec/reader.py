@@ -176,6 +176,7 @@ class Archive:
 
     def claim_bytes(self, heap_range):
         start, length = heap_range & NONE, heap_range >> 32
+        require("F-030", length <= MAX_INLINE or start == self.heap_end, "a long range named twice")
         if heap_range not in self.strings:
             # The ranges so far cover all that is claimed: one that began there would overlap them.
             fits = length and start == self.heap_end and start + length <= len(self.heap)
@@ -244,6 +245,7 @@ KEYS_OF |= {LIST: (K_INDEX,), TUPLE: (K_INDEX,)}
 
 MAX_LEVELS = 64
 MAX_PACKED_DEPTH = 8
+MAX_PACKED_ELEMENTS = 64
 MAX_INLINE = 4096  # bytes of content in the heap, and of a key
 
 
@@ -324,7 +326,13 @@ def unpack_tuple(packed):
         # Whatever rule an element breaks, the tuple breaks this one.
         raise Refused("F-043", refusal.args[1]) from None
     require("F-043", stream.tell() == len(packed), "bytes behind a packed tuple")
+    require("F-043", count_elements(elements) <= MAX_PACKED_ELEMENTS, "elements of a packed tuple")
     return elements
+
+
+def count_elements(elements):
+    inner = (content for kind, content in elements if kind == K_TUPLE)
+    return len(elements) + sum(map(count_elements, inner))
 
 
 def unpack_elements(stream, depth):
@@ -400,7 +408,7 @@ def check_value(file, i, node):
     elif node.kind == BIGINT:
         require("F-046", is_canonical(file.claim_bytes(node.a)), where)
     elif node.kind == SIZE:
-        # Its entries are not looked at: many nodes may share a long one.
+        require("F-047", node.count <= MAX_RANK, where)
         file.dims_claims.claim(node.a, node.count)
     elif node.kind == DEVICE:
         file.claim_text(node.a)
@@ -437,6 +445,10 @@ def extent(tensor, shape):
 def strides_of(file, tensor, shape):
     if tensor.strides != NONE:
         return file.vector(tensor.strides, tensor.rank)
+    return row_major(shape)
+
+
+def row_major(shape):
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
@@ -515,6 +527,7 @@ def check_storages(file):
 # ---- 7. Slices, placements, attributes, digests, shards ------------------------------------------
 
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
+MAX_NAME = 256  # bytes of the name of a mesh dimension
 SHARD_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 
@@ -569,6 +582,7 @@ def check_mesh(file, where, piece, meshes):
         ranges = file.claim_dims(piece.names, piece.mesh_rank)
         names = {file.claim_text(name, "F-071", "strict") for name in ranges}
         require("F-071", len(names) == len(ranges), where)
+        require("F-071", max(map(len, names)) <= MAX_NAME, where)
 
 
 def check_ranks(file, meshes):
@@ -818,8 +832,9 @@ def view_content(file, node):
 def view_tensor(file, tensor):
     shape = file.vector(tensor.shape, tensor.rank)
     seen = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
-    if tensor.strides != NONE:
-        seen["strides"] = strides_of(file, tensor, shape)
+    strides = strides_of(file, tensor, shape)
+    if list(strides) != row_major(shape):
+        seen["strides"] = strides
     if tensor.flags:
         flags = enumerate(TENSOR_FLAGS)
         seen["flags"] = [name for bit, name in flags if tensor.flags >> bit & 1]

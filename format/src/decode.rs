@@ -20,8 +20,10 @@ use crate::text::Text;
 use crate::views::{Views, native};
 
 /// Everything below a node of proven tables.
-pub(crate) fn decode(views: &Views<'_>, node: usize) -> Node {
-    Reader::new(views).node(node)
+///
+/// Strings and bytes are slices of `heap`, which is that of the tables.
+pub(crate) fn decode(views: &Views<'_>, heap: Bytes, node: usize) -> Node {
+    Reader::new(views, heap).node(node)
 }
 
 /// Reads proven tables into owned values.
@@ -30,18 +32,12 @@ struct Reader<'a> {
     /// Slices are shared by many tensors; so are their meshes.
     places: BTreeMap<u32, ShardPlace>,
     meshes: BTreeMap<u32, Arc<DeviceMesh>>,
-    /// All strings and bytes are slices of one copy of the heap.
     heap: Bytes,
 }
 
 impl<'a> Reader<'a> {
-    fn new(views: &'a Views<'a>) -> Self {
-        Self {
-            views,
-            places: BTreeMap::new(),
-            meshes: BTreeMap::new(),
-            heap: Bytes::copy_from_slice(views.heap),
-        }
+    fn new(views: &'a Views<'a>, heap: Bytes) -> Self {
+        Self { views, places: BTreeMap::new(), meshes: BTreeMap::new(), heap }
     }
 
     /// At most 64 levels deep, as the validator has proven.

@@ -8,6 +8,7 @@ use crate::key::{Content, FileKey, Key, ObjectPath, Step, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
+use crate::shape::MAX_RANK;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
 use crate::structure::{Container, Node, StorageReference, Stored, TensorReference};
@@ -98,7 +99,9 @@ impl<'a> Encoder<'a> {
             let (key_kind, key) = (queued.key.kind, queued.key.content.clone());
             let key = self.content(&key)?;
             let first_child = queue.len();
-            let mut record = self.node(node, &mut tensors, first_child)?;
+            let mut record = self
+                .node(node, &mut tensors, first_child)
+                .map_err(|error| error.at(path_of(&queue, next)))?;
             record.key_kind = key_kind;
             record.key = key.into();
             if let Node::Container(_, children) = node {
@@ -177,6 +180,10 @@ impl<'a> Encoder<'a> {
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
             Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
             Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
+            Value::Size(sizes) if sizes.len() > MAX_RANK => {
+                return Err(Error::new(ErrorKind::RankTooLarge)
+                    .note(format_args!("a size of {} entries", sizes.len())));
+            }
             Value::Size(sizes) => {
                 let words: Vec<u64> = sizes.iter().map(|size| size.cast_unsigned()).collect();
                 (kind::SIZE, sizes.len(), u64::from(self.vector(&words)?), 0)
@@ -193,7 +200,11 @@ impl<'a> Encoder<'a> {
             | Value::List(_)
             | Value::Tuple(_)
             | Value::NamedTuple(..)
-            | Value::Divergent(_) => unreachable!("structure_of makes these other nodes"),
+            | Value::Divergent(_) => {
+                return Err(
+                    Error::new(ErrorKind::UntypedLeaf).note("a leaf that is no plain value")
+                );
+            }
         })
     }
 
@@ -392,7 +403,10 @@ impl<'a> Encoder<'a> {
         }
         let offset = number(self.tables.heap.len())?;
         self.tables.heap.extend_from_slice(bytes);
-        self.heap.insert(bytes.into(), offset);
+        // What is long may not be shared.
+        if record::is_inline(bytes.len()) {
+            self.heap.insert(bytes.into(), offset);
+        }
         Ok(heap_range(offset, len))
     }
 

@@ -1,5 +1,7 @@
 //! The index of an archive: proven tables, and what they say.
 
+use bytes::Bytes;
+
 use crate::decode::decode;
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -15,7 +17,8 @@ use crate::views::{Views, native, path_of};
 /// The tables of one archive, owned and proven: every rule of the spec up to F-082 holds.
 #[derive(Debug)]
 pub(crate) struct Index {
-    bytes: IndexBytes,
+    /// Aligned as the records are.
+    bytes: Bytes,
     map: TableMap,
     place: IndexPlace,
 }
@@ -30,7 +33,7 @@ impl Index {
         let root = size(place.root_off)..size(place.root_off).saturating_add(size(place.root_len));
         let map = table::map(&bytes, root)?;
         validate(&map.views(&bytes), place.index_off)?;
-        Ok(Self { bytes, map, place })
+        Ok(Self { bytes: Bytes::from_owner(bytes), map, place })
     }
 
     pub(crate) fn views(&self) -> Views<'_> {
@@ -47,12 +50,12 @@ impl Index {
 
     /// The whole tree.
     pub(crate) fn structure(&self) -> Node {
-        decode(&self.views(), 0)
+        self.node(0)
     }
 
     /// Everything below one node.
     pub(crate) fn node(&self, number: usize) -> Node {
-        decode(&self.views(), number)
+        decode(&self.views(), self.bytes.slice(self.map.heap()), number)
     }
 
     pub(crate) fn storage_count(&self) -> u32 {
@@ -117,7 +120,7 @@ impl Index {
         let mut node = 0;
         for step in path.steps() {
             node =
-                views.child(node, step)?.ok_or_else(|| Error::new(ErrorKind::NotFound).at(path))?;
+                views.child(node, step).ok_or_else(|| Error::new(ErrorKind::NotFound).at(path))?;
         }
         Ok(node)
     }

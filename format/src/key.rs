@@ -193,6 +193,9 @@ pub(crate) mod kind {
 /// The longest content of a key, in bytes as files hold it.
 pub(crate) const MAX_KEY_BYTES: usize = 4096;
 
+/// How many elements a tuple in a key may have, those of tuples in it included.
+const TUPLE_ELEMENTS: usize = 64;
+
 /// How deep tuples may nest in a key.
 const TUPLE_DEPTH: u8 = 8;
 
@@ -257,7 +260,7 @@ impl<'a> FileKey<'a> {
             Key::Bytes(bytes) => Self::heap(kind::BYTES, &**bytes),
             Key::Tuple(keys) => {
                 let mut packed = Vec::new();
-                pack(keys, TUPLE_DEPTH, &mut packed)?;
+                pack(keys, TUPLE_DEPTH, &mut { TUPLE_ELEMENTS }, &mut packed)?;
                 Self::heap(kind::TUPLE, packed)
             }
         };
@@ -291,7 +294,7 @@ impl<'a> FileKey<'a> {
             (kind::BYTES, Content::Heap(bytes)) => Key::Bytes(Bytes::copy_from_slice(bytes)),
             (kind::TUPLE, Content::Heap(bytes)) => {
                 let mut rest = &**bytes;
-                let keys = unpack(&mut rest, TUPLE_DEPTH);
+                let keys = unpack(&mut rest, TUPLE_DEPTH, &mut { TUPLE_ELEMENTS });
                 let keys = keys.and_then(Result::ok).ok_or_else(malformed)?;
                 if !rest.is_empty() {
                     return Err(malformed());
@@ -352,18 +355,21 @@ pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
     twins
 }
 
-fn pack(keys: &[Key], depth: u8, packed: &mut Vec<u8>) -> Result<()> {
+fn pack(keys: &[Key], depth: u8, left: &mut usize, packed: &mut Vec<u8>) -> Result<()> {
     let Some(depth) = depth.checked_sub(1) else {
         return Err(Error::new(ErrorKind::KeyKind).note("tuples nest deeper than 8"));
     };
     let length = |len: usize| {
         u32::try_from(len).map_err(|_| Error::new(ErrorKind::TooLarge)).map(u32::to_le_bytes)
     };
+    *left = left
+        .checked_sub(keys.len())
+        .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuple of more than 64 elements"))?;
     packed.extend(length(keys.len())?);
     for key in keys {
         if let Key::Tuple(keys) = key {
             packed.push(kind::TUPLE);
-            pack(keys, depth, packed)?;
+            pack(keys, depth, left, packed)?;
             continue;
         }
         let FileKey { kind, content } = FileKey::of(key)?;
@@ -384,15 +390,15 @@ fn pack(keys: &[Key], depth: u8, packed: &mut Vec<u8>) -> Result<()> {
 }
 
 /// `None` if the bytes end too early or nest too deep.
-fn unpack(rest: &mut &[u8], depth: u8) -> Option<Result<Vec<Key>>> {
+fn unpack(rest: &mut &[u8], depth: u8, left: &mut usize) -> Option<Result<Vec<Key>>> {
     let depth = depth.checked_sub(1)?;
     let count = take_u32(rest)?;
-    // Every element takes a byte at least: the count cannot make us allocate more than is there.
-    let mut keys = Vec::with_capacity(usize::try_from(count).ok()?.min(rest.len()));
+    *left = left.checked_sub(usize::try_from(count).ok()?)?;
+    let mut keys = Vec::new();
     for _ in 0..count {
         let [kind] = take(rest)?;
         let key = match kind {
-            kind::TUPLE => unpack(rest, depth)?.map(|keys| Key::Tuple(keys.into())),
+            kind::TUPLE => unpack(rest, depth, left)?.map(|keys| Key::Tuple(keys.into())),
             kind::STR | kind::BYTES | kind::BIGINT => {
                 let len = usize::try_from(take_u32(rest)?).ok()?;
                 let (bytes, tail) = rest.split_at_checked(len)?;

@@ -275,6 +275,12 @@ impl Planner {
             Ok(())
         })?;
         let (mut components, of_span) = components(&spans);
+        // All that can be refused is refused before anything has its place.
+        for (ordinal, component) in of_span.iter().enumerate() {
+            let Some(component) = component.map(|at| &components[at]) else { continue };
+            lead_of(component, &spans)
+                .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?;
+        }
         let mut places = Vec::with_capacity(spans.len());
         for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
             let Some(component) = component else {
@@ -297,18 +303,7 @@ impl Planner {
 
     /// Appends a storage to the blob.
     fn store(&mut self, component: &Component, spans: &[Span<'_>]) -> Result<(u32, usize)> {
-        let fits = |lead: &usize| {
-            component
-                .spans
-                .iter()
-                .map(|span| &spans[*span])
-                .all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
-        };
-        // Elements have at most 16 bytes.
-        let lead = (0..16).find(fits).ok_or_else(|| {
-            Error::new(ErrorKind::Misaligned)
-                .note("it overlaps other tensors at odd offsets: copy it first")
-        })?;
+        let lead = lead_of(component, spans)?;
         let segments = segments(component, spans);
         let wide = |len: usize| u64::try_from(len).expect("usize is at most 64 bits");
         let len = wide(component.end - component.start + lead);
@@ -392,6 +387,19 @@ fn components(spans: &[Span<'_>]) -> (Vec<Component>, Vec<Option<usize>>) {
         of_span[at] = Some(components.len() - 1);
     }
     (components, of_span)
+}
+
+/// How many zeros in front bring every tensor of a component to its alignment.
+fn lead_of(component: &Component, spans: &[Span<'_>]) -> Result<usize> {
+    let fits = |lead: &usize| {
+        let mut spans = component.spans.iter().map(|span| &spans[*span]);
+        spans.all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
+    };
+    // Elements have at most 16 bytes.
+    (0..16).find(fits).ok_or_else(|| {
+        Error::new(ErrorKind::Misaligned)
+            .note("it overlaps other tensors at odd offsets: copy it first")
+    })
 }
 
 impl Span<'_> {

@@ -33,7 +33,7 @@ impl FqnSearch<'_> {
         let ends = rest.match_indices('.').map(|(dot, _)| dot).chain([rest.len()]);
         for end in ends {
             for step in spellings(&rest[..end]) {
-                let Some(child) = self.views.child(node, &step)? else { continue };
+                let Some(child) = self.views.child(node, &step) else { continue };
                 if end < rest.len() {
                     self.descend(child, from + end + 1)?;
                 } else if !kind::is_container(self.views.nodes[child].kind) {

@@ -59,6 +59,9 @@ impl DeviceMesh {
             let note = format!("{} dimensions, {} names", self.shape.len(), names.len());
             return Err(mismatch(note));
         }
+        if names.iter().any(|name| name.len() > 256) {
+            return Err(mismatch("dimension name of more than 256 bytes".to_owned()));
+        }
         if let Some(name) = first_duplicate(&names) {
             return Err(mismatch(format!("dimension name `{name}` is there twice")));
         }
@@ -117,7 +120,7 @@ pub(crate) fn check_coordinates(mesh_shape: &[u64], coordinates: &[u64]) -> Resu
 }
 
 /// The number of devices in a mesh of `shape`: at least one.
-fn device_count(shape: &[u64]) -> Result<u64> {
+pub(crate) fn device_count(shape: &[u64]) -> Result<u64> {
     check_rank(shape)?;
     if shape.contains(&0) {
         return Err(mismatch(format!("mesh shape {shape:?} has no device")));

@@ -15,7 +15,7 @@ use crate::error::Result;
 ///
 /// # Errors
 ///
-/// Whatever the system says; a file without bytes cannot be mapped.
+/// Whatever the system says.
 ///
 /// # Safety
 ///

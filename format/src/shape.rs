@@ -45,6 +45,9 @@ pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<()> {
 /// How many bytes lie between the first byte of the first element and the last byte of the last
 /// one; 0 for a tensor without elements.
 pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) -> Result<u64> {
+    if strides.is_some_and(|strides| strides.iter().any(|stride| *stride >= SIZE_LIMIT)) {
+        return Err(Error::new(ErrorKind::ShapeOverflow).note(format_args!("strides {strides:?}")));
+    }
     if shape.contains(&0) {
         return Ok(0);
     }
@@ -52,9 +55,6 @@ pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) 
         return Ok(numel(shape).saturating_mul(itemsize));
     };
     let last = shape.iter().zip(strides).try_fold(0_u64, |last, (size, stride)| {
-        if *stride >= SIZE_LIMIT {
-            return None;
-        }
         last.checked_add(size.checked_sub(1)?.checked_mul(*stride)?)
     });
     last.and_then(|last| last.checked_add(1)?.checked_mul(itemsize))

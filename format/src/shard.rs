@@ -44,7 +44,8 @@ impl ShardPlace {
                 self.slice.mesh_shape()
             )));
         }
-        self.mesh = Some(mesh);
+        // A mesh without dimensions is none.
+        self.mesh = Some(mesh).filter(|mesh| !mesh.shape().is_empty());
         Ok(self)
     }
 
@@ -67,7 +68,7 @@ impl ShardPlace {
         for placement in placements.iter() {
             placement.division(rank)?;
         }
-        self.placements = Some(placements);
+        self.placements = Some(placements).filter(|placements| !placements.is_empty());
         Ok(self)
     }
 

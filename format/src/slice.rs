@@ -1,7 +1,7 @@
 //! Tensor slices: which part of a global tensor one rank has.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::mesh::{DeviceMesh, check_coordinates};
+use crate::mesh::{DeviceMesh, check_coordinates, device_count};
 use crate::placement::Placement;
 use crate::region::{Region, check_rank};
 
@@ -79,6 +79,12 @@ impl TensorSlice {
     /// - [`ErrorKind::RankTooLarge`] if the mesh has more than 64 dimensions.
     /// - [`ErrorKind::MeshMismatch`] if the coordinates are not in the mesh.
     pub fn on_mesh(mut self, mesh_shape: &[u64], coordinates: Option<&[u64]>) -> Result<Self> {
+        if device_count(mesh_shape)? >= 1 << 32 {
+            let note = format!("mesh {mesh_shape:?} has 2^32 devices or more");
+            return Err(Error::new(ErrorKind::MeshMismatch).note(note));
+        }
+        // A mesh without dimensions is none, and has no coordinates.
+        let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());
         check_rank(mesh_shape)?;
         if let Some(coordinates) = coordinates {
             check_coordinates(mesh_shape, coordinates)?;

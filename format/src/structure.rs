@@ -158,6 +158,12 @@ pub(crate) fn walk<'a>(
             if shards.is_empty() {
                 return Err(Error::new(ErrorKind::TensorRun).at(&*path).note("no shard at all"));
             }
+            let what = |shard: &Shard| {
+                (shard.tensor().meta().dtype(), shard.slice().global_shape().to_vec())
+            };
+            if shards.iter().any(|shard| what(shard) != what(&shards[0])) {
+                return Err(Error::new(ErrorKind::MixedRun).at(&*path));
+            }
             shards.iter().try_for_each(|shard| item(path, Item::Tensor(shard.tensor())))
         }
         Value::Opaque { .. } if !allow_opaque => Err(Error::new(ErrorKind::UntypedLeaf).at(&*path)),
@@ -172,10 +178,13 @@ pub(crate) fn walk<'a>(
             Some(bytes) => item(path, Item::Content(bytes)),
             None => Ok(()),
         },
-        Value::Dict(dict)
-        | Value::OrderedDict(dict)
-        | Value::NamedTuple(_, dict)
-        | Value::Divergent(dict) => {
+        Value::Divergent(_) => Err(Error::new(ErrorKind::ShardTable)
+            .at(&*path)
+            .note("what writers hold each their own of is for a store to write")),
+        Value::NamedTuple(_, dict) if !dict.iter().all(|(key, _)| matches!(key, Key::Str(_))) => {
+            Err(Error::new(ErrorKind::KeyKind).at(&*path).note("a field whose name is no str"))
+        }
+        Value::Dict(dict) | Value::OrderedDict(dict) | Value::NamedTuple(_, dict) => {
             check_depth(path)?;
             for (key, value) in dict.iter() {
                 path.push(Step::Key(key.clone()));

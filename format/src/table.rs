@@ -60,7 +60,7 @@ macro_rules! tables {
 
         impl TableMap {
             /// The tables of the index that this map was proven for.
-            pub(crate) fn views<'a>(&self, index: &'a IndexBytes) -> Views<'a> {
+            pub(crate) fn views<'a>(&self, index: &'a [u8]) -> Views<'a> {
                 let mut ranges = self.0.iter().cloned();
                 let mut next = || &index[ranges.next().expect("one range for each table")];
                 Views { $($name: bytemuck::cast_slice(next()),)* }
@@ -174,6 +174,14 @@ fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
 /// Where the tables of an index are, proven: in bounds and aligned.
 #[derive(Clone, Debug)]
 pub(crate) struct TableMap([Range<usize>; TABLES]);
+
+impl TableMap {
+    /// Where the heap is in the index.
+    pub(crate) fn heap(&self) -> Range<usize> {
+        let [heap, ..] = &self.0;
+        heap.clone()
+    }
+}
 
 /// Proves that the root and the tables of an index are where they must be (F-020, F-021), and that
 /// it is a valid rkyv archive (F-022).

@@ -209,6 +209,7 @@ impl Tensor {
                 meta.dtype, meta.shape
             )));
         }
+        let byte_offset = if meta.numel() == 0 { 0 } else { byte_offset };
         Ok(Self { meta, storage, byte_offset })
     }
 
@@ -348,16 +349,20 @@ impl<'a> TensorView<'a> {
         if self.meta.shape != other.meta.shape || self.meta.dtype != other.meta.dtype {
             return false;
         }
+        let (own, others) = (self.meta.strides(), other.meta.strides());
+        // What is repeated on both sides is compared once.
+        let mut shape = self.meta.shape.to_vec();
+        for ((size, own), other) in shape.iter_mut().zip(&own).zip(&others) {
+            if (*own, *other) == (0, 0) {
+                *size = (*size).min(1);
+            }
+        }
         let mut equal = true;
-        Runs::new(
-            self.meta.dtype.itemsize(),
-            &self.meta.shape,
-            &self.meta.strides(),
-            &other.meta.strides(),
-        )
-        .for_each(|left, right, run| {
-            equal = equal && part(self.bytes, left, run) == part(other.bytes, right, run);
-        });
+        Runs::new(self.meta.dtype.itemsize(), &shape, &own, &others).for_each(
+            |left, right, run| {
+                equal = equal && part(self.bytes, left, run) == part(other.bytes, right, run);
+            },
+        );
         equal
     }
 }

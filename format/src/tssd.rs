@@ -98,7 +98,9 @@ impl TorchStoreStateDict {
     /// The bytes of all tensors: what lies between the head of the archive and its index.
     pub fn tensor_blob(&self) -> Bytes {
         let end = usize::try_from(self.archive.index_range().start).expect("it is in memory");
-        let last = self.archive.storage_count().checked_sub(1);
+        // The storages of a manifest lie elsewhere.
+        let own = self.archive.storage_count().checked_sub(1);
+        let last = own.filter(|_| self.archive.shards().is_empty());
         let end = last.map_or(4096, |last| {
             let storage = self.archive.storage(last);
             usize::try_from(storage.offset + storage.len).unwrap_or(end)

@@ -44,23 +44,24 @@ impl<'a> Views<'a> {
     }
 
     /// The child of a container, if it has it.
-    pub(crate) fn child(&self, container: usize, step: &Step) -> Result<Option<usize>> {
+    pub(crate) fn child(&self, container: usize, step: &Step) -> Option<usize> {
         let node = &self.nodes[container];
         let children = self.children(container);
         match step {
             Step::Index(index) if !kind::is_keyed(node.kind) => {
-                Ok(children.clone().nth(native(*index)))
+                children.clone().nth(native(*index))
             }
             Step::Key(key) if kind::is_keyed(node.kind) => {
-                let wanted = FileKey::of(key)?;
+                // A key that no file can hold is in none.
+                let wanted = FileKey::of(key).ok()?;
                 let order = &self.by_key[children];
                 let found = order.binary_search_by(|child| {
                     let child = &self.nodes[native(child.to_native())];
                     self.file_key(child).map_or(std::cmp::Ordering::Less, |key| key.cmp(&wanted))
                 });
-                Ok(found.ok().map(|place| native(order[place].to_native())))
+                found.ok().map(|place| native(order[place].to_native()))
             }
-            _ => Ok(None),
+            _ => None,
         }
     }
 

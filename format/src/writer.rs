@@ -40,6 +40,8 @@ pub struct ArchiveWriter<W> {
     written: u64,
     crcs: Vec<u32>,
     attrs: Attrs,
+    /// An entry was not written to its end.
+    is_broken: bool,
 }
 
 impl<W: Write> ArchiveWriter<W> {
@@ -60,6 +62,7 @@ impl<W: Write> ArchiveWriter<W> {
             keys: std::collections::BTreeSet::new(),
             written: 64,
             crcs: Vec::new(),
+            is_broken: false,
         })
     }
 
@@ -75,7 +78,14 @@ impl<W: Write> ArchiveWriter<W> {
         if self.keys.contains(&key) {
             return Err(Error::new(ErrorKind::DuplicateKey).at(path));
         }
-        let node = self.planner.place(&value.into(), &mut path, &self.options)?;
+        if self.is_broken {
+            return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
+        }
+        let value = value.into();
+        check(&key, &value, &mut path.clone(), &self.options)?;
+        let node = self.planner.place(&value, &mut path, &self.options)?;
+        // What follows is written or not: if it is not, nothing after it can be.
+        self.is_broken = true;
         let sources = std::mem::take(&mut self.planner.sources);
         // An entry without bytes leaves the end of the head unwritten for now.
         let end = if sources.is_empty() { self.written } else { self.planner.cursor() };
@@ -85,6 +95,7 @@ impl<W: Write> ArchiveWriter<W> {
             let filled = job.write_to(&mut self.stream)?;
             self.crcs.extend(filled.crcs.into_iter().map(|(_, crc)| crc));
         }
+        self.is_broken = false;
         self.keys.insert(key.clone());
         self.children.push((Step::Key(key), node));
         Ok(())
@@ -102,6 +113,9 @@ impl<W: Write> ArchiveWriter<W> {
     ///
     /// `KeysCollide` and what else the keys of the root can break; `TooLarge`; `Io`.
     pub fn finish(mut self) -> Result<W> {
+        if self.is_broken {
+            return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
+        }
         let root = Node::Container(Container::Dict, self.children);
         let mut crcs = self.crcs.into_iter();
         for storage in &mut self.planner.storages {
@@ -117,4 +131,11 @@ impl<W: Write> ArchiveWriter<W> {
         self.stream.write_all(&tail(&tables, index_off)?)?;
         Ok(self.stream)
     }
+}
+
+/// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
+fn check(key: &Key, value: &Value, path: &mut ObjectPath, options: &Options) -> Result<()> {
+    let node = Planner::new().place(value, path, options)?;
+    let children = vec![(Step::Key(key.clone()), node)];
+    encode(&Node::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)
 }

@@ -618,7 +618,6 @@ def of_heap_and_dims():
         ("strides-straddle", "strides", straddling.edit("tensors", 0, strides=1)),
         ("empty-not-0", "no strides, at 1,", scalar.edit("tensors", 0, strides=1)),
         ("size-far-beyond", "a size at 2^32", leaf(SIZE, (2, 3)).at("leaf", a=1 << 32)),
-        ("size-huge", "a size of 2^32 - 1", leaf(SIZE, (2, 3)).at("leaf", count=NONE)),
         ("mesh-straddles", "a mesh whose shape is claimed and whose ranks are not", mesh),
         ("ranks-huge", "a mesh of 2^32 - 1 ranks in a small file", one_mesh((NONE,))),
     ):
@@ -630,6 +629,9 @@ def of_heap_and_dims():
     yield "033-names-beyond", "the names of a slice out of range", beyond
 
     unclaimed = with_heap(b"a?", (0, 1))
+    large = bigint(1 << 40000)
+    twice = Archive().tree(Box(DICT, [("x", Leaf(BIGINT, large)), ("y", Leaf(BIGINT, large))]))
+    yield "030-long-twice", "a heap range of 5001 bytes that two leaves name", twice
     yield "031-heap-end", "a byte at the end of the heap that nothing names", unclaimed
     unclaimed = one_tensor((2, 3)).set("dims", (2, 3, 4))
     yield "031-dims-end", "a number at the end of dims that nothing names", unclaimed
@@ -717,6 +719,7 @@ def of_keys():
         ("bool-2", "a bool key of 2", keyed(Key(K_BOOL, 2))),
         ("nan", "a float key that is not a number", keyed(Key(K_FLOAT, nan))),
         ("writer-too-large", "a writer of 2^32", divergent(0, 1 << 32)),
+        ("tuple-65", "a tuple of 65 elements", packed_key(packed(*[Key(K_NONE, 0)] * 65))),
         ("long-str", "a str key of 4097 bytes", keyed(Key(K_STR, long))),
         ("long-bigint", "a bigint key of 4097 bytes", keyed(Key(K_BIGINT, long))),
         ("long-tuple", "a tuple key of 4097 bytes", packed_key(packed(long[9:]))),
@@ -793,6 +796,7 @@ def of_leaves():
         about = f"{field} of a {kind} node is 1"
         yield f"047-{kind}-{field}", about, leaves().at(kind, **{field: 1})
     yield "047-tensor-b", "b of a tensor node is 1", one_tensor((2,)).at("0", b=1)
+    yield "047-size-65", "a size of 65 entries", leaf(SIZE, (1,) * 65)
     yield "047-bool-2", "a bool of 2", leaves().at("bool", a=2)
     for code in (47, 1 << 32):
         yield f"047-dtype-{code}", f"a dtype leaf of code {code}", leaves().at("dtype", a=code)
@@ -973,6 +977,7 @@ def of_slices():
         ("mesh-inside", "a mesh inside another", two_meshes((3, (1, 7, 8)), (1, (7,)))),
         ("names-without-ranks", "names, but no ranks", meshed(names=(b"dp",))),
         ("names-twice", "two dimensions dp", meshed((1, 1), ranks=(5,), names=(b"dp", b"dp"))),
+        ("names-long", "a name of 257 bytes", meshed(ranks=(5, 6), names=(b"d" * 257,))),
         ("names-surrogate", "a surrogate", meshed(ranks=(5, 6), names=(b"\xed\xa0\x80",))),
         ("flags", "flags of a slice", meshed().edit("slices", 0, flags=1)),
         ("unnamed", "a slice that no tensor names", meshed().slice((0,), (4,))),

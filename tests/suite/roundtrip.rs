@@ -260,3 +260,104 @@ fn text_that_is_long_lies_in_the_blob() {
     assert_eq!(archive.storage_count(), 1);
     assert_eq!(archive.to_state_dict().unwrap(), dict);
 }
+
+/// What a plan accepts, a reader opens: so a plan refuses what a reader would.
+#[test]
+fn what_no_reader_opens_is_not_planned() {
+    let divergent = Dict::from_iter([(0_i64, 1_i64)]);
+    let mut dict = StateDict::new();
+    dict.insert("d", Value::Divergent(divergent));
+    refused(&dict, ErrorKind::ShardTable, r#"["d"]"#);
+
+    let mut dict = StateDict::new();
+    dict.insert("p", Value::NamedTuple("P".into(), Dict::from_iter([(1_i64, 2_i64)])));
+    refused(&dict, ErrorKind::KeyKind, r#"["p"]"#);
+
+    let shard = |global: u64, elements: &[f32]| {
+        let slice = TensorSlice::new(&[0], &[elements.len() as u64], &[global]).unwrap();
+        let local = Tensor::from_slice(elements, &[elements.len() as u64]).unwrap();
+        Shard::new(local, ShardPlace::new(slice)).unwrap()
+    };
+    let mut dict = StateDict::new();
+    dict.insert("s", Value::Shards(vec![shard(4, &[1.0]), shard(5, &[1.0])]));
+    refused(&dict, ErrorKind::MixedRun, r#"["s"]"#);
+
+    let mut dict = StateDict::new();
+    dict.insert("size", Value::Size(vec![1; 65].into()));
+    refused(&dict, ErrorKind::RankTooLarge, r#"["size"]"#);
+
+    let slice = TensorSlice::new(&[0], &[1], &[1]).unwrap();
+    for mesh in [&[0][..], &[1 << 40], &[1 << 40, 1 << 40]] {
+        let error = slice.clone().on_mesh(mesh, None).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::MeshMismatch);
+    }
+    // A tensor without elements is nowhere.
+    let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[0]).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("empty", Tensor::new(meta, Storage::default(), u64::MAX).unwrap());
+    assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
+}
+
+/// A stream whose third write fails, and no other.
+struct Once(u32);
+impl std::io::Write for Once {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += 1;
+        if self.0 == 3 { Err(std::io::ErrorKind::StorageFull.into()) } else { Ok(bytes.len()) }
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_stream_goes_on_after_a_refusal_and_ends_after_a_failure() {
+    let mut writer = ArchiveWriter::new(Vec::new(), Options::new()).unwrap();
+    let storage = Storage::from(vec![0_u8; 40]);
+    let view = |dtype, offset| {
+        let meta = TensorMeta::new(dtype, &[4]).unwrap();
+        Value::from(Tensor::new(meta, storage.clone(), offset).unwrap())
+    };
+    let odd = Value::List(vec![
+        tensor(9).into(),
+        view(tssd_format::Dtype::Float32, 5),
+        view(tssd_format::Dtype::Float32, 6),
+    ]);
+    assert_eq!(writer.insert("odd", odd).unwrap_err().kind(), ErrorKind::Misaligned);
+    let nan = writer.insert(Key::Float(f64::NAN.into()), 1_i64).unwrap_err();
+    assert_eq!(nan.kind(), ErrorKind::KeyKind);
+    writer.insert("good", tensor(3)).unwrap();
+    let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
+    archive.verify().unwrap();
+    assert_eq!(archive.tensor("good").unwrap(), tensor(3));
+
+    let mut writer = ArchiveWriter::new(Once(0), Options::new()).unwrap();
+    assert_eq!(writer.insert("a", tensor(9)).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(writer.insert("a", tensor(9)).unwrap_err().kind(), ErrorKind::Io);
+    assert!(writer.finish().is_err());
+}
+
+/// A tensor with more elements than could ever be looked at is compared by what is stored.
+#[test]
+fn expanded_tensors_are_compared_at_once() {
+    let expanded = || {
+        let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[1 << 60, 3]).unwrap();
+        let meta = meta.with_strides(&[0, 1]).unwrap();
+        Tensor::new(meta, Storage::from(vec![1, 2, 3]), 0).unwrap()
+    };
+    assert!(expanded() == expanded());
+}
+
+#[test]
+fn an_fqn_may_be_longer_than_a_key() {
+    let value = (0..50).fold(Value::from(7_i64), |value, _| {
+        Value::Dict(Dict::from_iter([("k".repeat(100), value)]))
+    });
+    let dict = StateDict::from_value(value).unwrap();
+    let fqn = dict.leaves()[0].0.fqn();
+    assert!(fqn.len() > 4096);
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    assert_eq!(archive.leaf(&fqn).unwrap(), Value::from(7_i64));
+    let nan = ObjectPath::root().key(Key::Float(f64::NAN.into()));
+    assert_eq!(archive.value(&nan).unwrap_err().kind(), ErrorKind::NotFound);
+}

@@ -1,5 +1,7 @@
 //! What parts of a table are claimed. Spec: section 3.
 
+use crate::record::INLINE_MAX;
+
 /// How much of a table is claimed (section 3).
 pub(super) struct Claims {
     pub(super) claimed: u64,
@@ -60,6 +62,10 @@ impl HeapClaims {
         if len > 0 && start == self.claims.claimed && self.claims.in_order(start, len) {
             self.ranges.push(HeapClaim { start, len, is_text: false });
             return self.ranges.last_mut();
+        }
+        // What is long is named once: else a short file could mean very much.
+        if len > INLINE_MAX {
+            return None;
         }
         let found = self.ranges.binary_search_by_key(&start, |claim| claim.start).ok()?;
         self.ranges.get_mut(found).filter(|claim| claim.len == len)

@@ -6,6 +6,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::record::{self, NONE};
 use crate::shape::MAX_RANK;
 
+/// The longest name of a mesh dimension. Names are looked at for every slice, so they are short.
+const MAX_NAME_BYTES: usize = 256;
+
 impl Validator<'_> {
     pub(super) fn slices(&mut self) -> Result<()> {
         let views = self.views;
@@ -59,7 +62,9 @@ impl Validator<'_> {
             }
             let mut seen = std::collections::BTreeSet::new();
             for name in self.claim_dims(start(slice.names), mesh_rank)? {
-                self.claim_heap(name.to_native())?;
+                if self.claim_heap(name.to_native())?.len() > MAX_NAME_BYTES {
+                    return Err(wrong("long name"));
+                }
                 let name = std::str::from_utf8(self.views.heap_at(name.to_native())?);
                 if !seen.insert(name.map_err(|_| wrong("name is not UTF-8"))?) {
                     return Err(wrong("two dimensions have one name"));

@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{self, FileKey, python_twins};
 use crate::number::is_shortest_big;
 use crate::record::{self, INLINE_MAX, NONE, STORED, kind, split_heap_range};
+use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
 use crate::views::{Views, path_of};
 
@@ -69,11 +70,8 @@ impl Validator<'_> {
             return if node.key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
         }
         let file_key = self.views.file_key(node)?;
-        if let key::Content::Heap(bytes) = &file_key.content {
-            if bytes.len() > key::MAX_KEY_BYTES {
-                return Err(Error::new(ErrorKind::KeyKind)
-                    .note(format_args!("key of {} bytes", bytes.len())));
-            }
+        check_key_len(&file_key)?;
+        if matches!(file_key.content, key::Content::Heap(_)) {
             self.claim_heap(node.key.to_native())?;
         }
         file_key.check()
@@ -132,7 +130,9 @@ impl Validator<'_> {
             if !children.contains(&child) {
                 return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
             }
-            self.views.file_key(&self.views.nodes[child])
+            let key = self.views.file_key(&self.views.nodes[child])?;
+            check_key_len(&key)?;
+            Ok(key)
         };
         let mut last: Option<FileKey<'_>> = None;
         for child in order {
@@ -180,6 +180,7 @@ impl Validator<'_> {
             kind::NONE if a != 0 => return wrong("a"),
             kind::BOOL if a > 1 => return wrong("bool"),
             kind::DTYPE if dtype(a).is_none() => return wrong("dtype"),
+            kind::SIZE if wide(MAX_RANK) < u64::from(count) => return wrong("size"),
             kind::BIGINT if !is_shortest_big(self.claim_heap(a)?) => {
                 return Err(Error::new(ErrorKind::NonCanonicalInt));
             }
@@ -236,6 +237,16 @@ impl Validator<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Keys are compared before they are claimed: a long one is refused first.
+fn check_key_len(key: &FileKey<'_>) -> Result<()> {
+    match &key.content {
+        key::Content::Heap(bytes) if bytes.len() > key::MAX_KEY_BYTES => {
+            Err(Error::new(ErrorKind::KeyKind).note(format_args!("key of {} bytes", bytes.len())))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -128,7 +128,7 @@ impl Index {
     /// The number of the leaf with an fqn.
     pub(crate) fn find_fqn(&self, fqn: &str) -> Result<usize> {
         let views = self.views();
-        match leaves_named(&views, fqn)?.as_slice() {
+        match leaves_named(&views, fqn).as_slice() {
             [] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
             [leaf] => Ok(*leaf),
             [one, other, ..] => Err(Error::new(ErrorKind::AmbiguousFqn)

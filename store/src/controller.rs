@@ -84,11 +84,15 @@ impl Controller {
         Ok(state)
     }
 
-    /// Opens a visible version.
-    pub(crate) async fn open(&self, key: &Key, selector: Selector) -> Result<OpenVersion> {
+    /// Opens a visible version, given the ledger as it was a moment ago.
+    pub(crate) async fn open(
+        &self,
+        key: &Key,
+        selector: Selector,
+        mut state: State,
+    ) -> Result<OpenVersion> {
         let mut failed = None;
         for _ in 0..OPEN_TRIES {
-            let state = self.state(key).await?;
             let newest = state.head().map(|version| version.number);
             let Some(version) = state.version(selector) else {
                 return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
@@ -105,6 +109,7 @@ impl Controller {
                 return Ok(opened);
             }
             // It was deleted between the look at the ledger and the opening: look again.
+            state = self.state(key).await?;
         }
         Err(Error::new(
             ErrorKind::Busy,

@@ -334,7 +334,7 @@ impl Store {
         }
         // What was replaced is let go before its successor is opened.
         self.forget(key);
-        let version = Arc::new(self.0.controller.open(key, selector(number)).await?);
+        let version = Arc::new(self.0.controller.open(key, selector(number), state).await?);
         let mut opened = self.opened();
         if opened.len() >= MAX_OPENED {
             opened.pop_first();

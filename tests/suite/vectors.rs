@@ -293,8 +293,19 @@ fn strided() -> Shard {
         .unwrap()
 }
 
+/// A file that a manifest names; it need not be there for the manifest to be read.
+fn shard_file(writer: u32) -> tssd_format::ShardFile {
+    tssd_format::ShardFile {
+        name: format!("{writer}.tssd"),
+        file_len: 4672,
+        index_off: 4160,
+        index_crc32: 7,
+        writer,
+    }
+}
+
 fn manifest() -> Vec<u8> {
-    use tssd_format::{Container, Node, ShardFile, Step, StorageReference, TensorReference};
+    use tssd_format::{Container, Node, Step, StorageReference, TensorReference};
     let reference = |row: u64, storage: u32| TensorReference {
         meta: TensorMeta::new(Dtype::Float32, &[1, 2]).unwrap(),
         storage: Some(storage),
@@ -311,37 +322,24 @@ fn manifest() -> Vec<u8> {
         align_log2: 8,
         shard,
     };
-    let shard = |writer: u32| ShardFile {
-        name: format!("{writer}.tssd"),
-        file_len: 4672,
-        index_off: 4160,
-        index_crc32: 7,
-        writer,
-    };
     tssd_format::manifest(
         &Node::Container(Container::Dict, children),
         &[storage(0), storage(1)],
         &tssd_format::Attrs::new(),
-        &[shard(0), shard(1)],
+        &[shard_file(0), shard_file(1)],
     )
     .unwrap()
 }
 
 fn divergent() -> Vec<u8> {
-    use tssd_format::{Container, Node, ShardFile, Step};
+    use tssd_format::{Container, Node, Step};
     let own = |writer: u32| {
         (Step::Key(Key::writer(writer)), Node::Leaf(Value::from(i64::from(writer) * 10)))
     };
     let node = Node::Container(Container::Divergent, vec![own(0), own(3)]);
     let root = Node::Container(Container::Dict, vec![(Step::Key("seed".into()), node)]);
-    let shard = |writer: u32| ShardFile {
-        name: format!("{writer}.tssd"),
-        file_len: 4672,
-        index_off: 4160,
-        index_crc32: 7,
-        writer,
-    };
-    tssd_format::manifest(&root, &[], &tssd_format::Attrs::new(), &[shard(0), shard(3)]).unwrap()
+    tssd_format::manifest(&root, &[], &tssd_format::Attrs::new(), &[shard_file(0), shard_file(3)])
+        .unwrap()
 }
 
 #[test]

@@ -83,10 +83,10 @@ impl Archive {
     /// # Errors
     ///
     /// As [`Archive::from_bytes`]; `ShardMismatch` (F-083); what `open` returns.
-    pub fn from_shard_set(
+    pub fn from_shard_set<E: From<Error>>(
         manifest: Arc<dyn Blob>,
-        mut open: impl FnMut(&ShardFile) -> Result<Arc<dyn Blob>>,
-    ) -> Result<Self> {
+        mut open: impl FnMut(&ShardFile) -> Result<Arc<dyn Blob>, E>,
+    ) -> Result<Self, E> {
         let mut archive = Self::from_blob(manifest)?;
         let shards = archive.shards();
         if shards.is_empty() {
@@ -94,7 +94,7 @@ impl Archive {
         }
         let mut blobs = Vec::with_capacity(shards.len());
         for shard in &shards {
-            let blob = open(shard).map_err(|error| error.at(&shard.name))?;
+            let blob = open(shard)?;
             check_shard(shard, &blob).map_err(|error| error.at(&shard.name))?;
             blobs.push(blob);
         }
@@ -287,12 +287,7 @@ impl Archive {
         }
     }
 
-    fn unpack(
-        &self,
-        number: u32,
-        storage: &StorageReference,
-        range: Range<u64>,
-    ) -> Result<Bytes> {
+    fn unpack(&self, number: u32, storage: &StorageReference, range: Range<u64>) -> Result<Bytes> {
         let decode = || {
             let mut unpack = Unpack::new(storage, range.clone())?;
             for chunk in storage.chunks(&range) {
@@ -478,7 +473,9 @@ impl Verify<'_> {
                 let stored = archive.read(storage.shard, place.clone())?;
                 prove_chunk(storage, *chunk, &stored).map_err(|error| error.byte(place.start))
             }
-            Part::Checksum => check_crc(storage, combine(storage.len, storage.crcs.iter().copied())),
+            Part::Checksum => {
+                check_crc(storage, combine(storage.len, storage.crcs.iter().copied()))
+            }
             Part::Text => {
                 let bytes = archive.storage_bytes(*number)?;
                 if is_text(&bytes) { Ok(()) } else { Err(Error::new(ErrorKind::NotText)) }

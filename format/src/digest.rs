@@ -88,13 +88,16 @@ mod tests {
             let parts: Vec<Digest> = if len == 0 {
                 vec![ChunkHasher::new(0, 0).finish()]
             } else {
-                (0..).zip(bytes.chunks(chunk)).map(|(number, part)| {
-                    let mut hasher = ChunkHasher::new(number, wide);
-                    let (one, other) = part.split_at(part.len() / 3);
-                    hasher.update(one);
-                    hasher.update(other);
-                    hasher.finish()
-                }).collect()
+                (0..)
+                    .zip(bytes.chunks(chunk))
+                    .map(|(number, part)| {
+                        let mut hasher = ChunkHasher::new(number, wide);
+                        let (one, other) = part.split_at(part.len() / 3);
+                        hasher.update(one);
+                        hasher.update(other);
+                        hasher.finish()
+                    })
+                    .collect()
             };
             assert_eq!(merge(wide, &parts), *blake3::hash(bytes).as_bytes(), "{len} bytes");
         }

@@ -47,7 +47,8 @@ pub fn to_json(archive: &Archive) -> Result<Json> {
             view["shard"] = json!(storage.shard);
         }
         if let Some(packing) = &storage.packing {
-            let chunk = |chunk: &PackedChunk| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
+            let chunk =
+                |chunk: &PackedChunk| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
             let chunks: Vec<Json> = packing.chunks.iter().map(chunk).collect();
             view["zstd"] = json!({ "shuffle": packing.shuffle, "chunks": chunks });
         }

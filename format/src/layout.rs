@@ -264,4 +264,3 @@ pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
     }
     whole.finalize()
 }
-

@@ -36,7 +36,7 @@ pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
     };
     let manifest = open(MANIFEST)?;
     let set = Archive::from_shard_set(manifest, |shard| open(&shard.name));
-    let set = set.map_err(|error| error.at(path.join(MANIFEST).display()))?;
+    let set = set.map_err(|error: Error| error.at(path.join(MANIFEST).display()))?;
     if set.shards().is_empty() {
         let error = Error::new(ErrorKind::ShardTable).note("no shard at all");
         return Err(error.at(path.join(MANIFEST).display()));

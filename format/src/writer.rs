@@ -3,10 +3,10 @@
 use std::io::Write;
 
 use crate::arrange::Arranger;
+use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Sum, jobs};
-use crate::digest::{self, Digest};
 use crate::frame;
 use crate::key::{Key, ObjectPath, Step};
 use crate::layout::{combine, tail};

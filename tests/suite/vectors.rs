@@ -301,6 +301,7 @@ fn shard_file(writer: u32) -> tssd_format::ShardFile {
         index_off: 4160,
         index_crc32: 7,
         writer,
+        digest: None,
     }
 }
 
@@ -321,6 +322,8 @@ fn manifest() -> Vec<u8> {
         crcs: vec![crc32fast::hash(&[0; 8])],
         align_log2: 8,
         shard,
+        packing: None,
+        digest: None,
     };
     tssd_format::manifest(
         &Node::Container(Container::Dict, children),

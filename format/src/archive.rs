@@ -510,7 +510,7 @@ fn prove_chunk(storage: &StorageReference, chunk: u64, stored: &[u8]) -> Result<
         return Ok(());
     }
     let len = stored.len();
-    Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("chunk {chunk}, {len} bytes")))
+    Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
 }
 
 fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {

@@ -155,7 +155,11 @@ pub(crate) async fn put(
     let role = Role::of(dict, options)?;
     let draft =
         draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
-    let layout = controller.on_disk(move |_| place(draft)).await?;
+    let layout = if draft.jobs().is_empty() {
+        place(draft)?
+    } else {
+        controller.on_disk(move |_| place(draft)).await?
+    };
     let bytes = layout.file_len();
     let begun = begin(controller, key, options, &role, call).await?;
     // Each try has a file of its own: one that died may have left another behind.

@@ -80,7 +80,8 @@ fn open(file: &str) -> Result<Archive, tssd_format::Error> {
     if file.ends_with('/') {
         return tssd_format::open_shard_set(path);
     }
-    Archive::from_bytes(std::fs::read(&path).unwrap_or_else(|error| panic!("{path:?}: {error}")))
+    let bytes = std::fs::read(&path);
+    Archive::from_bytes(bytes.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
 }
 
 #[test]

@@ -20,14 +20,14 @@ use crate::state_dict::{StateDict, Value};
 use crate::structure::{
     CHUNK_BYTES, Node, StorageReference, TensorReference, state_dict_of, tensor_of, value_of,
 };
-use crate::table::IndexBytes;
 use crate::tensor::Tensor;
 use crate::text::is_text;
 
 /// An archive whose index is proven: an `Archive` that exists is valid. Its payload is proven by
 /// [`Archive::verify`].
 ///
-/// The index lies in memory of its own; the blob stays where it is. Cloning an archive is cheap.
+/// The blob stays where it is. So does the index in memory that nothing can change; else it is copied.
+/// Cloning an archive is cheap.
 #[derive(Clone)]
 pub struct Archive {
     index: Arc<Index>,
@@ -36,7 +36,8 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Opens an archive that is in memory, all of it. Its tensors are views of that memory.
+    /// Opens an archive that is in memory, all of it. Its tensors, strings and bytes are views of that
+    /// memory, and keep it.
     ///
     /// # Errors
     ///
@@ -370,9 +371,6 @@ fn read_index(file: &dyn Blob) -> Result<(Index, u64)> {
     let mut trailer = [0; FRAME_LEN];
     file.read_exact_at(&mut trailer, file_len - 64)?;
     let place = parse_trailer(&trailer, file_len)?;
-    let index_len = usize::try_from(place.index_len).expect("proven to be at most 1 GiB");
-    let mut index = IndexBytes::with_capacity(index_len);
-    index.resize(index_len, 0);
-    file.read_exact_at(&mut index, place.index_off)?;
+    let index = file.stable(place.index_off..place.index_off + place.index_len)?;
     Ok((Index::parse(index, place)?, file_len))
 }

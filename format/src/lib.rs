@@ -85,7 +85,7 @@ pub use key::{Key, ObjectPath, Step};
 pub use layout::{Layout, Options, manifest};
 pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
-pub use mmap::map_file;
+pub use mmap::{Map, map_file};
 pub use number::{Float, Int};
 pub use placement::Placement;
 pub use region::Region;

@@ -9,10 +9,10 @@ use bytemuck::{Pod, Zeroable};
 use rend::{u32_le, u64_le};
 use rkyv::Portable;
 use rkyv::bytecheck::CheckBytes;
-use rkyv::util::AlignedVec;
 use rkyv::vec::ArchivedVec;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::frame::FRAME_LEN;
 use crate::record::{self, Fields};
 
 /// The largest index, in bytes.
@@ -90,9 +90,6 @@ tables! {
 /// A BLAKE3 digest.
 pub(crate) type Digest = [u8; 32];
 
-/// The bytes of an index, aligned for its records.
-pub(crate) type IndexBytes = AlignedVec<64>;
-
 /// Records and fields by the names that the spec has for them.
 pub(crate) const RECORDS: &[(&str, Fields)] = &[
     ("Root", ArchivedRoot::FIELDS),
@@ -132,18 +129,18 @@ impl Tables {
             .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
     }
 
-    /// The bytes of the index: the tables in order, then the root.
+    /// The bytes of the index: the tables in order, then the root. There is room for the trailer.
     ///
     /// # Errors
     ///
     /// `TooLarge` if they would exceed the limit.
-    pub(crate) fn to_bytes(&self) -> Result<IndexBytes> {
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
         let len = usize::try_from(self.index_len()?).unwrap_or(usize::MAX);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
         let too_large = || Error::new(ErrorKind::TooLarge);
         let (starts, _) = place(&counts).ok_or_else(too_large)?;
-        let mut index = IndexBytes::with_capacity(len);
+        let mut index = Vec::with_capacity(len + FRAME_LEN);
         for ((_, bytes), start) in parts.iter().zip(starts) {
             index.resize(start, 0);
             index.extend_from_slice(bytes);
@@ -189,7 +186,7 @@ impl TableMap {
 /// # Errors
 ///
 /// `RootRange`, `TableLayout`, `IndexEncoding`.
-pub(crate) fn map(index: &IndexBytes, root: Range<usize>) -> Result<TableMap> {
+pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     let root_range = || Error::new(ErrorKind::RootRange).note(format_args!("{root:?}"));
     if root.end != index.len()
         || root.end.saturating_sub(root.start) < ROOT_LEN
@@ -243,7 +240,7 @@ fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
 
 /// Lets rkyv check the index. With fixed-size records only, that takes the same time for any number
 /// of them.
-fn prove_archive(index: &IndexBytes, root_off: usize) -> Result<()> {
+fn prove_archive(index: &[u8], root_off: usize) -> Result<()> {
     use rkyv::validation::Validator;
     use rkyv::validation::archive::ArchiveValidator;
 

@@ -1,8 +1,11 @@
 //! State dicts to bytes and back: bit for bit, ties kept, the same bytes every time.
 
+use std::sync::Arc;
+
+use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
+    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
     ShardPlace, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
@@ -237,6 +240,45 @@ fn a_view_does_not_drag_its_storage_along() {
     let mut dict = StateDict::new();
     dict.insert("slice", Tensor::new(meta, storage, 1000).unwrap());
     assert!(encode(&dict).len() < 8192);
+}
+
+#[test]
+fn an_archive_may_lie_anywhere_in_memory() {
+    let dict = StateDict::from_value(Dict::from_iter([("a", Value::from(tensor(5)))]).into());
+    let dict = dict.unwrap();
+    let file = encode(&dict);
+    let opened = [0, 1, 2, 4, 7, 8].map(|shift| {
+        let memory = Bytes::from([vec![0; shift], file.clone()].concat());
+        let archive = Archive::from_bytes(memory.slice(shift..)).unwrap();
+        assert_eq!(archive.to_state_dict().unwrap(), dict);
+        (shift, memory, archive)
+    });
+    for (shift, memory, archive) in opened {
+        let lies_inside = memory.as_ptr_range().contains(&archive.index_bytes().as_ptr());
+        let is_aligned = (memory.as_ptr().addr() + shift).is_multiple_of(8);
+        assert_eq!(lies_inside, is_aligned, "what is aligned is not copied");
+        // What is in memory, but may change, is copied.
+        let archive = Archive::from_blob(Arc::new(Shared(memory.slice(shift..)))).unwrap();
+        assert!(!memory.as_ptr_range().contains(&archive.index_bytes().as_ptr()));
+        assert_eq!(archive.to_state_dict().unwrap(), dict);
+    }
+}
+
+/// Memory that others may write.
+struct Shared(Bytes);
+
+impl Blob for Shared {
+    fn size(&self) -> std::io::Result<u64> {
+        self.0.size()
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.0.read_exact_at(target, offset)
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        Some(&self.0)
+    }
 }
 
 #[test]

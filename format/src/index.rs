@@ -128,12 +128,12 @@ impl Index {
     /// The number of the leaf with an fqn.
     pub(crate) fn find_fqn(&self, fqn: &str) -> Result<usize> {
         let views = self.views();
-        match leaves_named(&views, fqn).as_slice() {
-            [] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
-            [leaf] => Ok(*leaf),
-            [one, other, ..] => Err(Error::new(ErrorKind::AmbiguousFqn)
+        match leaves_named(&views, fqn) {
+            [None, _] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
+            [Some(leaf), None] => Ok(leaf),
+            [Some(one), Some(other)] => Err(Error::new(ErrorKind::AmbiguousFqn)
                 .at(fqn)
-                .note(format_args!("{} and {}", path_of(&views, *one), path_of(&views, *other)))),
+                .note(format_args!("{} and {}", path_of(&views, one), path_of(&views, other)))),
         }
     }
 }

@@ -242,6 +242,44 @@ fn a_view_does_not_drag_its_storage_along() {
     assert!(encode(&dict).len() < 8192);
 }
 
+/// Dicts of dicts whose keys are made of the same few parts and dots: there are many ways to read
+/// an fqn, and many that lead nowhere.
+fn dotted() -> impl Strategy<Value = StateDict> {
+    let key = proptest::collection::vec(
+        prop_oneof![Just("a"), Just("b"), Just("1"), Just("."), Just("-")],
+        0..5,
+    )
+    .prop_map(|parts| Key::from(parts.concat()));
+    let key = prop_oneof![8 => key, 1 => Just(Key::from(1)), 1 => Just(Key::Float(1.5.into()))];
+    let dict = |value: BoxedStrategy<Value>| {
+        proptest::collection::vec((key.clone(), value), 0..12).prop_map(Dict::from_iter)
+    };
+    let leaf = Just(Value::None).boxed();
+    let inner = dict(leaf.clone()).prop_map(Value::from).boxed();
+    let middle = dict(prop_oneof![leaf.clone(), inner.clone()].boxed()).prop_map(Value::from);
+    dict(prop_oneof![leaf, inner, middle].boxed())
+        .prop_map(|dict| StateDict::from_value(dict.into()).unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn every_way_to_read_an_fqn_is_tried(dict in dotted()) {
+        let archive = Archive::from_bytes(encode(&dict)).unwrap();
+        let fqns: Vec<String> = dict.leaves().iter().map(|(path, _)| path.fqn()).collect();
+        let prefixes = fqns.iter().flat_map(|fqn| (0..=fqn.len()).map(|end| &fqn[..end]));
+        for fqn in prefixes {
+            let expected = match fqns.iter().filter(|other| *other == fqn).count() {
+                0 => Err(ErrorKind::NotFound),
+                1 => Ok(Value::None),
+                _ => Err(ErrorKind::AmbiguousFqn),
+            };
+            prop_assert_eq!(archive.leaf(fqn).map_err(|error| error.kind()), expected, "{}", fqn);
+        }
+    }
+}
+
 #[test]
 fn an_archive_may_lie_anywhere_in_memory() {
     let dict = StateDict::from_value(Dict::from_iter([("a", Value::from(tensor(5)))]).into());

@@ -19,14 +19,14 @@ use crate::layout::combine;
 use crate::state_dict::{StateDict, Value};
 use crate::storage::{StorageReference, Unpack};
 use crate::structure::{Node, TensorReference, state_dict_of, value_of};
-use crate::table::IndexBytes;
 use crate::tensor::Tensor;
 use crate::text::is_text;
 
 /// An archive whose index is proven: an `Archive` that exists is valid. Its payload is proven by
 /// [`Archive::verify`].
 ///
-/// The index lies in memory of its own; the blob stays where it is. Cloning an archive is cheap.
+/// The blob stays where it is. So does the index in memory that nothing can change; else it is copied.
+/// Cloning an archive is cheap.
 #[derive(Clone)]
 pub struct Archive {
     index: Arc<Index>,
@@ -39,7 +39,8 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Opens an archive that is in memory, all of it. Its tensors are views of that memory.
+    /// Opens an archive that is in memory, all of it. Its tensors, strings and bytes are views of that
+    /// memory, and keep it.
     ///
     /// # Errors
     ///
@@ -559,9 +560,6 @@ fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     let mut trailer = [0; FRAME_LEN];
     file.read_exact_at(&mut trailer, file_len - 64)?;
     let place = parse_trailer(&trailer, file_len)?;
-    let index_len = usize::try_from(place.index_len).expect("proven to be at most 1 GiB");
-    let mut index = IndexBytes::with_capacity(index_len);
-    index.resize(index_len, 0);
-    file.read_exact_at(&mut index, place.index_off)?;
+    let index = file.stable(place.index_off..place.index_off + place.index_len)?;
     Ok((Index::parse(index, place)?, *frame, file_len))
 }

@@ -1,6 +1,7 @@
 //! Where the bytes of an archive are: in memory, or somewhere that can be read at any place.
 
 use std::io;
+use std::ops::Range;
 
 use bytes::Bytes;
 
@@ -22,6 +23,32 @@ pub trait Blob: Send + Sync {
 
     /// All of it, if it is in this process's memory: views of it cost nothing.
     fn bytes(&self) -> Option<&Bytes>;
+
+    /// A range of it, aligned to 8 bytes, in memory that nothing outside this process can change:
+    /// what is proven of these bytes stays true. They are copied, unless they lie so already.
+    ///
+    /// # Errors
+    ///
+    /// As [`Blob::read_exact_at`]. The range must be known to lie in the blob: it is allocated first.
+    fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
+        copied(self, range)
+    }
+}
+
+fn copied(blob: &(impl Blob + ?Sized), range: Range<u64>) -> io::Result<Bytes> {
+    let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
+    let mut words = Words(vec![0; len.div_ceil(size_of::<u64>())]);
+    blob.read_exact_at(&mut bytemuck::cast_slice_mut(&mut words.0)[..len], range.start)?;
+    Ok(Bytes::from_owner(words).slice(..len))
+}
+
+/// Aligned memory, as bytes.
+struct Words(Vec<u64>);
+
+impl AsRef<[u8]> for Words {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
 }
 
 /// A file is read, never mapped: whatever happens to it meanwhile is an error, not a crash.
@@ -71,5 +98,14 @@ impl Blob for Bytes {
 
     fn bytes(&self) -> Option<&Bytes> {
         Some(self)
+    }
+
+    fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
+        let index = |at| usize::try_from(at).map_err(io::Error::other);
+        let bytes = self.slice(index(range.start)?..index(range.end)?);
+        if bytes.as_ptr().addr().is_multiple_of(size_of::<u64>()) {
+            return Ok(bytes);
+        }
+        copied(self, range)
     }
 }

@@ -68,7 +68,7 @@ impl<'a> Reader<'a> {
             kind::SIZE => {
                 let start = u32::try_from(a).expect("proven to be in dims");
                 let sizes = views.dims_proven(start, native(record.count.to_native()));
-                Value::Size(sizes.into_iter().map(u64::cast_signed).collect())
+                Value::Size(sizes.iter().map(|size| size.cast_signed()).collect())
             }
             kind::DEVICE => Value::Device(self.text(a)),
             kind::OPAQUE => Value::Opaque { media: self.text(b), bytes: self.bytes(a) },
@@ -102,18 +102,18 @@ impl<'a> Reader<'a> {
         let views = self.views;
         let rank = usize::from(tensor.rank);
         let shape = views.dims_proven(tensor.shape.to_native(), rank);
-        let mut meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), &shape)
+        let mut meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), shape)
             .expect("proven to be in limits")
             .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
         if tensor.strides != NONE {
             let strides = views.dims_proven(tensor.strides.to_native(), rank);
-            meta = meta.with_strides(&strides).expect("proven to be in limits");
+            meta = meta.with_strides(strides).expect("proven to be in limits");
         }
         TensorReference {
             meta,
             storage: (tensor.storage != NONE).then(|| tensor.storage.to_native()),
             byte_offset: tensor.byte_offset.to_native(),
-            place: (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), &shape)),
+            place: (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), shape)),
         }
     }
 
@@ -136,18 +136,18 @@ impl<'a> Reader<'a> {
         let offsets = views.dims_proven(record.offsets.to_native(), rank);
         let global_shape = views.dims_proven(record.global_shape.to_native(), rank);
         let mut slice =
-            TensorSlice::new(&offsets, local_shape, &global_shape).expect("proven to be inside");
+            TensorSlice::new(offsets, local_shape, global_shape).expect("proven to be inside");
         let Some(mesh_shape) = vector(record.mesh, mesh_rank) else {
             return ShardPlace::new(slice);
         };
         slice = slice
-            .on_mesh(&mesh_shape, vector(record.coordinates, mesh_rank).as_deref())
+            .on_mesh(mesh_shape, vector(record.coordinates, mesh_rank))
             .expect("proven to be inside the mesh");
         let mut place = ShardPlace::new(slice);
         if record.ranks != NONE {
-            let mut mesh = self.mesh(record, &mesh_shape);
+            let mut mesh = self.mesh(record, mesh_shape);
             if let Some(names) = vector(record.names, mesh_rank) {
-                let names = names.into_iter().map(|name| self.text(name).to_string()).collect();
+                let names = names.iter().map(|name| self.text(*name).to_string()).collect();
                 let named = DeviceMesh::clone(&mesh).with_dim_names(names);
                 mesh = named.expect("one name per dimension").into();
             }
@@ -167,8 +167,8 @@ impl<'a> Reader<'a> {
         let mesh = self.meshes.entry(record.mesh.to_native()).or_insert_with(|| {
             let size = usize::try_from(shape.iter().product::<u64>());
             let ranks = views.dims_proven(record.ranks.to_native(), size.expect("below 2^32"));
-            let rank = |rank| u32::try_from(rank).expect("proven to be below 2^32");
-            let ranks: Vec<u32> = ranks.into_iter().map(rank).collect();
+            let rank = |rank: &u64| u32::try_from(*rank).expect("proven to be below 2^32");
+            let ranks: Vec<u32> = ranks.iter().map(rank).collect();
             DeviceMesh::new(shape, &ranks).expect("proven to have one rank per place").into()
         });
         mesh.clone()

@@ -25,6 +25,7 @@ macro_rules! dtypes {
             pub const ALL: &[Self] = &[$(Self::$variant,)*];
 
             /// The dtype with this code, if there is one.
+            #[inline]
             pub const fn from_code(code: u16) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
@@ -34,6 +35,7 @@ macro_rules! dtypes {
                 match self { $(Self::$variant => $code,)* }
             }
 
+            #[inline]
             const fn row(self) -> &'static Row {
                 match self {
                     $(Self::$variant => &Row {
@@ -102,6 +104,7 @@ impl Dtype {
     }
 
     /// Size of one element in bytes, as torch reports it: 1 for all types of less than a byte.
+    #[inline]
     pub const fn itemsize(self) -> u64 {
         // A widening cast: `u64::from` is not const.
         self.row().itemsize as u64

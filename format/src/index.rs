@@ -11,14 +11,14 @@ use crate::lookup::leaves_named;
 use crate::record::{self, STORED, kind};
 use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
 use crate::structure::Node;
-use crate::table::{self, IndexBytes, TableMap};
+use crate::table::{self, TableMap};
 use crate::validate::validate;
 use crate::views::{Views, native, path_of};
 
-/// The tables of one archive, owned and proven: every rule of the spec up to F-082 holds.
+/// The tables of one archive, proven: every rule of the spec up to F-082 holds.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// Aligned as the records are.
+    /// Aligned as the records are, and nothing changes them.
     bytes: Bytes,
     map: TableMap,
     place: IndexPlace,
@@ -26,7 +26,7 @@ pub(crate) struct Index {
 
 impl Index {
     /// Proves an index, given where the trailer says that it is.
-    pub(crate) fn parse(bytes: IndexBytes, place: IndexPlace) -> Result<Self> {
+    pub(crate) fn parse(bytes: Bytes, place: IndexPlace) -> Result<Self> {
         if crc32fast::hash(&bytes) != place.index_crc32 {
             return Err(Error::new(ErrorKind::IndexCorrupt).byte(place.index_off));
         }
@@ -34,7 +34,7 @@ impl Index {
         let root = size(place.root_off)..size(place.root_off).saturating_add(size(place.root_len));
         let map = table::map(&bytes, root)?;
         validate(&map.views(&bytes), place.index_off)?;
-        Ok(Self { bytes: Bytes::from_owner(bytes), map, place })
+        Ok(Self { bytes, map, place })
     }
 
     pub(crate) fn views(&self) -> Views<'_> {
@@ -153,12 +153,12 @@ impl Index {
     /// The number of the leaf with an fqn.
     pub(crate) fn find_fqn(&self, fqn: &str) -> Result<usize> {
         let views = self.views();
-        match leaves_named(&views, fqn).as_slice() {
-            [] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
-            [leaf] => Ok(*leaf),
-            [one, other, ..] => Err(Error::new(ErrorKind::AmbiguousFqn)
+        match leaves_named(&views, fqn) {
+            [None, _] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
+            [Some(leaf), None] => Ok(leaf),
+            [Some(one), Some(other)] => Err(Error::new(ErrorKind::AmbiguousFqn)
                 .at(fqn)
-                .note(format_args!("{} and {}", path_of(&views, *one), path_of(&views, *other)))),
+                .note(format_args!("{} and {}", path_of(&views, one), path_of(&views, other)))),
         }
     }
 }

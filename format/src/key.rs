@@ -188,6 +188,11 @@ pub(crate) mod kind {
     pub(crate) const NONE: u8 = 6;
     pub(crate) const BYTES: u8 = 7;
     pub(crate) const TUPLE: u8 = 8;
+
+    /// True for the kinds whose keys are in the heap.
+    pub(crate) const fn is_heap(kind: u8) -> bool {
+        matches!(kind, STR | BIGINT | BYTES | TUPLE)
+    }
 }
 
 /// The longest content of a key, in bytes as files hold it.
@@ -198,6 +203,9 @@ const TUPLE_ELEMENTS: usize = 64;
 
 /// How deep tuples may nest in a key.
 const TUPLE_DEPTH: u8 = 8;
+
+/// What keys are ordered by: their kind, then their bytes in the heap, or their word.
+pub(crate) type KeyOrder<'a> = (u8, &'a [u8], u64);
 
 /// A key as files hold it: its kind, and a word or bytes. Ordered as `by_key` is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -214,13 +222,7 @@ pub(crate) enum Content<'a> {
 
 impl Ord for FileKey<'_> {
     fn cmp(&self, other: &Self) -> Ordering {
-        self.kind.cmp(&other.kind).then_with(|| match (&self.content, &other.content) {
-            (Content::Word(left), Content::Word(right)) => left.cmp(right),
-            (Content::Heap(left), Content::Heap(right)) => left.cmp(right),
-            // Which of the two a key is follows from its kind.
-            (Content::Word(_), Content::Heap(_)) => Ordering::Less,
-            (Content::Heap(_), Content::Word(_)) => Ordering::Greater,
-        })
+        self.order().cmp(&other.order())
     }
 }
 
@@ -237,6 +239,14 @@ impl<'a> FileKey<'a> {
 
     pub(crate) fn heap(kind: u8, bytes: impl Into<std::borrow::Cow<'a, [u8]>>) -> Self {
         Self { kind, content: Content::Heap(bytes.into()) }
+    }
+
+    /// What it is ordered by.
+    pub(crate) fn order(&self) -> KeyOrder<'_> {
+        match &self.content {
+            Content::Word(word) => (self.kind, &[], *word),
+            Content::Heap(bytes) => (self.kind, bytes, 0),
+        }
     }
 
     /// The key in the form of the file.

@@ -238,7 +238,7 @@ fn head() -> Bytes {
 
 /// Index and trailer.
 pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
-    let index = tables.to_bytes()?;
+    let mut index = tables.to_bytes()?;
     let root_len = u32::try_from(ROOT_LEN).expect("104");
     let index_len = u32::try_from(index.len()).map_err(|_| Error::new(ErrorKind::TooLarge))?;
     let place = IndexPlace {
@@ -248,9 +248,8 @@ pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
         root_len,
         index_crc32: crc32fast::hash(&index),
     };
-    let mut tail = index.into_vec();
-    tail.extend(place.trailer());
-    Ok(tail)
+    index.extend(place.trailer());
+    Ok(index)
 }
 
 /// The CRC-32 of `len` bytes, given that of each of their chunks.

@@ -93,7 +93,7 @@ pub use key::{Key, ObjectPath, Step};
 pub use layout::{Draft, Layout, manifest};
 pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
-pub use mmap::map_file;
+pub use mmap::{Map, map_file};
 pub use number::{Float, Int};
 pub use options::{Compression, Options};
 pub use pack::{Pack, Packed};

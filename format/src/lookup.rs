@@ -1,96 +1,125 @@
 //! Finding a leaf by its fqn.
 
-use std::collections::BTreeSet;
-
-use crate::key::{self, Key, Step};
+use crate::key::kind::{FLOAT, NONE, STR};
+use crate::key::{Key, Step};
 use crate::number::Int;
 use crate::record::kind;
 use crate::views::{Views, native};
 
 /// The leaves that an fqn may mean: two at most, as two are one too many.
-pub(crate) fn leaves_named(views: &Views<'_>, fqn: &str) -> Vec<usize> {
-    let mut search = FqnSearch { views, fqn, seen: BTreeSet::new(), found: Vec::new() };
+pub(crate) fn leaves_named(views: &Views<'_>, fqn: &str) -> [Option<usize>; 2] {
+    let mut search = FqnSearch { views, fqn, found: [None; 2] };
     search.descend(0, 0);
     search.found
 }
 
-/// All ways to split an fqn into keys. Each pair of node and position is tried once, so the work is
-/// bounded by nodes times dots, whatever the file holds.
+/// All ways to split an fqn into keys. A node is reached by one of them at most, as all keys above it
+/// are spelled in one way, so the work is bounded by nodes times dots, whatever the file holds.
 struct FqnSearch<'a> {
     views: &'a Views<'a>,
     fqn: &'a str,
-    seen: BTreeSet<(usize, usize)>,
-    found: Vec<usize>,
+    found: [Option<usize>; 2],
 }
 
 impl FqnSearch<'_> {
     fn descend(&mut self, node: usize, from: usize) {
-        if !kind::is_container(self.views.nodes[node].kind) || !self.seen.insert((node, from)) {
+        let views = self.views;
+        let kind = views.nodes[node].kind;
+        if !kind::is_container(kind) {
             return;
         }
         let rest = &self.fqn[from..];
-        let ends = rest.match_indices('.').map(|(dot, _)| dot).chain([rest.len()]);
-        for end in ends {
-            for step in spellings(&rest[..end]) {
-                if let Some(child) = self.views.child(node, &step) {
-                    self.reach(child, from + end);
+        let part = rest.split('.').next().unwrap_or_default();
+        if !kind::is_keyed(kind) {
+            let index = spelled_int(part).and_then(|int| int.as_i64()?.try_into().ok());
+            if let Some(child) = index.and_then(|index| views.child(node, &Step::Index(index))) {
+                self.reach(child, from + part.len());
+            }
+            return;
+        }
+        let last = views.by_key[views.children(node)].last();
+        if last.is_some_and(|last| views.nodes[native(last.to_native())].key_kind > STR) {
+            let key = spelled_key(part).map(Step::Key);
+            if let Some(child) = key.and_then(|key| views.child(node, &key)) {
+                self.reach(child, from + part.len());
+            }
+            for (child, spelled) in unspelled(views, node) {
+                let behind = rest.strip_prefix(&spelled);
+                if behind.is_some_and(|behind| behind.is_empty() || behind.starts_with('.')) {
+                    self.reach(child, from + spelled.len());
                 }
             }
         }
-        for (child, spelled) in unspelled(self.views, node) {
-            let behind = rest.strip_prefix(&spelled);
-            if behind.is_some_and(|behind| behind.is_empty() || behind.starts_with('.')) {
-                self.reach(child, from + spelled.len());
+        self.descend_by_str(node, from);
+    }
+
+    /// Tries the strs that the rest of the fqn may begin with, from the longest on: its parts up to
+    /// each dot. A shorter one that is there comes before a longer one in key order, and whatever lies
+    /// between begins with it. So what the key before a longer one shares with it bounds the next.
+    fn descend_by_str(&mut self, node: usize, from: usize) {
+        let views = self.views;
+        let rest = &self.fqn.as_bytes()[from..];
+        let mut order = &views.by_key[views.children(node)];
+        let mut len = rest.len();
+        while let Some(first) = order.first() {
+            let key = (STR, &rest[..len], 0);
+            if views.key_proven(native(first.to_native())) > key {
+                return;
             }
+            let found = views.search(order, key);
+            if let Ok(at) = found {
+                self.reach(native(order[at].to_native()), from + len);
+            }
+            let (Ok(at) | Err(at)) = found;
+            order = &order[..at];
+            let Some(last) = order.last() else { return };
+            let (_, before, _) = views.key_proven(native(last.to_native()));
+            let shared = before.iter().zip(&rest[..len]).take_while(|(one, other)| one == other);
+            let bound = len.min(shared.count() + 1);
+            let Some(dot) = rest[..bound].iter().rposition(|byte| *byte == b'.') else { return };
+            len = dot;
         }
     }
 
     /// A child whose key ends at this place of the fqn.
     fn reach(&mut self, child: usize, end: usize) {
-        if self.found.len() > 1 {
-            return;
-        }
         if end < self.fqn.len() {
             self.descend(child, end + 1);
-        } else if !kind::is_container(self.views.nodes[child].kind) {
-            self.found.push(child);
+        } else if !kind::is_container(self.views.nodes[child].kind)
+            && let Some(slot) = self.found.iter_mut().find(|slot| slot.is_none())
+        {
+            *slot = Some(child);
         }
     }
 }
 
-/// The children whose keys cannot be told from an fqn, and are compared with it one by one: floats,
+/// The children of a keyed container whose keys cannot be told from an fqn, and are compared with it one by one: floats,
 /// bytes and tuples, which are the last in key order. (Keys with surrogates have the exact path.)
 fn unspelled<'a>(
     views: &'a Views<'a>,
     container: usize,
 ) -> impl Iterator<Item = (usize, String)> + 'a {
-    let is_keyed = kind::is_keyed(views.nodes[container].kind);
-    let order = views.by_key.get(views.children(container)).filter(|_| is_keyed);
-    let children = order.unwrap_or_default().iter().rev().map(|child| native(child.to_native()));
-    let is_late = |child: &usize| views.nodes[*child].key_kind >= key::kind::FLOAT;
+    let order = views.by_key[views.children(container)].iter();
+    let children = order.rev().map(|child| native(child.to_native()));
+    let is_late = |child: &usize| views.nodes[*child].key_kind >= FLOAT;
     children.take_while(is_late).filter_map(|child| {
         let node = &views.nodes[child];
         let key = views.file_key(node).and_then(|key| key.to_key()).ok()?;
-        (node.key_kind != key::kind::NONE).then(|| (child, key.to_string()))
+        (node.key_kind != NONE).then(|| (child, key.to_string()))
     })
 }
 
-/// The steps that a part of an fqn may stand for.
-fn spellings(part: &str) -> Vec<Step> {
-    let mut steps = vec![Step::Key(Key::from(part))];
-    if let Ok(int) = part.parse::<Int>()
-        && int.to_string() == part
-    {
-        if let Some(index) = int.as_i64().and_then(|int| u32::try_from(int).ok()) {
-            steps.push(Step::Index(index));
-        }
-        steps.push(Step::Key(Key::Int(int)));
-    }
+/// The key that a part of an fqn may stand for: no str, and none of those that are compared.
+fn spelled_key(part: &str) -> Option<Key> {
     match part {
-        "True" => steps.push(Step::Key(Key::Bool(true))),
-        "False" => steps.push(Step::Key(Key::Bool(false))),
-        "None" => steps.push(Step::Key(Key::None)),
-        _ => {}
+        "True" => Some(Key::Bool(true)),
+        "False" => Some(Key::Bool(false)),
+        "None" => Some(Key::None),
+        _ => spelled_int(part).map(Key::Int),
     }
-    steps
+}
+
+/// The int that Python spells so.
+fn spelled_int(part: &str) -> Option<Int> {
+    part.parse::<Int>().ok().filter(|int| int.to_string() == part)
 }

@@ -5,13 +5,36 @@
 )]
 
 use std::fs::File;
+use std::io;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use crate::archive::Archive;
+use crate::blob::Blob;
 use crate::error::Result;
 
-/// Maps a file. The map lives as long as the last slice of the bytes.
+/// A file as a memory map, which lives as long as the last slice of its bytes.
+#[derive(Clone, Debug)]
+pub struct Map(Bytes);
+
+/// What is stable is a copy: whoever breaks the promise to leave the file as it is must not change
+/// what was proven.
+impl Blob for Map {
+    fn size(&self) -> io::Result<u64> {
+        self.0.size()
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read_exact_at(target, offset)
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        Some(&self.0)
+    }
+}
+
+/// Maps a file.
 ///
 /// # Errors
 ///
@@ -19,12 +42,12 @@ use crate::error::Result;
 ///
 /// # Safety
 ///
-/// Nobody may change or truncate the file while the bytes live, in this process or another.
-pub unsafe fn map_file(file: &File) -> std::io::Result<Bytes> {
+/// Nobody may change or truncate the file while the map lives, in this process or another.
+pub unsafe fn map_file(file: &File) -> io::Result<Map> {
     // SAFETY: the caller vouches that the file does not change while the map lives; the map belongs
     // to the `Bytes`, which live as long as any slice of them.
     let map = unsafe { memmap2::Mmap::map(file)? };
-    Ok(Bytes::from_owner(map))
+    Ok(Map(Bytes::from_owner(map)))
 }
 
 impl Archive {
@@ -56,6 +79,6 @@ impl Archive {
     /// ```
     pub unsafe fn map(file: &File) -> Result<Self> {
         // SAFETY: the caller vouches for the same.
-        Self::from_bytes(unsafe { map_file(file)? })
+        Self::from_blob(Arc::new(unsafe { map_file(file)? }))
     }
 }

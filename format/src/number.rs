@@ -89,6 +89,9 @@ impl std::str::FromStr for Int {
     type Err = Error;
 
     fn from_str(decimal: &str) -> Result<Self> {
+        if let Ok(small) = decimal.parse::<i64>() {
+            return Ok(small.into());
+        }
         decimal
             .parse::<BigInt>()
             .map(Self::from)

@@ -5,8 +5,6 @@
 
 use bytemuck::{Pod, Zeroable};
 use rend::{u16_le, u32_le, u64_le};
-use rkyv::Portable;
-use rkyv::bytecheck::CheckBytes;
 
 /// In place of a reference that is not there.
 pub(crate) const NONE: u32 = u32::MAX;
@@ -17,8 +15,9 @@ pub(crate) type Fields = &'static [(&'static str, usize, usize)];
 macro_rules! record {
     ($(#[$meta:meta])* $name:ident $size:literal { $($field:ident: $ty:ty,)* }) => {
         $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable, Portable, CheckBytes)]
-        #[bytecheck(crate = rkyv::bytecheck)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+        #[cfg_attr(feature = "rkyv", derive(rkyv::Portable, rkyv::bytecheck::CheckBytes))]
+        #[cfg_attr(feature = "rkyv", bytecheck(crate = rkyv::bytecheck))]
         #[repr(C)]
         pub(crate) struct $name { $(pub(crate) $field: $ty,)* }
 

@@ -1,18 +1,17 @@
 //! The order of the tables in the index, and the root that says where they are.
 //!
 //! Spec: section 3. The place of every table follows from the counts alone, so there is one legal
-//! layout; a file that differs is refused before rkyv sees it.
+//! layout; a file that differs is refused before rkyv sees it, and what rkyv then sees must be the same
+//! tables. A build without rkyv lacks that last proof and nothing else.
 
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use rend::{u32_le, u64_le};
-use rkyv::Portable;
-use rkyv::bytecheck::CheckBytes;
-use rkyv::util::AlignedVec;
-use rkyv::vec::ArchivedVec;
 
+use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
+use crate::frame::FRAME_LEN;
 use crate::record::{self, Fields};
 
 /// The largest index, in bytes.
@@ -33,13 +32,30 @@ macro_rules! tables {
         #[derive(Clone, Copy, Debug)]
         pub(crate) struct Views<'a> { $(pub(crate) $name: &'a [$ty],)* }
 
+        /// The root.
+        #[derive(Clone, Copy, Pod, Zeroable)]
+        #[repr(C)]
+        struct Root { $($name: TableRef,)* }
+
+        const _: () = assert!(size_of::<Root>() == ROOT_LEN);
+
         /// The root as rkyv sees it.
-        #[derive(Portable, CheckBytes)]
+        #[cfg(feature = "rkyv")]
+        #[derive(rkyv::Portable, rkyv::bytecheck::CheckBytes)]
         #[bytecheck(crate = rkyv::bytecheck)]
         #[repr(C)]
-        struct ArchivedRoot { $($name: ArchivedVec<$ty>,)* }
+        struct ArchivedRoot { $($name: rkyv::vec::ArchivedVec<$ty>,)* }
 
+        #[cfg(feature = "rkyv")]
         const _: () = assert!(size_of::<ArchivedRoot>() == ROOT_LEN);
+
+        #[cfg(feature = "rkyv")]
+        impl ArchivedRoot {
+            /// Whether these are the tables that it has.
+            fn has(&self, views: &Views<'_>) -> bool {
+                $(std::ptr::eq(self.$name.as_slice(), views.$name) &&)* true
+            }
+        }
 
         impl Tables {
             const NAMES: &[&str] = &[$(stringify!($name),)*];
@@ -50,12 +66,11 @@ macro_rules! tables {
             }
         }
 
-        impl ArchivedRoot {
+        impl Root {
             /// Fields of the root with their places in it.
             const FIELDS: Fields = &[
-                $((stringify!($name), std::mem::offset_of!(ArchivedRoot, $name), 8),)*
+                $((stringify!($name), std::mem::offset_of!(Root, $name), size_of::<TableRef>()),)*
             ];
-
         }
 
         impl TableMap {
@@ -87,15 +102,9 @@ tables! {
     shards: record::Shard,
 }
 
-/// A BLAKE3 digest.
-pub(crate) type Digest = [u8; 32];
-
-/// The bytes of an index, aligned for its records.
-pub(crate) type IndexBytes = AlignedVec<64>;
-
 /// Records and fields by the names that the spec has for them.
 pub(crate) const RECORDS: &[(&str, Fields)] = &[
-    ("Root", ArchivedRoot::FIELDS),
+    ("Root", Root::FIELDS),
     ("Node", record::Node::FIELDS),
     ("Tensor", record::Tensor::FIELDS),
     ("Storage", record::Storage::FIELDS),
@@ -132,18 +141,18 @@ impl Tables {
             .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
     }
 
-    /// The bytes of the index: the tables in order, then the root.
+    /// The bytes of the index: the tables in order, then the root. There is room for the trailer.
     ///
     /// # Errors
     ///
     /// `TooLarge` if they would exceed the limit.
-    pub(crate) fn to_bytes(&self) -> Result<IndexBytes> {
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
         let len = usize::try_from(self.index_len()?).unwrap_or(usize::MAX);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
         let too_large = || Error::new(ErrorKind::TooLarge);
         let (starts, _) = place(&counts).ok_or_else(too_large)?;
-        let mut index = IndexBytes::with_capacity(len);
+        let mut index = Vec::with_capacity(len + FRAME_LEN);
         for ((_, bytes), start) in parts.iter().zip(starts) {
             index.resize(start, 0);
             index.extend_from_slice(bytes);
@@ -189,7 +198,7 @@ impl TableMap {
 /// # Errors
 ///
 /// `RootRange`, `TableLayout`, `IndexEncoding`.
-pub(crate) fn map(index: &IndexBytes, root: Range<usize>) -> Result<TableMap> {
+pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     let root_range = || Error::new(ErrorKind::RootRange).note(format_args!("{root:?}"));
     if root.end != index.len()
         || root.end.saturating_sub(root.start) < ROOT_LEN
@@ -227,10 +236,12 @@ pub(crate) fn map(index: &IndexBytes, root: Range<usize>) -> Result<TableMap> {
     if this_version {
         check_gap(index, table_end..root.start)?;
     }
-    prove_archive(index, root.start)?;
     let ends = starts.iter().zip(counts).zip(Tables::RECORDS);
     let mut ranges = ends.map(|((start, count), (size, _))| *start..start + count * size);
-    Ok(TableMap(std::array::from_fn(|_| ranges.next().expect("one range for each table"))))
+    let map = TableMap(std::array::from_fn(|_| ranges.next().expect("one range for each table")));
+    #[cfg(feature = "rkyv")]
+    prove_archive(index, root.start, &map.views(index))?;
+    Ok(map)
 }
 
 fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
@@ -241,18 +252,22 @@ fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
     }
 }
 
-/// Lets rkyv check the index. With fixed-size records only, that takes the same time for any number
-/// of them.
-fn prove_archive(index: &IndexBytes, root_off: usize) -> Result<()> {
+/// Lets rkyv check the index (F-022). With fixed-size records only, that takes the same time for any
+/// number of them.
+#[cfg(feature = "rkyv")]
+fn prove_archive(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()> {
     use rkyv::validation::Validator;
     use rkyv::validation::archive::ArchiveValidator;
 
     let mut validator = Validator::new(ArchiveValidator::new(index), ());
-    rkyv::api::access_pos_with_context::<ArchivedRoot, _, rkyv::rancor::Failure>(
+    let root = rkyv::api::access_pos_with_context::<ArchivedRoot, _, rkyv::rancor::Failure>(
         index,
         root_off,
         &mut validator,
     )
-    .map(drop)
-    .map_err(|error| Error::new(ErrorKind::IndexEncoding).note(error))
+    .map_err(|error| Error::new(ErrorKind::IndexEncoding).note(error))?;
+    if root.has(views) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::IndexEncoding).note("rkyv finds other tables"))
 }

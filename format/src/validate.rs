@@ -11,14 +11,12 @@ mod storages;
 mod tensors;
 mod tree;
 
-use rend::u64_le;
-
-use self::claims::{Claims, HeapClaim, HeapClaims};
+use self::claims::{Claims, HeapClaims};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
 use crate::text::is_text;
-use crate::views::Views;
+use crate::views::{Views, native};
 
 /// Proves the tables of a file whose index begins at `index_off`.
 ///
@@ -29,6 +27,7 @@ pub(crate) fn validate(views: &Views<'_>, index_off: u64) -> Result<()> {
     let mut validator = Validator {
         views,
         heap: HeapClaims::new(views.heap.len()),
+        is_ascii: views.heap.is_ascii(),
         meshes: std::collections::BTreeMap::new(),
         dims: Claims::new(views.dims.len()),
         divergent: Vec::new(),
@@ -52,6 +51,8 @@ pub(crate) fn validate(views: &Views<'_>, index_off: u64) -> Result<()> {
 struct Validator<'a> {
     views: &'a Views<'a>,
     heap: HeapClaims,
+    /// Whether the whole heap is ASCII, as it mostly is: then all of it is text.
+    is_ascii: bool,
     dims: Claims,
     /// Meshes with ranks: the start of each, and its length.
     meshes: std::collections::BTreeMap<u64, u64>,
@@ -71,35 +72,25 @@ enum Use {
 impl<'a> Validator<'a> {
     fn claim_heap(&mut self, range: u64) -> Result<&'a [u8]> {
         let bytes = self.views.heap_at(range)?;
-        self.claim_range(range).map(|_| bytes)
+        let (offset, len) = split_heap_range(range);
+        if range == 0 || self.heap.claim(offset.into(), len.into()) {
+            Ok(bytes)
+        } else {
+            Err(Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}")))
+        }
     }
 
     fn claim_text(&mut self, range: u64) -> Result<()> {
-        let bytes = self.views.heap_at(range)?;
-        if let Some(claim) = self.claim_range(range)?
-            && !claim.is_text
-        {
-            if !is_text(bytes) {
-                return Err(Error::new(ErrorKind::NotText));
-            }
-            claim.is_text = true;
+        let bytes = self.claim_heap(range)?;
+        let start = native(split_heap_range(range).0);
+        if self.is_ascii || bytes.is_empty() || self.heap.is_text(start, || is_text(bytes)) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::NotText))
         }
-        Ok(())
     }
 
-    /// The claim of a range that is not empty.
-    fn claim_range(&mut self, range: u64) -> Result<Option<&mut HeapClaim>> {
-        let (offset, len) = split_heap_range(range);
-        if len == 0 && offset == 0 {
-            return Ok(None);
-        }
-        let claim = self.heap.claim(u64::from(offset), u64::from(len));
-        claim.map(Some).ok_or_else(|| {
-            Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
-        })
-    }
-
-    fn claim_dims(&mut self, start: u64, len: u64) -> Result<&'a [u64_le]> {
+    fn claim_dims(&mut self, start: u64, len: u64) -> Result<&'a [u64]> {
         let outside =
             || Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"));
         if !self.dims.in_order(start, len) {
@@ -112,10 +103,6 @@ impl<'a> Validator<'a> {
 
 fn dtype(code: u64) -> Option<Dtype> {
     u16::try_from(code).ok().and_then(Dtype::from_code)
-}
-
-fn natives(words: &[u64_le]) -> Vec<u64> {
-    words.iter().map(|word| word.to_native()).collect()
 }
 
 /// Indexes that were compared with the length of a table in memory.

@@ -1,11 +1,12 @@
 //! Looking at the tables of an index: ranges, keys, children.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
-use rend::u64_le;
+use rend::u32_le;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, FileKey, ObjectPath, Step};
+use crate::key::{self, FileKey, KeyOrder, ObjectPath, Step};
 use crate::record::{self, NONE, kind, split_heap_range};
 
 use crate::text::Text;
@@ -22,11 +23,13 @@ impl<'a> Views<'a> {
         })
     }
 
-    pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64_le]> {
+    pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64]> {
         let start = native(start);
         usize::try_from(len)
             .ok()
             .and_then(|len| self.dims.get(start..start.checked_add(len)?))
+            // This crate compiles for little-endian hosts only.
+            .map(bytemuck::cast_slice)
             .ok_or_else(|| {
                 Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
             })
@@ -35,11 +38,20 @@ impl<'a> Views<'a> {
     /// The key of a node that has one.
     pub(crate) fn file_key(&self, node: &record::Node) -> Result<FileKey<'a>> {
         let key = node.key.to_native();
-        Ok(match node.key_kind {
-            key::kind::STR | key::kind::BIGINT | key::kind::BYTES | key::kind::TUPLE => {
-                FileKey::heap(node.key_kind, self.heap_at(key)?)
-            }
-            _ => FileKey::word(node.key_kind, key),
+        Ok(if key::kind::is_heap(node.key_kind) {
+            FileKey::heap(node.key_kind, self.heap_at(key)?)
+        } else {
+            FileKey::word(node.key_kind, key)
+        })
+    }
+
+    /// What the key of a node is ordered by, as [`FileKey::order`] says.
+    pub(crate) fn key_order(&self, node: &record::Node) -> Result<KeyOrder<'a>> {
+        let key = node.key.to_native();
+        Ok(if key::kind::is_heap(node.key_kind) {
+            (node.key_kind, self.heap_at(key)?, 0)
+        } else {
+            (node.key_kind, &[], key)
         })
     }
 
@@ -53,16 +65,38 @@ impl<'a> Views<'a> {
             }
             Step::Key(key) if kind::is_keyed(node.kind) => {
                 // A key that no file can hold is in none.
-                let wanted = FileKey::of(key).ok()?;
-                let order = &self.by_key[children];
-                let found = order.binary_search_by(|child| {
-                    let child = &self.nodes[native(child.to_native())];
-                    self.file_key(child).map_or(std::cmp::Ordering::Less, |key| key.cmp(&wanted))
-                });
-                found.ok().map(|place| native(order[place].to_native()))
+                self.child_with(children, &FileKey::of(key).ok()?)
             }
             _ => None,
         }
+    }
+
+    /// The one of these children of a keyed container that has this key.
+    pub(crate) fn child_with(&self, children: Range<usize>, key: &FileKey<'_>) -> Option<usize> {
+        let order = &self.by_key[children];
+        let found = self.search(order, key.order());
+        found.ok().map(|place| native(order[place].to_native()))
+    }
+
+    /// Where a key is in a part of `by_key`, or where it would be.
+    ///
+    /// Each step is a branch, which processors guess: so they fetch the next key before they have
+    /// compared this one. The standard library's search has no branches, and takes 1.6 times as long.
+    pub(crate) fn search(&self, order: &[u32_le], key: KeyOrder<'_>) -> Result<usize, usize> {
+        let (mut low, mut high) = (0, order.len());
+        while low < high {
+            let mid = low.midpoint(high);
+            match self.key_proven(native(order[mid].to_native())).cmp(&key) {
+                Ordering::Less => low = mid + 1,
+                Ordering::Equal => return Ok(mid),
+                Ordering::Greater => high = mid,
+            }
+        }
+        Err(low)
+    }
+
+    pub(crate) fn key_proven(&self, node: usize) -> KeyOrder<'a> {
+        self.key_order(&self.nodes[node]).expect("the validator has proven the key")
     }
 
     pub(crate) fn children(&self, container: usize) -> Range<usize> {
@@ -83,10 +117,9 @@ impl<'a> Views<'a> {
             .expect("the validator has proven the text")
     }
 
-    pub(crate) fn dims_proven(&self, start: u32, len: usize) -> Vec<u64> {
+    pub(crate) fn dims_proven(&self, start: u32, len: usize) -> &'a [u64] {
         let len = u64::try_from(len).expect("usize is at most 64 bits");
-        let words = self.dims_at(start, len).expect("the validator has proven the range");
-        words.iter().map(|word| word.to_native()).collect()
+        self.dims_at(start, len).expect("the validator has proven the range")
     }
 }
 

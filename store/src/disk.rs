@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bytes::Bytes;
+use tssd_format::Map;
 
 /// Temporary names begin so; no key, version or archive does.
 const TEMPORARY: &str = ".tmp-";
@@ -99,9 +99,9 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     optional(fs::read(path))
 }
 
-/// The bytes of a file as a map; none if there is no such file.
+/// A file as a map; none if there is no such file.
 #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
-pub(crate) fn map(path: &Path) -> io::Result<Option<Bytes>> {
+pub(crate) fn map(path: &Path) -> io::Result<Option<Map>> {
     let Some(file) = optional(File::open(path))? else { return Ok(None) };
     // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
     // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever

@@ -1,6 +1,7 @@
 //! What the suite, the benches and the fuzzers share: generators of state dicts, naive oracles, the
 //! vectors.
 
+pub mod damage;
 pub mod generate;
 pub mod race;
 pub mod sharding;

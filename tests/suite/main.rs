@@ -16,6 +16,8 @@ mod damage;
 mod geometry;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
+/// The reader with rkyv and the one without: they say the same of every file.
+mod readers;
 /// The documents: what they name is there, what they say of stores holds.
 mod readme;
 /// What N writers put and M readers get, element by element.

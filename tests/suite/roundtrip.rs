@@ -1,8 +1,11 @@
 //! State dicts to bytes and back: bit for bit, ties kept, the same bytes every time.
 
+use std::sync::Arc;
+
+use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
+    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
     ShardPlace, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
@@ -237,6 +240,83 @@ fn a_view_does_not_drag_its_storage_along() {
     let mut dict = StateDict::new();
     dict.insert("slice", Tensor::new(meta, storage, 1000).unwrap());
     assert!(encode(&dict).len() < 8192);
+}
+
+/// Dicts of dicts whose keys are made of the same few parts and dots: there are many ways to read
+/// an fqn, and many that lead nowhere.
+fn dotted() -> impl Strategy<Value = StateDict> {
+    let key = proptest::collection::vec(
+        prop_oneof![Just("a"), Just("b"), Just("1"), Just("."), Just("-")],
+        0..5,
+    )
+    .prop_map(|parts| Key::from(parts.concat()));
+    let key = prop_oneof![8 => key, 1 => Just(Key::from(1)), 1 => Just(Key::Float(1.5.into()))];
+    let dict = |value: BoxedStrategy<Value>| {
+        proptest::collection::vec((key.clone(), value), 0..12).prop_map(Dict::from_iter)
+    };
+    let leaf = Just(Value::None).boxed();
+    let inner = dict(leaf.clone()).prop_map(Value::from).boxed();
+    let middle = dict(prop_oneof![leaf.clone(), inner.clone()].boxed()).prop_map(Value::from);
+    dict(prop_oneof![leaf, inner, middle].boxed())
+        .prop_map(|dict| StateDict::from_value(dict.into()).unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn every_way_to_read_an_fqn_is_tried(dict in dotted()) {
+        let archive = Archive::from_bytes(encode(&dict)).unwrap();
+        let fqns: Vec<String> = dict.leaves().iter().map(|(path, _)| path.fqn()).collect();
+        let prefixes = fqns.iter().flat_map(|fqn| (0..=fqn.len()).map(|end| &fqn[..end]));
+        for fqn in prefixes {
+            let expected = match fqns.iter().filter(|other| *other == fqn).count() {
+                0 => Err(ErrorKind::NotFound),
+                1 => Ok(Value::None),
+                _ => Err(ErrorKind::AmbiguousFqn),
+            };
+            prop_assert_eq!(archive.leaf(fqn).map_err(|error| error.kind()), expected, "{}", fqn);
+        }
+    }
+}
+
+#[test]
+fn an_archive_may_lie_anywhere_in_memory() {
+    let dict = StateDict::from_value(Dict::from_iter([("a", Value::from(tensor(5)))]).into());
+    let dict = dict.unwrap();
+    let file = encode(&dict);
+    let opened = [0, 1, 2, 4, 7, 8].map(|shift| {
+        let memory = Bytes::from([vec![0; shift], file.clone()].concat());
+        let archive = Archive::from_bytes(memory.slice(shift..)).unwrap();
+        assert_eq!(archive.to_state_dict().unwrap(), dict);
+        (shift, memory, archive)
+    });
+    for (shift, memory, archive) in opened {
+        let lies_inside = memory.as_ptr_range().contains(&archive.index_bytes().as_ptr());
+        let is_aligned = (memory.as_ptr().addr() + shift).is_multiple_of(8);
+        assert_eq!(lies_inside, is_aligned, "what is aligned is not copied");
+        // What is in memory, but may change, is copied.
+        let archive = Archive::from_blob(Arc::new(Shared(memory.slice(shift..)))).unwrap();
+        assert!(!memory.as_ptr_range().contains(&archive.index_bytes().as_ptr()));
+        assert_eq!(archive.to_state_dict().unwrap(), dict);
+    }
+}
+
+/// Memory that others may write.
+struct Shared(Bytes);
+
+impl Blob for Shared {
+    fn size(&self) -> std::io::Result<u64> {
+        self.0.size()
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.0.read_exact_at(target, offset)
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        Some(&self.0)
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What parts of a table are claimed. Spec: section 3.
 
+use super::narrow;
 use crate::record::INLINE_MAX;
 
 /// How much of a table is claimed (section 3).
@@ -40,34 +41,105 @@ impl Claims {
 }
 
 /// The claimed part of the heap, and the ranges that it is made of.
+///
+/// Ranges lie side by side, so their starts say where each ends. One bit for each byte of the heap
+/// makes this an eighth of the heap, however many ranges there are.
 pub(super) struct HeapClaims {
     pub(super) claims: Claims,
-    /// In order of their starts, which is the order of their claims.
-    ranges: Vec<HeapClaim>,
-}
-
-pub(super) struct HeapClaim {
-    start: u64,
-    len: u64,
-    pub(super) is_text: bool,
+    starts: Bits,
+    /// Starts of ranges that are proven to be text.
+    texts: Bits,
 }
 
 impl HeapClaims {
     pub(super) fn new(len: usize) -> Self {
-        Self { claims: Claims::new(len), ranges: Vec::new() }
+        Self { claims: Claims::new(len), starts: Bits::new(len), texts: Bits::new(len) }
     }
 
-    /// The claim of this range, if it is new or the same as an earlier one.
-    pub(super) fn claim(&mut self, start: u64, len: u64) -> Option<&mut HeapClaim> {
-        if len > 0 && start == self.claims.claimed && self.claims.in_order(start, len) {
-            self.ranges.push(HeapClaim { start, len, is_text: false });
-            return self.ranges.last_mut();
+    /// Claims a range that is not empty: one that is new, or the same as an earlier one.
+    pub(super) fn claim(&mut self, start: u64, len: u64) -> bool {
+        if start == self.claims.claimed {
+            let is_new = len > 0 && self.claims.in_order(start, len);
+            if is_new {
+                self.starts.set(narrow(start));
+            }
+            return is_new;
         }
         // What is long is named once: else a short file could mean very much.
-        if len > INLINE_MAX {
-            return None;
+        let end = start.saturating_add(len);
+        if len == 0 || len > INLINE_MAX || end > self.claims.claimed {
+            return false;
         }
-        let found = self.ranges.binary_search_by_key(&start, |claim| claim.start).ok()?;
-        self.ranges.get_mut(found).filter(|claim| claim.len == len)
+        let is_start = |at: u64| at == self.claims.claimed || self.starts.get(narrow(at));
+        is_start(start) && is_start(end) && !self.starts.any(narrow(start) + 1..narrow(end))
+    }
+
+    /// Whether the claimed range that begins here is text; asks once for each range.
+    pub(super) fn is_text(&mut self, start: usize, ask: impl FnOnce() -> bool) -> bool {
+        if !self.texts.get(start) && ask() {
+            self.texts.set(start);
+        }
+        self.texts.get(start)
+    }
+}
+
+/// A set of small numbers.
+struct Bits(Vec<u64>);
+
+impl Bits {
+    fn new(len: usize) -> Self {
+        Self(vec![0; len.div_ceil(64)])
+    }
+
+    fn get(&self, at: usize) -> bool {
+        self.0[at / 64] >> (at % 64) & 1 == 1
+    }
+
+    fn set(&mut self, at: usize) {
+        self.0[at / 64] |= 1 << (at % 64);
+    }
+
+    /// True if one of these numbers is in the set.
+    fn any(&self, range: std::ops::Range<usize>) -> bool {
+        let below = |end: usize| (1_u64 << (end % 64)) - 1;
+        let (first, last) = (range.start / 64, range.end / 64);
+        (first..=last).any(|word| {
+            let mut bits = self.0.get(word).copied().unwrap_or(0);
+            if word == first {
+                bits &= !below(range.start);
+            }
+            if word == last {
+                bits &= below(range.end);
+            }
+            bits != 0
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against a list of ranges, for all ranges of a heap that spans several words of bits.
+    #[test]
+    fn ranges_are_the_same_or_disjoint() {
+        const LEN: u64 = 200;
+        let ends = [0, 1, 3, 62, 63, 64, 65, 128, 191, 192, LEN];
+        for claimed in 1..ends.len() {
+            let mut heap = HeapClaims::new(narrow(LEN));
+            let ranges: Vec<_> =
+                ends[..=claimed].windows(2).map(|pair| (pair[0], pair[1])).collect();
+            for (start, end) in &ranges {
+                assert!(heap.claim(*start, end - start));
+            }
+            for start in 0..ends[claimed] {
+                for end in start..=LEN {
+                    let is_known = ranges.contains(&(start, end));
+                    assert_eq!(heap.claim(start, end - start), is_known, "{start}..{end}");
+                }
+            }
+            assert!(!heap.claim(ends[claimed], LEN + 1), "outside the heap");
+            assert_eq!(heap.claims.is_complete(), ends[claimed] == LEN);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Slices: meshes, ranks, placements, names. Spec: section 7.
 
 use super::claims::Claims;
-use super::{Validator, narrow, natives};
+use super::{Validator, narrow};
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::{self, NONE};
 use crate::shape::MAX_RANK;
@@ -39,7 +39,7 @@ impl Validator<'_> {
         if usize::from(slice.mesh_rank) > MAX_RANK || slice.mesh == NONE {
             return Err(wrong("mesh"));
         }
-        let mesh = natives(self.views.dims_at(slice.mesh.to_native(), mesh_rank)?);
+        let mesh = self.views.dims_at(slice.mesh.to_native(), mesh_rank)?;
         let size = mesh.iter().try_fold(1_u64, |size, dim| size.checked_mul(*dim));
         let size = size.filter(|size| (1..1 << 32).contains(size)).ok_or_else(|| wrong("size"))?;
         if slice.ranks == NONE {
@@ -48,8 +48,8 @@ impl Validator<'_> {
             self.mesh_with_ranks(slice, size)?;
         }
         if slice.coordinates != NONE {
-            let coordinates = natives(self.claim_dims(start(slice.coordinates), mesh_rank)?);
-            if coordinates.iter().zip(&mesh).any(|(coordinate, size)| coordinate >= size) {
+            let coordinates = self.claim_dims(start(slice.coordinates), mesh_rank)?;
+            if coordinates.iter().zip(mesh).any(|(coordinate, size)| coordinate >= size) {
                 return Err(wrong("coordinates outside the mesh"));
             }
         }
@@ -62,11 +62,12 @@ impl Validator<'_> {
             }
             let mut seen = std::collections::BTreeSet::new();
             for name in self.claim_dims(start(slice.names), mesh_rank)? {
-                if self.claim_heap(name.to_native())?.len() > MAX_NAME_BYTES {
+                let name = self.claim_heap(*name)?;
+                if name.len() > MAX_NAME_BYTES {
                     return Err(wrong("long name"));
                 }
-                let name = std::str::from_utf8(self.views.heap_at(name.to_native())?);
-                if !seen.insert(name.map_err(|_| wrong("name is not UTF-8"))?) {
+                if !seen.insert(std::str::from_utf8(name).map_err(|_| wrong("name is not UTF-8"))?)
+                {
                     return Err(wrong("two dimensions have one name"));
                 }
             }
@@ -94,7 +95,7 @@ impl Validator<'_> {
             return Err(wrong("meshes overlap"));
         }
         self.meshes.insert(start, len);
-        let mut sorted = natives(ranks);
+        let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         if sorted.last().is_some_and(|last| *last >= 1 << 32) {
             return Err(wrong("rank"));

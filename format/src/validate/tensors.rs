@@ -1,18 +1,17 @@
 //! Tensors: shapes, strides, bytes, slices of a global tensor. Spec: sections 6 and 7.
 
-use rend::u64_le;
-
 use super::claims::Claims;
-use super::{Use, Validator, narrow, natives};
+use super::{Use, Validator, wide};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
+use crate::key::ObjectPath;
 use crate::record::{self, NONE, kind};
 use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
 use crate::tensor::TensorFlags;
-use crate::views::path_of;
+use crate::views::{Views, path_of};
 
 impl<'a> Validator<'a> {
-    pub(super) fn global(&self, tensor: &record::Tensor) -> Result<&[u64_le]> {
+    pub(super) fn global(&self, tensor: &record::Tensor) -> Result<&[u64]> {
         let slice = self.slice_of(tensor)?;
         self.views.dims_at(slice.global_shape.to_native(), u64::from(slice.rank))
     }
@@ -29,14 +28,9 @@ impl<'a> Validator<'a> {
     pub(super) fn tensors(&mut self) -> Result<()> {
         let views = self.views;
         let mut slices = Claims::new(views.slices.len());
-        let leaves = views.nodes.iter().enumerate().filter(|(_, node)| node.kind == kind::TENSOR);
-        for (number, node) in leaves {
-            let first = narrow(node.a.to_native());
-            let count = narrow(u64::from(node.count.to_native()));
-            for tensor in &views.tensors[first..first + count] {
-                self.tensor(tensor, &mut slices)
-                    .map_err(|error| error.at(path_of(views, number)))?;
-            }
+        for (number, tensor) in views.tensors.iter().enumerate() {
+            self.tensor(tensor, &mut slices)
+                .map_err(|error| error.at(path_of_tensor(views, number)))?;
         }
         if !slices.is_complete() {
             return Err(Error::new(ErrorKind::MeshMismatch).note("slices of no tensor"));
@@ -55,16 +49,13 @@ impl<'a> Validator<'a> {
             return Err(Error::new(ErrorKind::TensorFlags));
         }
         let rank = u64::from(tensor.rank);
-        let shape = natives(self.claim_dims(u64::from(tensor.shape.to_native()), rank)?);
+        let shape = self.claim_dims(u64::from(tensor.shape.to_native()), rank)?;
         let strides = match tensor.strides.to_native() {
             NONE => None,
-            start => Some(natives(self.claim_dims(u64::from(start), rank)?)),
+            start => Some(self.claim_dims(u64::from(start), rank)?),
         };
-        check_shape(dtype.itemsize(), &shape)?;
-        if strides.iter().flatten().any(|stride| *stride >= SIZE_LIMIT) {
-            return Err(Error::new(ErrorKind::ShapeOverflow));
-        }
-        let span = span_bytes(dtype.itemsize(), &shape, strides.as_deref())?;
+        check_shape(dtype.itemsize(), shape)?;
+        let span = span_bytes(dtype.itemsize(), shape, strides)?;
         let byte_offset = tensor.byte_offset.to_native();
         let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
@@ -79,7 +70,7 @@ impl<'a> Validator<'a> {
         if !slices.in_order(u64::from(tensor.slice.to_native()), 1) {
             return Err(Error::new(ErrorKind::MeshMismatch).note("slices are out of order"));
         }
-        self.shard(slice, dtype, &shape)
+        self.shard(slice, dtype, shape)
     }
 
     /// Whether the tensor's span lies in its storage.
@@ -116,14 +107,22 @@ impl<'a> Validator<'a> {
         if usize::from(slice.rank) != shape.len() {
             return Err(outside(format!("slice of rank {rank}, tensor of rank {}", shape.len())));
         }
-        let offsets = natives(self.views.dims_at(slice.offsets.to_native(), rank)?);
-        let global = natives(self.views.dims_at(slice.global_shape.to_native(), rank)?);
-        check_shape(dtype.itemsize(), &global).map_err(|error| outside(error.to_string()))?;
-        for ((offset, size), global) in offsets.iter().zip(shape).zip(&global) {
+        let offsets = self.views.dims_at(slice.offsets.to_native(), rank)?;
+        let global = self.views.dims_at(slice.global_shape.to_native(), rank)?;
+        check_shape(dtype.itemsize(), global).map_err(|error| outside(error.to_string()))?;
+        for ((offset, size), global) in offsets.iter().zip(shape).zip(global) {
             if offset.checked_add(*size).is_none_or(|end| end > *global) {
                 return Err(outside(format!("{shape:?} at {offsets:?} of {global}")));
             }
         }
         Ok(())
     }
+}
+
+/// The path of the leaf that has claimed a tensor: the last one that starts at it or before.
+fn path_of_tensor(views: &Views<'_>, tensor: usize) -> ObjectPath {
+    let starts_before =
+        |node: &record::Node| node.kind == kind::TENSOR && node.a.to_native() <= wide(tensor);
+    let leaf = views.nodes.iter().rposition(starts_before);
+    path_of(views, leaf.unwrap_or_default())
 }

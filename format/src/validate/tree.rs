@@ -3,12 +3,12 @@
 use super::claims::Claims;
 use super::{Use, Validator, dtype, narrow, wide};
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, FileKey, python_twins};
+use crate::key::{self, KeyOrder, python_twins};
 use crate::number::is_shortest_big;
 use crate::record::{self, INLINE_MAX, NONE, STORED, kind, split_heap_range};
 use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
-use crate::views::{Views, path_of};
+use crate::views::{Views, native, path_of};
 
 impl Validator<'_> {
     pub(super) fn nodes(&mut self) -> Result<()> {
@@ -69,12 +69,15 @@ impl Validator<'_> {
         if node.key_kind == key::kind::INDEX {
             return if node.key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
         }
-        let file_key = self.views.file_key(node)?;
-        check_key_len(&file_key)?;
-        if matches!(file_key.content, key::Content::Heap(_)) {
-            self.claim_heap(node.key.to_native())?;
+        check_key_len(&self.views.key_order(node)?)?;
+        let key = node.key.to_native();
+        if node.key_kind == key::kind::STR {
+            return self.claim_text(key);
         }
-        file_key.check()
+        if key::kind::is_heap(node.key_kind) {
+            self.claim_heap(key)?;
+        }
+        self.views.file_key(node)?.check()
     }
 
     fn container(
@@ -125,34 +128,28 @@ impl Validator<'_> {
 
     /// Strictly increasing keys: no key twice, no child twice.
     fn keys(&self, order: &[rend::u32_le], children: &std::ops::Range<usize>) -> Result<()> {
-        let child_key = |child: &rend::u32_le| {
-            let child = narrow(u64::from(child.to_native()));
+        let mut last: Option<KeyOrder<'_>> = None;
+        for child in order {
+            let child = native(child.to_native());
             if !children.contains(&child) {
                 return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
             }
-            let key = self.views.file_key(&self.views.nodes[child])?;
-            check_key_len(&key)?;
-            Ok(key)
-        };
-        let mut last: Option<FileKey<'_>> = None;
-        for child in order {
-            let next = child_key(child)?;
-            if last.as_ref().is_some_and(|last| *last >= next) {
-                let child = narrow(u64::from(child.to_native()));
+            let next = self.views.key_order(&self.views.nodes[child])?;
+            check_key_len(&next)?;
+            if last.is_some_and(|last| last >= next) {
                 return Err(Error::new(ErrorKind::DuplicateKey).at(path_of(self.views, child)));
             }
             last = Some(next);
         }
+        // Only bools and floats have twins, and what comes last in key order is of the highest kind.
+        if last.is_none_or(|(highest, ..)| highest < key::kind::BOOL) {
+            return Ok(());
+        }
         for child in order {
-            let FileKey { kind, content: key::Content::Word(word) } = child_key(child)? else {
-                continue;
-            };
-            for twin in python_twins(kind, word) {
-                let found = order.binary_search_by(|other| {
-                    child_key(other).map_or(std::cmp::Ordering::Less, |key| key.cmp(&twin))
-                });
-                if found.is_ok() {
-                    let child = narrow(u64::from(child.to_native()));
+            let child = native(child.to_native());
+            let node = &self.views.nodes[child];
+            for twin in python_twins(node.key_kind, node.key.to_native()) {
+                if self.views.child_with(children.clone(), &twin).is_some() {
                     return Err(Error::new(ErrorKind::KeysCollide).at(path_of(self.views, child)));
                 }
             }
@@ -241,13 +238,13 @@ impl Validator<'_> {
 }
 
 /// Keys are compared before they are claimed: a long one is refused first.
-fn check_key_len(key: &FileKey<'_>) -> Result<()> {
-    match &key.content {
-        key::Content::Heap(bytes) if bytes.len() > key::MAX_KEY_BYTES => {
-            Err(Error::new(ErrorKind::KeyKind).note(format_args!("key of {} bytes", bytes.len())))
-        }
-        _ => Ok(()),
+fn check_key_len((_, bytes, _): &KeyOrder<'_>) -> Result<()> {
+    if bytes.len() > key::MAX_KEY_BYTES {
+        return Err(
+            Error::new(ErrorKind::KeyKind).note(format_args!("key of {} bytes", bytes.len()))
+        );
     }
+    Ok(())
 }
 
 /// Whether a child's key kind is one that its container allows.

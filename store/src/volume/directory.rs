@@ -37,8 +37,8 @@ impl Volume for DirectoryVolume {
     }
 
     fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
-        let bytes = self.at(name, |path| disk::map(&path))?;
-        Ok(bytes.map(|bytes| Arc::new(bytes) as Arc<dyn Blob>))
+        let map = self.at(name, |path| disk::map(&path))?;
+        Ok(map.map(|map| Arc::new(map) as Arc<dyn Blob>))
     }
 
     fn delete(&self, name: &str) -> Result<()> {

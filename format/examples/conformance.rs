@@ -1,0 +1,34 @@
+//! A reader as `spec/conformance.py` wants it: the JSON view of an archive on stdout, or the kind of
+//! the error as the first word of the last line on stderr.
+//!
+//! ```text
+//! python3 spec/conformance.py -- cargo run -q -p tssd-format --features json --example conformance {file}
+//! ```
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use tssd_format::{Archive, Error, open_shard_set, to_json};
+
+fn main() -> ExitCode {
+    let Some(path) = std::env::args_os().nth(1) else {
+        eprintln!("usage: conformance FILE|DIRECTORY");
+        return ExitCode::from(2);
+    };
+    match view(path.as_ref()) {
+        Ok(view) => {
+            println!("{view}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{} {error}", error.kind().name());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn view(path: &Path) -> Result<String, Error> {
+    let archive = if path.is_dir() { open_shard_set(path)? } else { Archive::open(path)? };
+    archive.verify_deep()?;
+    Ok(to_json(&archive)?.to_string())
+}

@@ -2,6 +2,7 @@
 //! vectors.
 
 pub mod damage;
+pub mod fuzz;
 pub mod generate;
 pub mod race;
 pub mod sharding;

@@ -12,6 +12,8 @@ mod attacks;
 mod cli;
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
+/// What fuzzing has found, taken by every target again.
+mod fuzz;
 /// Meshes, placements and boxes against naive index sets.
 mod geometry;
 /// The ledger of one key over random commands and crashes.

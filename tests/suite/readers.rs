@@ -76,7 +76,7 @@ proptest! {
     /// An index that is damaged and has the right checksum again.
     #[test]
     fn both_say_the_same_of_damage(which in any::<prop::sample::Index>(), place in any::<prop::sample::Index>(), byte in any::<u8>()) {
-        let mut file = which.get(&*SMALL).clone();
+        let mut file = which.get(&SMALL).clone();
         let place = place.index(file.len());
         file[place] = byte;
         tssd_tests::damage::repair(&mut file);

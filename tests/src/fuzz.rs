@@ -1,0 +1,166 @@
+//! What the fuzzers run, as plain functions: `fuzz/` feeds them new inputs, the suite the ones that it
+//! has found.
+
+mod compact;
+mod dict;
+mod plan;
+mod readers;
+mod set;
+
+use bytes::Bytes;
+use tssd_format::{
+    Archive, Compression, Draft, Options, Pack, PackedChunk, Packing, StateDict, StorageReference,
+    Unpack,
+};
+
+pub use self::compact::{compacted, expanded};
+pub use self::readers::{Verdict, python_differs};
+
+/// A fuzz target: a name, which is that of its corpus, and what it does with an input.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All targets.
+pub const TARGETS: &[Target] = &[
+    ("parse", parse),
+    ("index", index),
+    ("roundtrip", roundtrip),
+    ("readers", readers),
+    ("chunk", chunk),
+    ("shard_set", shard_set),
+    ("reshard_plan", reshard_plan),
+];
+
+/// Takes any bytes for an archive.
+pub fn parse(data: &[u8]) {
+    read(data.to_vec());
+}
+
+/// Takes the input for blob and index of an archive whose checksums are right.
+pub fn index(data: &[u8]) {
+    read(expanded(data));
+}
+
+/// Opens an archive, and uses all of it if it is one.
+fn read(file: Vec<u8>) {
+    let Ok(archive) = Archive::from_bytes(file) else { return };
+    let _ = archive.verify_deep();
+    let _ = archive.root_digest();
+    for (path, _) in archive.leaves() {
+        let _ = archive.leaf(&path.fqn());
+    }
+    if let Ok(dict) = archive.to_state_dict() {
+        // What was read can be written, and then means the same.
+        let again = encode(&dict, &Options::recorded(&archive)).expect("what was read is legal");
+        let again = Archive::from_bytes(again).expect("what is written is legal");
+        assert_eq!(again.to_state_dict().expect("it lies in memory"), dict);
+    }
+    let _ = tssd_format::to_json(&archive);
+}
+
+/// Writes a state dict of any make, and reads it.
+///
+/// # Panics
+///
+/// If it comes back other than it was, or becomes other bytes.
+pub fn roundtrip(data: &[u8]) {
+    let Some((dict, options)) = dict::of(data) else { return };
+    let Ok(file) = encode(&dict, &options) else { return };
+    let archive = Archive::from_bytes(file.clone()).expect("what is written is legal");
+    archive.verify_deep().expect("what is written is whole");
+    assert_eq!(archive.to_state_dict().expect("it lies in memory"), dict);
+    let again = encode(&dict, &Options::recorded(&archive)).expect("it was written before");
+    assert_eq!(again, file, "the recorded options lead to other bytes");
+}
+
+fn encode(dict: &StateDict, options: &Options) -> tssd_format::Result<Vec<u8>> {
+    let draft = Draft::new(dict, options)?;
+    let packed = draft.jobs().iter().map(Pack::run).collect::<tssd_format::Result<Vec<_>>>()?;
+    let mut file = Vec::new();
+    draft.place(packed)?.write_to(&mut file)?;
+    Ok(file)
+}
+
+/// Has all readers read an archive whose checksums are right.
+///
+/// # Panics
+///
+/// If they differ.
+pub fn readers(data: &[u8]) {
+    readers::compare(&expanded(data));
+}
+
+/// Takes the input for a frame, and for bytes to compress.
+///
+/// # Panics
+///
+/// If what is compressed comes back other than it was, or a part of it is not the part of the whole.
+pub fn chunk(data: &[u8]) {
+    let Some(([choice, short, long], bytes)) = data.split_first_chunk::<3>() else { return };
+    let shuffle = [0, 2, 4, 8, 16][usize::from(choice % 5)];
+    let len = (u64::from(*short) | u64::from(*long) << 12) + 1;
+    let storage = StorageReference {
+        offset: 0,
+        len,
+        crc32: 0,
+        crcs: vec![0],
+        align_log2: 8,
+        shard: 0,
+        packing: Some(Packing {
+            shuffle,
+            chunks: vec![PackedChunk {
+                offset: 0,
+                len: u32::try_from(bytes.len()).unwrap_or(u32::MAX),
+                is_zstd: true,
+            }],
+        }),
+        digest: None,
+    };
+    let decode = |range| -> tssd_format::Result<Bytes> {
+        let mut unpack = Unpack::new(&storage, range)?;
+        unpack.add(0, bytes)?;
+        Ok(unpack.finish())
+    };
+    if let Ok(whole) = decode(0..len) {
+        assert_eq!(u64::try_from(whole.len()), Ok(len));
+        let part = decode(len / 3..len / 2).expect("the whole was decoded");
+        let place = |at: u64| usize::try_from(at).expect("at most 1 MiB");
+        assert_eq!(part, whole[place(len / 3)..place(len / 2)]);
+    }
+    compress(bytes, *choice);
+}
+
+/// Bytes repeated to some length, as a tensor whose element size gives the shuffle.
+fn compress(bytes: &[u8], choice: u8) {
+    use tssd_format::{Dtype, Storage, Tensor, TensorMeta};
+    let repeated = bytes.repeat(usize::from(choice) + 1);
+    let dtypes = [Dtype::Uint8, Dtype::Bfloat16, Dtype::Float32, Dtype::Int64, Dtype::Complex128];
+    let dtype = dtypes[usize::from(choice) % dtypes.len()];
+    let numel = u64::try_from(repeated.len()).unwrap_or_default() / dtype.itemsize();
+    let meta = TensorMeta::new(dtype, &[numel]).expect("it is in memory");
+    let tensor = Tensor::new(meta, Storage::from(repeated), 0).expect("it has enough bytes");
+    let mut dict = StateDict::new();
+    dict.insert("value", tensor);
+    let options = Options::new().compress(Compression::ShuffledZstd).digests();
+    let archive = Archive::from_bytes(encode(&dict, &options).expect("it is legal"));
+    let archive = archive.expect("what is written is legal");
+    archive.verify_deep().expect("what is written is whole");
+    assert_eq!(archive.to_state_dict().expect("it lies in memory"), dict);
+}
+
+/// Opens shard sets of which some bytes are changed, with good checksums.
+///
+/// # Panics
+///
+/// If readers differ.
+pub fn shard_set(data: &[u8]) {
+    set::open_changed(data);
+}
+
+/// Plans a box of a tensor that lies in any boxes.
+///
+/// # Panics
+///
+/// If an element comes from the wrong place, twice or not at all, or a hole is not named.
+pub fn reshard_plan(data: &[u8]) {
+    plan::check(data);
+}

@@ -1,0 +1,101 @@
+//! Three readers of one archive: with rkyv, without, and `spec/reader.py`.
+
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{LazyLock, Mutex};
+
+use serde_json::{Value as Json, json};
+
+/// What a reader says: `{"ok": VIEW}`, or `{"error": KIND}`.
+pub type Verdict = Json;
+
+/// What a reader of this workspace says of an archive in memory.
+macro_rules! verdict {
+    ($reader:ident, $file:expr) => {{
+        let open = || {
+            let archive = $reader::Archive::from_bytes($file.to_vec())?;
+            archive.verify_deep()?;
+            $reader::to_json(&archive)
+        };
+        match open() {
+            Ok(view) => json!({ "ok": view }),
+            Err(error) => json!({ "error": $reader::Error::kind(&error).name() }),
+        }
+    }};
+}
+
+/// Whether fuzzers ask the third reader too, which takes its time.
+static WITH_PYTHON: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os("TSSD_FUZZ_PYTHON").is_some());
+
+/// Compares both readers of this workspace; and the third, if `TSSD_FUZZ_PYTHON` says so.
+pub(super) fn compare(file: &[u8]) {
+    if is_bomb(file) {
+        return;
+    }
+    let with = verdict!(tssd_format, file);
+    assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv, without");
+    if *WITH_PYTHON && let Some(difference) = python_differs(file) {
+        panic!("{difference}");
+    }
+}
+
+/// Views of tensors that share bytes can be much longer than their file.
+fn is_bomb(file: &[u8]) -> bool {
+    let Ok(archive) = tssd_format::Archive::from_bytes(file.to_vec()) else { return false };
+    let tensors = archive.leaves().into_iter().filter_map(|(_, node)| match node {
+        tssd_format::Node::Tensors(run) => Some(run),
+        _ => None,
+    });
+    let bytes = tensors.flatten().map(|each| each.meta.nbytes()).filter(|bytes| *bytes <= 65_536);
+    bytes.sum::<u64>() > 1 << 20
+}
+
+/// How `spec/reader.py` differs from the reader of this project, if it does.
+///
+/// # Panics
+///
+/// If there is no Python 3.
+pub fn python_differs(file: &[u8]) -> Option<String> {
+    static PYTHON: LazyLock<Mutex<Python>> = LazyLock::new(|| Mutex::new(Python::start()));
+    let mut python = PYTHON.lock().expect("nobody panics while asking");
+    let theirs = python.ask(file).expect("the reader answers");
+    let ours = verdict!(tssd_format, file);
+    (theirs != ours).then(|| format!("ours {ours:.300}, reader.py {theirs:.300}"))
+}
+
+struct Python {
+    _child: Child,
+    stdin: ChildStdin,
+    stdout: ChildStdout,
+}
+
+impl Python {
+    fn start() -> Self {
+        let reader = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/reader.py");
+        let mut child = Command::new("python3")
+            .arg(reader)
+            .arg("--serve")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("there is a Python 3");
+        let stdin = child.stdin.take().expect("it is piped");
+        let stdout = child.stdout.take().expect("it is piped");
+        Self { _child: child, stdin, stdout }
+    }
+
+    fn ask(&mut self, file: &[u8]) -> io::Result<Verdict> {
+        let len = u32::try_from(file.len()).map_err(io::Error::other)?;
+        self.stdin.write_all(&len.to_le_bytes())?;
+        self.stdin.write_all(file)?;
+        self.stdin.flush()?;
+        let mut len = [0; 4];
+        self.stdout.read_exact(&mut len)?;
+        let len = usize::try_from(u32::from_le_bytes(len)).map_err(io::Error::other)?;
+        let mut answer = vec![0; len];
+        self.stdout.read_exact(&mut answer)?;
+        Ok(serde_json::from_slice(&answer)?)
+    }
+}

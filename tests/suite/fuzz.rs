@@ -1,0 +1,97 @@
+//! The inputs that fuzzing has found: every target takes all of them, in every build.
+
+use std::path::{Path, PathBuf};
+
+use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
+use tssd_tests::vectors::{Content, vectors};
+
+fn corpus(target: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
+}
+
+/// The inputs of a target, by name.
+fn inputs(target: &str) -> Vec<(PathBuf, Vec<u8>)> {
+    let entries = corpus(target).read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<PathBuf> = entries.collect();
+    paths.sort();
+    paths.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn every_target_takes_its_corpus() {
+    for (name, run) in TARGETS {
+        let inputs = inputs(name);
+        assert!(inputs.len() > 10, "{name} has {} inputs", inputs.len());
+        for (path, input) in inputs {
+            let caught = std::panic::catch_unwind(|| run(&input));
+            assert!(caught.is_ok(), "{} makes {name} panic", path.display());
+        }
+    }
+}
+
+/// The third reader says the same of what fuzzing has found, value and error kind.
+#[test]
+fn reader_py_says_the_same_of_the_corpora() {
+    let mut differences = Vec::new();
+    let mut count = 0;
+    for (path, input) in inputs("index").into_iter().chain(inputs("readers")) {
+        count += 1;
+        if let Some(difference) = python_differs(&expanded(&input)) {
+            differences.push(format!("{}: {difference}", path.display()));
+        }
+    }
+    assert!(
+        differences.is_empty(),
+        "{} of {count}:\n{}",
+        differences.len(),
+        differences.join("\n")
+    );
+}
+
+/// What fuzzing begins with: the vectors.
+#[test]
+#[ignore = "writes fuzz/corpus"]
+fn write_seeds() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
+    let mut files: Vec<(String, Vec<u8>)> = Vec::new();
+    for vector in vectors() {
+        if let Content::File(bytes) = vector.content {
+            files.push((vector.name.to_owned(), bytes));
+        }
+    }
+    for entry in folder.join("invalid").read_dir().unwrap().map(Result::unwrap) {
+        if entry.path().is_file() {
+            let name = entry.file_name().into_string().unwrap();
+            files.push((name, std::fs::read(entry.path()).unwrap()));
+        }
+    }
+    for (name, bytes) in files.into_iter().filter(|(_, bytes)| bytes.len() < 9000) {
+        if bytes.len() < 5000 {
+            write("parse", &name, &bytes);
+        }
+        if bytes.len() >= 4264
+            && let Some(compact) = compacted(&bytes)
+        {
+            write("index", &name, &compact);
+            write("readers", &name, &compact);
+        }
+    }
+    for (target, seed) in
+        ["roundtrip", "chunk", "shard_set", "reshard_plan"].into_iter().zip(0_u64..)
+    {
+        for number in 0..40_u64 {
+            let noise = |at: u64| {
+                let mixed = (seed << 40 | number << 20 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                (mixed ^ mixed >> 29).to_le_bytes()[5]
+            };
+            let bytes: Vec<u8> = (0..number * 12).map(noise).collect();
+            write(target, &format!("noise-{number:02}"), &bytes);
+        }
+    }
+}
+
+fn write(target: &str, name: &str, bytes: &[u8]) {
+    let folder = corpus(target);
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(name), bytes).unwrap();
+}

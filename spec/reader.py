@@ -1,42 +1,148 @@
 #!/usr/bin/env python3
 """A reader of TSSD archives, written from format.md with nothing but the standard library.
 
-    reader.py FILE             proves the index and prints the JSON view of the archive
-    reader.py --verify FILE    proves the payload as well
-    reader.py --vectors DIR    decodes every valid vector in DIR, and refuses every invalid one
+    reader.py PATH                    proves all that can be proven and prints the JSON view
+    reader.py --verify PATH           proves the index and the stored bytes, decodes what it prints
+    reader.py --verify --deep PATH    as without options: decodes everything and proves what it means
+    reader.py --open PATH             proves the index alone
+    reader.py --vectors DIR           decodes every valid vector in DIR, and refuses every invalid one
+    reader.py --serve                 answers archives from stdin, for fuzzing: see `serve`
+    reader.py --self-test             tries its own parts: BLAKE3, the byte shuffle, frame headers
+
+PATH is a file, or a directory that holds a shard set: `manifest.tssd` and the archives that it names.
+With `--limit BYTES` it decodes and prints no more than so many bytes.
+
+The exit status is 0 and the JSON view is on stdout; or it is 1 and the last line on stderr says
+`KIND RULE where`, such as `HeapRange F-030 heap, range 0+3`. Status 2 is no verdict: the file cannot
+be read, is beyond the limit, or holds zstd chunks and there is no zstd here (Python 3.14 has
+it; before, the library libzstd is used if it is installed).
 
 It follows the sections of format.md, and each check names its rule: it is meant to be read beside
-the document. It is slow and holds the whole file in memory, but the work of its checks is linear
-in the size of the file, whatever the file says: what many records share is looked at once.
+the document. Where a file breaks several rules, it names the same one as the reference reader,
+because it looks at the same things in the same order. It is slow and holds the whole file in memory,
+but the work of its checks is linear in the size of the file, whatever the file says: what many records
+share is looked at once, and nothing is allocated for a length before it is compared with what is there.
 """
 
+import argparse
+import ctypes
+import ctypes.util
+import decimal
 import json
+import os
 import re
+import stat
 import struct
 import sys
+import traceback
 import zlib
+from bisect import bisect
 from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
 from operator import itemgetter
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+# A record of a table, with the fields of TABLES below; one of a single field is that field.
+Record = Any
+# What `json` writes.
+Json = Any
+
+# The error kind of each rule.
+KINDS = dict(line.split() for line in """\
+F-001 TooShort
+F-002 NotTssd
+F-003 HeadCorrupt
+F-004 UnsupportedVersion
+F-005 UnknownIncompat
+F-006 ReservedNotZero
+F-007 NoTrailer
+F-008 TrailerCorrupt
+F-009 LengthMismatch
+F-010 DataStart
+F-011 IndexRange
+F-012 IndexTooLarge
+F-013 IndexCorrupt
+F-014 IndexCodec
+F-020 RootRange
+F-021 TableLayout
+F-022 IndexEncoding
+F-030 HeapRange
+F-031 HeapUnclaimed
+F-032 NotText
+F-033 DimsRange
+F-040 UnknownKind
+F-041 ChildRange
+F-042 TooDeep
+F-043 KeyKind
+F-044 DuplicateKey
+F-045 KeysCollide
+F-046 NonCanonicalInt
+F-047 LeafValue
+F-048 RootKind
+F-049 TextPlace
+F-050 UnknownDtype
+F-051 TensorRun
+F-052 RankTooLarge
+F-053 ShapeOverflow
+F-054 TensorRange
+F-055 Misaligned
+F-056 TensorFlags
+F-060 StorageLayout
+F-061 Alignment
+F-062 UnusedStorage
+F-063 UnknownCodec
+F-064 CrcTable
+F-065 ChunkTable
+F-070 OutsideGlobal
+F-071 MeshMismatch
+F-072 PartialPlacement
+F-073 UnknownPlacement
+F-074 MixedRun
+F-080 AttrTable
+F-081 DigestTable
+F-082 ShardTable
+F-083 ShardMismatch
+F-090 ChunkCorrupt
+F-091 StorageCorrupt
+F-092 PaddingNotZero
+F-093 FrameCorrupt
+F-094 DigestMismatch
+""".splitlines())
 
 
 class Refused(Exception):
     """The file breaks a rule of the format: its number, and where."""
 
+    def __init__(self, rule: str, where: str) -> None:
+        super().__init__(rule, where)
+        self.rule, self.where = rule, where
 
-def require(rule, holds, where):
+    def __str__(self) -> str:
+        return f"{KINDS[self.rule]} {self.rule} {self.where}"
+
+
+class Undecided(Exception):
+    """No verdict: this reader cannot, or may not, look further."""
+
+
+def require(rule: str, holds: object, where: str) -> None:
     if not holds:
         raise Refused(rule, where)
 
 
-def align_up(x, alignment):
+def align_up(x: int, alignment: int) -> int:
     return -(-x // alignment) * alignment
 
 
-def layout(fields):
+def is_zero(content: bytes) -> bool:
+    return content.count(0) == len(content)
+
+
+def layout(fields: str) -> tuple[struct.Struct, Callable[[tuple], Record]]:
     """Records of a fixed size, given as `code:name` of each field, in the codes of `struct`: their
     struct, and what becomes of the fields. A record of one field is that field."""
     codes, names = zip(*(field.split(":") for field in fields.split()))
@@ -44,7 +150,7 @@ def layout(fields):
     return struct.Struct("<" + "".join(codes)), make
 
 
-def read_records(record, data):
+def read_records(record: tuple[struct.Struct, Callable], data: bytes) -> list[Record]:
     fields, make = record
     return [make(each) for each in fields.iter_unpack(data)]
 
@@ -63,7 +169,7 @@ TRAILER = layout(
 )
 
 
-def check_head_and_trailer(data):
+def check_head_and_trailer(data: bytes) -> Record:
     require("F-001", len(data) >= 4264, f"{len(data)} bytes")
     (head,) = read_records(HEAD, data[:64])
     require("F-002", head.magic == b"\x89TSD\r\n\x1a\n", "head")
@@ -72,7 +178,7 @@ def check_head_and_trailer(data):
     require("F-005", head.incompat in (0, DRAFT_BIT), f"incompat {head.incompat:#x}")
     require("F-010", head.data_start == DATA_START, f"data_start {head.data_start}")
     require("F-006", (head.index_off, head.index_len, head.flags) == (0, 0, 0), "head")
-    require("F-006", not any(data[64:DATA_START]), "space after the head")
+    require("F-006", is_zero(data[64:DATA_START]), "space after the head")
     start = len(data) - 64
     (t,) = read_records(TRAILER, data[start:])
     require("F-007", t.end_magic == b"\n\x1a\n\rDST\x89", "trailer")
@@ -110,39 +216,46 @@ attrs      8 Q:name Q:value B:kind 7s:reserved
 digests    1 32s:digest
 shards     8 Q:name Q:file_len Q:index_off I:index_crc32 I:writer 32s:digest
 """.splitlines()
+LAYOUTS = [
+    (name, int(a), layout(fields)) for name, a, fields in (t.split(maxsplit=2) for t in TABLES)
+]
 ROOT_LEN = 8 * len(TABLES)
 NONE = 0xFFFF_FFFF
 
 
-def read_tables(data, t):
+def read_tables(index: bytes, t: Record) -> dict[str, Any]:
+    """The records of each table; those of the heap are its bytes."""
     placed = t.root_off % 4 == 0 and t.root_off + t.root_len == t.index_len
     require("F-020", placed and t.root_len >= ROOT_LEN, f"root at {t.root_off}")
-    index = data[t.index_off : t.index_off + t.index_len]
-    end = 0
-    for number, line in enumerate(TABLES):
-        name, alignment, fields = line.split(maxsplit=2)
-        record = layout(fields)
+    places, end = [], 0
+    for number, (name, alignment, record) in enumerate(LAYOUTS):
         field = t.root_off + 8 * number
         rel, count = struct.unpack_from("<iI", index, field)
-        start = align_up(end, int(alignment))
-        require("F-021", field + rel == start and not any(index[end:start]), name)
+        start = align_up(end, alignment)
+        require("F-021", field + rel == start and is_zero(index[end:start]), name)
         end = start + count * record[0].size
         require("F-021", end <= t.root_off, name)
-        yield name, read_records(record, index[start:end])
+        places.append((start, end))
     # A longer root is from a later version, which may have tables of its own before it.
     if t.root_len == ROOT_LEN:
-        placed = t.root_off == align_up(end, 4) and not any(index[end : t.root_off])
+        placed = t.root_off == align_up(end, 4) and is_zero(index[end : t.root_off])
         require("F-021", placed, "root")
+    contents = (index[start:end] for start, end in places)
+    return {
+        name: content if name == "heap" else read_records(record, content)
+        for (name, _, record), content in zip(LAYOUTS, contents)
+    }
 
 
 class Claims:
-    """Claimed in order: ranges cover a table from its start to its end, and may be shared."""
+    """How much of a table is claimed: from its start to `end`."""
 
-    def __init__(self, name, table, rule):
+    def __init__(self, name: str, table: Sequence, rule: str) -> None:
         self.name, self.size, self.rule = name, len(table), rule
         self.end = 0
 
-    def claim(self, start, count):
+    def claim(self, start: int, count: int) -> None:
+        """Claimed in order: the range extends the claimed part, or lies in it."""
         if count == 0:
             fits = start == 0
         else:
@@ -151,8 +264,14 @@ class Claims:
             self.end = max(self.end, end)
         require(self.rule, fits, f"{self.name}, range {start}+{count}")
 
-    def check_complete(self, rule):
-        require(rule, self.end == self.size, f"{self.name}, from {self.end} on")
+    def claim_once(self, start: int, count: int) -> None:
+        """Claimed once: the range starts where the one before it ended."""
+        fits = start == self.end and count <= self.size - start
+        require(self.rule, fits, f"{self.name}, range {start}+{count}")
+        self.end += count
+
+    def check_complete(self, rule: str | None = None) -> None:
+        require(rule or self.rule, self.end == self.size, f"{self.name}, from {self.end} on")
 
 
 # ---- 4. Heap and dims ----------------------------------------------------------------------------
@@ -161,31 +280,57 @@ class Claims:
 class Archive:
     """A file with the tables of its index, and what the checks learn about them on the way."""
 
-    def __init__(self, data, trailer):
+    def __init__(self, data: bytes, trailer: Record, limit: int) -> None:
         self.data = data
-        self.index_off = trailer.index_off
-        for name, records in read_tables(data, trailer):
-            setattr(self, name, records)
-        self.heap = bytes(self.heap)
+        self.trailer = trailer
+        self.index_off: int = trailer.index_off
+        self.index = data[trailer.index_off : -64]
+        tables = read_tables(self.index, trailer)
+        self.heap: bytes = tables["heap"]
+        self.dims: list[int] = tables["dims"]
+        self.nodes: list[Record] = tables["nodes"]
+        self.by_key: list[int] = tables["by_key"]
+        self.tensors: list[Record] = tables["tensors"]
+        self.storages: list[Record] = tables["storages"]
+        self.chunks: list[Record] = tables["chunks"]
+        self.crcs: list[int] = tables["crcs"]
+        self.slices: list[Record] = tables["slices"]
+        self.placements: list[Record] = tables["placements"]
+        self.attrs: list[Record] = tables["attrs"]
+        self.digests: list[bytes] = tables["digests"]
+        self.shards: list[Record] = tables["shards"]
         self.heap_end = 0
         self.strings = {0: b""}  # the contents of the heap ranges claimed so far
-        self.texts = set()  # those that were found to be text, with the surrogates allowed
+        self.texts: set[tuple] = set()  # those that were found to be text, and of which sort
         self.dims_claims = Claims("dims", self.dims, "F-033")
-        self.parent = [0] * len(self.nodes)
-        self.named = [None] * len(self.storages)  # which table names each storage
+        self.named: list[str | None] = [None] * len(self.storages)  # which table names each storage
+        self.shard_set: list[bytes] | None = None  # the files of the shards, if they are opened too
+        self.decoded: dict[tuple[int, int], bytes] = {}  # chunks that were decoded last
+        self.limit = limit
 
-    def claim_bytes(self, heap_range):
+    def key_content(self, node: Record) -> Any:
+        """The bytes or the word that is the key. It may not be claimed yet, but it is there."""
+        if node.key_kind not in K_IN_HEAP:
+            return node.key
+        start, length = node.key & NONE, node.key >> 32
+        require("F-030", start + length <= len(self.heap), f"key at {start}+{length}")
+        require("F-043", length <= MAX_INLINE, f"a key of {length} bytes")
+        return self.heap[start : start + length]
+
+    def claim_bytes(self, heap_range: int) -> bytes:
         start, length = heap_range & NONE, heap_range >> 32
         require("F-030", length <= MAX_INLINE or start == self.heap_end, "a long range named twice")
         if heap_range not in self.strings:
             # The ranges so far cover all that is claimed: one that began there would overlap them.
             fits = length and start == self.heap_end and start + length <= len(self.heap)
-            require("F-030", fits, f"range {start}+{length}")
+            require("F-030", fits, f"heap, range {start}+{length}")
             self.strings[heap_range] = self.heap[start : start + length]
             self.heap_end += length
         return self.strings[heap_range]
 
-    def claim_text(self, heap_range, rule="F-032", surrogates="surrogatepass"):
+    def claim_text(
+        self, heap_range: int, rule: str = "F-032", surrogates: str = "surrogatepass"
+    ) -> bytes:
         """Claims text or, with `surrogates="strict"`, UTF-8 without them."""
         text = self.claim_bytes(heap_range)
         if (heap_range, surrogates) not in self.texts:
@@ -193,31 +338,40 @@ class Archive:
             self.texts.add((heap_range, surrogates))
         return text
 
-    def claim_dims(self, first, count):
+    def claim_dims(self, first: int, count: int) -> list[int]:
         self.dims_claims.claim(first, count)
         return self.vector(first, count)
 
-    def vector(self, first, count):
+    def dims_at(self, first: int, count: int) -> list[int]:
+        """Dims that are not claimed yet, but there."""
+        require("F-033", first + count <= len(self.dims), f"dims, range {first}+{count}")
+        return self.vector(first, count)
+
+    def vector(self, first: int, count: int) -> list[int]:
         return self.dims[first : first + count]
 
-    def children(self, node):
+    def children(self, node: Record) -> range:
         return range(node.a, node.a + node.count)
 
-    def run(self, node):
+    def run(self, node: Record) -> list[Record]:
         return self.tensors[node.a : node.a + node.count]
 
-    def slice_of(self, tensor):
+    def slice_of(self, tensor: Record) -> Record:
+        require("F-071", tensor.slice < len(self.slices), f"slice {tensor.slice}")
         return self.slices[tensor.slice]
 
-    def placements_of(self, piece):
+    def placements_of(self, piece: Record) -> list[Record]:
         first = len(self.placements) if piece.placements == NONE else piece.placements
         return self.placements[first : first + piece.mesh_rank]
 
-    def stored(self, storage):
-        return self.data[storage.offset : storage.offset + storage.stored_len]
+    def spend(self, count: int) -> None:
+        """Counts bytes that are more than the file itself."""
+        self.limit -= count
+        if self.limit < 0:
+            raise Undecided("what the file means is larger than the limit: see --limit")
 
 
-def is_text(content, surrogates="surrogatepass"):
+def is_text(content: bytes, surrogates: str = "surrogatepass") -> bool:
     try:
         content.decode("utf-8", surrogates)
     except UnicodeDecodeError:
@@ -232,16 +386,11 @@ DEVICE, TENSOR, OPAQUE = range(10, 13)
 DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
 STORABLE = (STR, BYTES, OPAQUE)  # leaves whose content may be in a storage
 
-# The fields of each kind that the document does not give as 0.
-USED = dict.fromkeys((BOOL, INT, BIGINT, FLOAT, STR, BYTES, DTYPE, DEVICE), ("a",))
-USED |= dict.fromkeys((SIZE, TENSOR, DICT, ORDERED_DICT, LIST, TUPLE, DIVERGENT), ("count", "a"))
-USED |= {NONE_LEAF: (), COMPLEX: ("a", "b"), OPAQUE: ("a", "b"), NAMEDTUPLE: ("count", "a", "b")}
-
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
 K_IN_HEAP = (K_STR, K_BIGINT, K_BYTES, K_TUPLE)
 ANY_KEY = range(K_STR, K_TUPLE + 1)
-KEYS_OF = {DICT: ANY_KEY, ORDERED_DICT: ANY_KEY, NAMEDTUPLE: (K_STR,), DIVERGENT: (K_INT,)}
-KEYS_OF |= {LIST: (K_INDEX,), TUPLE: (K_INDEX,)}
+KEYS_OF: dict[int, Sequence[int]] = {DICT: ANY_KEY, ORDERED_DICT: ANY_KEY, NAMEDTUPLE: (K_STR,)}
+KEYS_OF |= {DIVERGENT: (K_INT,), LIST: (K_INDEX,), TUPLE: (K_INDEX,)}
 
 MAX_LEVELS = 64
 MAX_PACKED_DEPTH = 8
@@ -249,60 +398,107 @@ MAX_PACKED_ELEMENTS = 64
 MAX_INLINE = 4096  # bytes of content in the heap, and of a key
 
 
-def check_tree(file):
-    """The shape of the tree: every node but the root gets one parent, which comes before it."""
-    nodes = file.nodes
-    for i, node in enumerate(nodes):
-        require("F-040", node.kind in USED, f"node {i}, kind {node.kind}")
+class Walk:
+    """A walk over the nodes in table order: what is claimed so far, and where each node stands."""
+
+    def __init__(self, file: Archive) -> None:
+        self.file = file
+        self.children = Claims("nodes", file.nodes, "F-041")
+        self.children.claim_once(0, 1)  # the root is nobody's child
+        self.runs = Claims("tensors", file.tensors, "F-051")
+        self.level = [1] * len(file.nodes)
+        self.divergent = [False] * len(file.nodes)  # whether it is inside a divergent node
+
+    def check_complete(self) -> None:
+        self.children.check_complete()
+        self.runs.check_complete()
+
+
+def check_nodes(file: Archive) -> None:
+    """Key, `a` and `b` of each node in turn: the order in which heap and dims are claimed."""
+    nodes, by_key = file.nodes, file.by_key
     require("F-048", nodes and nodes[0].kind in (DICT, ORDERED_DICT), "root")
     require("F-048", nodes[0].key_kind == K_INDEX and nodes[0].key == 0, "root")
-    claimed = 1
-    level = [0] * len(nodes)
-    divergent = [False] * len(nodes)  # is divergent, or inside such a node
+    require("F-041", len(by_key) == len(nodes) and by_key[0] == 0, "by_key")
+    walk = Walk(file)
     for i, node in enumerate(nodes):
         # A node that no container before it has claimed could only be its own ancestor.
-        require("F-041", i < claimed, f"node {i}")
-        if node.kind not in KEYS_OF:
-            continue
-        fits = node.a == claimed and node.count <= len(nodes) - claimed
-        require("F-041", fits, f"children of node {i}")
-        claimed += node.count
-        for child in file.children(node):
-            file.parent[child] = i
-        parent = file.parent[i]
-        level[i] = level[parent] + 1
-        require("F-042", level[i] <= MAX_LEVELS, f"node {i}")
-        divergent[i] = divergent[parent]
-        if node.kind == DIVERGENT:
-            require("F-082", file.shards and not divergent[parent], f"divergent node {i}")
-            divergent[i] = True
-    require("F-041", claimed == len(nodes), f"node {claimed}")
-    require("F-041", len(file.by_key) == len(nodes) and file.by_key[0] == 0, "by_key")
+        require("F-041", i < walk.children.end, f"node {i}")
+        require("F-042", node.kind not in KEYS_OF or walk.level[i] <= MAX_LEVELS, f"node {i}")
+        check_own_key(file, node, f"key of node {i}")
+        if node.kind in KEYS_OF:
+            check_container(walk, i, node)
+        else:
+            check_leaf(walk, node, f"node {i}")
+    walk.check_complete()
 
 
-def check_nodes(file):
-    """Key, `a` and `b` of each node in turn: the order in which heap and dims are claimed."""
-    for i, node in enumerate(file.nodes):
-        container = file.nodes[file.parent[i]].kind
-        allowed = KEYS_OF[container] if i else (K_INDEX,)
-        require("F-043", node.key_kind in allowed, f"key kind {node.key_kind} of node {i}")
-        content = node.key
-        if node.key_kind in K_IN_HEAP:
-            content = file.claim_bytes(node.key)
-            require("F-043", len(content) <= MAX_INLINE, f"length of the key of node {i}")
-        check_key(node.key_kind, content, f"key of node {i}")
-        require("F-043", container != DIVERGENT or node.key < 1 << 32, f"writer of node {i}")
-        check_value(file, i, node)
-    for i, node in enumerate(file.nodes):
-        if node.kind in (LIST, TUPLE):
-            in_order = all(file.by_key[child] == child for child in file.children(node))
-            require("F-041", in_order, f"by_key of node {i}")
-        elif node.kind in KEYS_OF:
-            check_keys(file, i, node)
+def check_own_key(file: Archive, node: Record, where: str) -> None:
+    """The key by itself; that it fits its container has been seen there."""
+    content = file.key_content(node)
+    if node.key_kind in K_IN_HEAP:
+        file.claim_bytes(node.key)
+    check_key(node.key_kind, content, where)
 
 
-def check_key(key_kind, content, where):
-    """Checks a key, or an element of a packed tuple. `content` is bytes or a u64."""
+def check_container(walk: Walk, i: int, node: Record) -> None:
+    file, where = walk.file, f"node {i}"
+    walk.children.claim_once(node.a, node.count)
+    require("F-047", node.flags == 0, where)
+    if node.kind == NAMEDTUPLE:
+        file.claim_text(node.b)
+    else:
+        require("F-047", node.b == 0, where)
+    children = file.children(node)
+    for child in children:
+        check_key_fits(node.kind, file.nodes[child], f"key of node {child}")
+        walk.level[child] = walk.level[i] + 1
+        walk.divergent[child] = walk.divergent[i] or node.kind == DIVERGENT
+    allowed = file.shards and not walk.divergent[i]
+    require("F-082", node.kind != DIVERGENT or allowed, f"divergent node {i}")
+    if node.kind in (LIST, TUPLE):
+        in_order = all(file.by_key[child] == child for child in children)
+        require("F-041", in_order, f"by_key of node {i}")
+    else:
+        check_keys(file, children, f"by_key of node {i}")
+
+
+def check_key_fits(container: int, child: Record, where: str) -> None:
+    require("F-043", child.key_kind in KEYS_OF[container], where)
+    require("F-043", container != DIVERGENT or child.key < 1 << 32, where)
+
+
+def check_keys(file: Archive, children: range, where: str) -> None:
+    """That the keys of a container are in order, and differ in Python."""
+    previous, words = None, set()
+    for child in (file.by_key[entry] for entry in children):
+        require("F-044", child in children, where)
+        node = file.nodes[child]
+        current = node.key_kind, file.key_content(node)
+        require("F-044", previous is None or previous < current, where)
+        previous = current
+        if node.key_kind not in K_IN_HEAP:
+            words.add(current)
+    for key_kind, word in words:
+        require("F-045", words.isdisjoint(twins(key_kind, word)), where)
+
+
+def twins(key_kind: int, word: int) -> Iterator[tuple[int, int]]:
+    """The other int and float keys that equal a bool or float key in Python."""
+    if key_kind == K_BOOL:
+        yield K_INT, word
+    number = as_float(word) if key_kind == K_FLOAT else float(word > 0)
+    if key_kind == K_FLOAT and number.is_integer() and -(2.0**63) <= number < 2.0**63:
+        yield K_INT, int(number) & U64
+    if key_kind == K_FLOAT and number == 0:
+        yield K_FLOAT, float_bits(-number)
+    if key_kind == K_BOOL:
+        yield from ((K_FLOAT, float_bits(each)) for each in ((number,) if word else (0.0, -0.0)))
+
+
+def check_key(key_kind: int, content: Any, where: str) -> None:
+    """Checks a key, or an element of a packed tuple."""
+    require("F-043", key_kind == K_INDEX or key_kind in ANY_KEY, where)
     if key_kind == K_STR:
         require("F-032", is_text(content), where)
     elif key_kind == K_BIGINT:
@@ -317,40 +513,41 @@ def check_key(key_kind, content, where):
         unpack_tuple(content)
 
 
-def unpack_tuple(packed):
+def unpack_tuple(packed: bytes) -> list[tuple]:
     """The (key kind, content) pairs of a packed tuple."""
     stream = BytesIO(packed)
     try:
         elements = unpack_elements(stream, 1)
     except Refused as refusal:
         # Whatever rule an element breaks, the tuple breaks this one.
-        raise Refused("F-043", refusal.args[1]) from None
+        raise Refused("F-043", refusal.where) from None
     require("F-043", stream.tell() == len(packed), "bytes behind a packed tuple")
     require("F-043", count_elements(elements) <= MAX_PACKED_ELEMENTS, "elements of a packed tuple")
     return elements
 
 
-def count_elements(elements):
+def count_elements(elements: list[tuple]) -> int:
     inner = (content for kind, content in elements if kind == K_TUPLE)
     return len(elements) + sum(map(count_elements, inner))
 
 
-def unpack_elements(stream, depth):
-    def take(size):
+def unpack_elements(stream: BytesIO, depth: int) -> list[tuple]:
+    def take(size: int) -> bytes:
         content = stream.read(size)
         require("F-043", len(content) == size, "packed tuple cut short")
         return content
 
-    def number(size):
+    def number(size: int) -> int:
         return int.from_bytes(take(size), "little")
 
     require("F-043", depth <= MAX_PACKED_DEPTH, "nested packed tuple")
-    elements = []
+    elements: list[tuple] = []
     for _ in range(number(4)):
+        require("F-043", len(elements) < MAX_PACKED_ELEMENTS, "elements of a packed tuple")
         kind = number(1)
         require("F-043", kind in ANY_KEY, f"packed element of kind {kind}")
         if kind == K_TUPLE:
-            content = unpack_elements(stream, depth + 1)
+            content: Any = unpack_elements(stream, depth + 1)
         else:
             word = number({K_BOOL: 1, K_NONE: 0, K_INT: 8, K_FLOAT: 8}.get(kind, 4))
             content = take(word) if kind in K_IN_HEAP else word
@@ -359,49 +556,36 @@ def unpack_elements(stream, depth):
     return elements
 
 
-def signed(word):
+U64 = (1 << 64) - 1
+
+
+def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def as_float(word):
+def as_float(word: int) -> float:
     return struct.unpack("<d", struct.pack("<Q", word))[0]
 
 
-def is_canonical(bigint):
+def float_bits(number: float) -> int:
+    return struct.unpack("<Q", struct.pack("<d", number))[0]
+
+
+def is_canonical(bigint: bytes) -> bool:
     """Nine bytes, of which the last is not a mere sign: just the integers that are not an i64."""
     sign = b"\xff" if bigint[-2:-1] >= b"\x80" else b"\x00"
     return len(bigint) > 8 and bigint[-1:] != sign
 
 
-def check_keys(file, i, node):
-    """That the keys of a container are in order, and differ in Python."""
-    children = file.children(node)
-    previous = None
-    for child in (file.by_key[entry] for entry in children):
-        require("F-044", child in children, f"by_key of node {i}")
-        key_kind, key = file.nodes[child].key_kind, file.nodes[child].key
-        current = key_kind, file.strings[key] if key_kind in K_IN_HEAP else key
-        require("F-044", previous is None or previous < current, f"by_key of node {i}")
-        previous = current
-    numbers = [as_i64(file.nodes[child]) for child in children]
-    numbers = [number for number in numbers if number is not None]
-    require("F-045", len(set(numbers)) == len(numbers), f"keys of node {i}")
-
-
-def as_i64(node):
-    """The i64 that the key equals in Python, if there is one."""
-    if node.key_kind in (K_INT, K_BOOL):
-        return signed(node.key)
-    number = as_float(node.key) if node.key_kind == K_FLOAT else 0.5
-    return int(number) if number.is_integer() and -(2.0**63) <= number < 2.0**63 else None
-
-
-def check_value(file, i, node):
-    where = f"node {i}"
-    unused = (f for f in ("count", "a", "b") if f not in USED[node.kind])
-    require("F-047", not any(getattr(node, f) for f in unused), where)
+def check_leaf(walk: Walk, node: Record, where: str) -> None:
+    file = walk.file
     require("F-047", node.flags & ~(node.kind in STORABLE) == 0, where)
-    if node.kind == BOOL:
+    require("F-040", node.kind <= OPAQUE, f"{where}, kind {node.kind}")
+    require("F-047", node.count == 0 or node.kind in (SIZE, TENSOR), where)
+    require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE), where)
+    if node.kind == NONE_LEAF:
+        require("F-047", node.a == 0, where)
+    elif node.kind == BOOL:
         require("F-047", node.a <= 1, where)
     elif node.kind == DTYPE:
         require("F-047", node.a in DTYPES, where)
@@ -412,21 +596,46 @@ def check_value(file, i, node):
         file.dims_claims.claim(node.a, node.count)
     elif node.kind == DEVICE:
         file.claim_text(node.a)
-    elif node.flags & 1:
+    elif node.kind == TENSOR:
+        require("F-051", node.count > 0, where)
+        walk.runs.claim_once(node.a, node.count)
+        check_run(file, node, where)
+    elif node.kind in STORABLE:
+        check_content(file, node, where)
+    if node.kind == OPAQUE:
+        file.claim_text(node.b)
+
+
+def check_content(file: Archive, node: Record, where: str) -> None:
+    """The content of a str, bytes or opaque leaf: in the heap, or in a storage of its own."""
+    if node.flags & 1:
         require("F-049", node.a < len(file.storages), where)
         require("F-049", file.storages[node.a].raw_len > MAX_INLINE, where)
         require("F-049", file.named[node.a] is None, where)
         file.named[node.a] = "nodes"
-    elif node.kind in STORABLE:
-        content = file.claim_text(node.a) if node.kind == STR else file.claim_bytes(node.a)
-        require("F-049", len(content) <= MAX_INLINE, where)
-    if node.kind in (OPAQUE, NAMEDTUPLE):
-        file.claim_text(node.b)
+    else:
+        require("F-049", node.a >> 32 <= MAX_INLINE, where)
+        (file.claim_text if node.kind == STR else file.claim_bytes)(node.a)
+
+
+def check_run(file: Archive, node: Record, where: str) -> None:
+    """The records of one leaf, against each other."""
+    run = file.run(node)
+    sliced = all(tensor.slice != NONE for tensor in run)
+    require("F-051", sliced or node.count == 1, where)
+    for other in run[1:]:
+        require("F-074", other.dtype == run[0].dtype, where)
+        require("F-074", global_shape(file, run[0]) == global_shape(file, other), where)
+
+
+def global_shape(file: Archive, tensor: Record) -> list[int]:
+    piece = file.slice_of(tensor)
+    return file.dims_at(piece.global_shape, piece.rank)
 
 
 # ---- 6. Tensors and storages ---------------------------------------------------------------------
 
-DTYPES = {
+DTYPES: dict[int, dict] = {
     dtype["code"]: dtype
     for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
 }
@@ -435,51 +644,43 @@ MAX_RANK = 64
 OVERFLOW = 1 << 63
 CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
+RAW, ZSTD = range(2)  # codecs, of storages as of chunks
+SHUFFLES = (0, 2, 4, 8, 16)
+MOST_PER_BYTE = 32_768  # decoded bytes for each stored byte of a chunk
 
 
-def extent(tensor, shape):
+def extent(tensor: Record, shape: list[int]) -> int:
     """The product of itemsize and all sizes that are not 0."""
     return DTYPES[tensor.dtype]["itemsize"] * prod(size for size in shape if size)
 
 
-def strides_of(file, tensor, shape):
+def strides_of(file: Archive, tensor: Record, shape: list[int]) -> list[int]:
     if tensor.strides != NONE:
         return file.vector(tensor.strides, tensor.rank)
     return row_major(shape)
 
 
-def row_major(shape):
+def row_major(shape: list[int]) -> list[int]:
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
     return strides
 
 
-def check_runs(file):
-    claimed = 0
-    for i, node in enumerate(file.nodes):
-        if node.kind == TENSOR:
-            fits = node.a == claimed and 1 <= node.count <= len(file.tensors) - claimed
-            require("F-051", fits, f"run of node {i}")
-            claimed += node.count
-            sliced = all(tensor.slice != NONE for tensor in file.run(node))
-            require("F-051", sliced or node.count == 1, f"run of node {i}")
-    require("F-051", claimed == len(file.tensors), f"tensor {claimed}")
-
-
-def check_tensors(file):
+def check_tensors(file: Archive) -> None:
     slices = Claims("slices", file.slices, "F-071")
     for i, tensor in enumerate(file.tensors):
-        check_tensor(file, f"tensor {i}", tensor)
+        shape = check_tensor(file, tensor, f"tensor {i}")
         if tensor.slice != NONE:
             slices.claim(tensor.slice, 1)
-            require("F-070", file.slice_of(tensor).rank == tensor.rank, f"tensor {i}")
-    slices.check_complete("F-071")
+            check_sliced(file, tensor, shape, f"tensor {i}")
+    slices.check_complete()
 
 
-def check_tensor(file, where, tensor):
+def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
     require("F-050", tensor.dtype in DTYPES, where)
     require("F-052", tensor.rank <= MAX_RANK, where)
+    require("F-056", tensor.flags >> len(TENSOR_FLAGS) == 0 and tensor.reserved == 0, where)
     shape = file.claim_dims(tensor.shape, tensor.rank)
     if tensor.strides != NONE:
         file.dims_claims.claim(tensor.strides, tensor.rank)
@@ -488,52 +689,114 @@ def check_tensor(file, where, tensor):
     last = sum((size - 1) * stride for size, stride in zip(shape, strides))
     end = 0 if 0 in shape else tensor.byte_offset + itemsize * (1 + last)
     require("F-053", max(*shape, *strides, extent(tensor, shape), end) < OVERFLOW, where)
-    require("F-056", tensor.flags >> len(TENSOR_FLAGS) == 0 and tensor.reserved == 0, where)
     if 0 in shape:
         require("F-054", tensor.storage == NONE and tensor.byte_offset == 0, where)
     else:
         require("F-054", tensor.storage < len(file.storages), where)
         require("F-054", end <= file.storages[tensor.storage].raw_len, where)
-        require("F-055", tensor.byte_offset % itemsize == 0, where)
         require("F-049", file.named[tensor.storage] != "nodes", where)
         file.named[tensor.storage] = "tensors"
+        require("F-055", tensor.byte_offset % itemsize == 0, where)
+    return shape
 
 
-def check_storages(file):
-    shard, end, crcs = 0, DATA_START, 0
+def check_sliced(file: Archive, tensor: Record, shape: list[int], where: str) -> None:
+    """That a tensor is a part of its global tensor. (Its dims are claimed by the slice, later.)"""
+    piece = file.slice_of(tensor)
+    require("F-070", piece.rank == tensor.rank, where)
+    offsets = file.dims_at(piece.offsets, piece.rank)
+    whole = file.dims_at(piece.global_shape, piece.rank)
+    require("F-070", max(*whole, extent(tensor, whole), 0) < OVERFLOW, where)
+    inside = all(at + n <= size for at, n, size in zip(offsets, shape, whole))
+    require("F-070", inside, where)
+
+
+def check_storages(file: Archive) -> None:
+    crcs = Claims("crcs", file.crcs, "F-064")
+    chunks = Claims("chunks", file.chunks, "F-065")
+    shard, end = 0, DATA_START
     for i, storage in enumerate(file.storages):
         where = f"storage {i}"
         require("F-061", 6 <= storage.align_log2 <= 21, where)
-        fields = storage.codec, storage.chunk_log2, storage.shuffle, storage.reserved
-        require("F-063", fields == (0, CHUNK_LOG2, 0, 0) and storage.chunks == NONE, where)
-        require("F-063", storage.stored_len == storage.raw_len, where)
-        require("F-060", storage.raw_len > 0, where)
-        require("F-062", file.named[i], where)
-        require("F-060", shard <= storage.shard < max(len(file.shards), 1), where)
-        if storage.shard != shard:
-            shard, end = storage.shard, DATA_START
-        # Storages of this file follow each other; in a shard there may be others between them.
-        start = max(end, storage.offset) if file.shards else end
-        require("F-060", storage.offset == align_up(start, 1 << storage.align_log2), where)
-        end = storage.offset + storage.stored_len
-        limit = file.shards[shard].index_off if file.shards else file.index_off
-        require("F-060", end <= limit, where)
-        require("F-064", storage.crcs == crcs, where)
-        crcs += align_up(storage.stored_len, CHUNK) >> CHUNK_LOG2
+        check_codec(storage, where)
+        start = end if storage.shard == shard else DATA_START
+        check_place(file, storage, start, shard, where)
+        shard, end = storage.shard, storage.offset + storage.stored_len
+        crcs.claim_once(storage.crcs, chunk_count(storage))
+        if storage.codec == ZSTD:
+            chunks.claim_once(storage.chunks, chunk_count(storage))
+            check_chunks(file, storage, where)
+    # Padding up to the index is less than the index needs; a manifest has no blob.
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
-    require("F-064", crcs == len(file.crcs) and not file.chunks, f"crcs, from {crcs} on")
+    crcs.check_complete()
+    chunks.check_complete()
+    require("F-081", len(file.digests) in (0, len(file.storages)), "digests")
+    for i, named in enumerate(file.named):
+        require("F-062", named, f"storage {i}")
+
+
+def check_codec(storage: Record, where: str) -> None:
+    fields = storage.chunk_log2, storage.reserved
+    require("F-063", storage.codec in (RAW, ZSTD) and fields == (CHUNK_LOG2, 0), where)
+    if storage.codec == RAW:
+        require("F-063", storage.shuffle == 0 and storage.chunks == NONE, where)
+        require("F-063", storage.stored_len == storage.raw_len, where)
+    else:
+        require("F-063", storage.shuffle in SHUFFLES, where)
+
+
+def check_place(file: Archive, storage: Record, start: int, shard: int, where: str) -> None:
+    """Where a storage lies, given the shard of the one before it, and where it may begin."""
+    end = storage.offset + storage.stored_len
+    alignment = 1 << storage.align_log2
+    require("F-060", 0 < storage.stored_len and end < 1 << 64, where)
+    if file.shards:
+        # There may be other storages between those of a manifest.
+        require("F-060", shard <= storage.shard < len(file.shards), where)
+        require("F-060", start <= storage.offset and storage.offset % alignment == 0, where)
+        require("F-060", end <= file.shards[storage.shard].index_off, where)
+    else:
+        # They follow each other, so the last one shows whether all of them end before the index.
+        require("F-060", storage.shard == 0, where)
+        require("F-060", storage.offset == align_up(start, alignment), where)
+
+
+def chunk_count(storage: Record) -> int:
+    return align_up(storage.raw_len, CHUNK) >> CHUNK_LOG2
+
+
+def chunk_len(storage: Record, number: int) -> int:
+    """How many bytes a chunk decodes to."""
+    return min(CHUNK, storage.raw_len - (number << CHUNK_LOG2))
+
+
+def check_chunks(file: Archive, storage: Record, where: str) -> None:
+    end, codecs = 0, set()
+    for number in range(chunk_count(storage)):
+        chunk, size = file.chunks[storage.chunks + number], chunk_len(storage, number)
+        require("F-065", chunk.offset == end, where)
+        require("F-065", chunk.codec in (RAW, ZSTD), where)
+        if chunk.codec == RAW:
+            require("F-065", chunk.stored_len == size, where)
+        else:
+            least = align_up(size, MOST_PER_BYTE) // MOST_PER_BYTE
+            require("F-065", least <= chunk.stored_len < size, where)
+        end += chunk.stored_len
+        codecs.add(chunk.codec)
+    require("F-065", end == storage.stored_len and ZSTD in codecs, where)
 
 
 # ---- 7. Slices, placements, attributes, digests, shards ------------------------------------------
 
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 MAX_NAME = 256  # bytes of the name of a mesh dimension
+MANIFEST_NAME = "manifest.tssd"
 SHARD_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 
-def check_slices(file):
+def check_slices(file: Archive) -> None:
     placements = Claims("placements", file.placements, "F-073")
-    meshes = {}  # the ranks of each mesh, by its start in dims
+    meshes = Meshes(file)
     for i, piece in enumerate(file.slices):
         where = f"slice {i}"
         file.claim_dims(piece.offsets, piece.rank)
@@ -541,100 +804,95 @@ def check_slices(file):
         require("F-071", piece.flags == 0, where)
         if piece.mesh_rank:
             check_mesh(file, where, piece, meshes)
+            if piece.placements != NONE:
+                placements.claim(piece.placements, piece.mesh_rank)
+                for placement in file.placements_of(piece):
+                    check_placement(placement, piece.rank, where)
+            check_names(file, where, piece)
         else:
             fields = piece.mesh, piece.coordinates, piece.ranks, piece.placements, piece.names
             require("F-071", all(field == NONE for field in fields), where)
-        if piece.placements != NONE:
-            placements.claim(piece.placements, piece.mesh_rank)
-        for placement in file.placements_of(piece):
-            good = placement.kind == REPLICATE or placement.dim < piece.rank
-            require("F-073", good, where)
-    placements.check_complete("F-073")
-    check_ranks(file, meshes)
-    for i, placement in enumerate(file.placements):
-        where = f"placement {i}"
-        require("F-073", placement.kind <= STRIDED_SHARD and not any(placement.reserved), where)
-        require("F-073", placement.dim == 0 or placement.kind != REPLICATE, where)
-        strided = placement.kind == STRIDED_SHARD
-        require("F-073", (placement.split_factor > 0) == strided, where)
+    placements.check_complete()
 
 
-def check_mesh(file, where, piece, meshes):
+def check_mesh(file: Archive, where: str, piece: Record, meshes: "Meshes") -> None:
     require("F-071", piece.mesh != NONE and piece.mesh_rank <= MAX_RANK, where)
     # The shape says how many ranks follow it in the range, so it is read before that is claimed.
-    start, end = piece.mesh, piece.mesh + piece.mesh_rank
-    require("F-033", end <= len(file.dims), where)
-    mesh = file.dims[start:end]
+    mesh = file.dims_at(piece.mesh, piece.mesh_rank)
     devices = prod(mesh)
     require("F-071", 0 < devices < 1 << 32, where)
     if piece.ranks == NONE:
-        file.dims_claims.claim(start, piece.mesh_rank)
-        require("F-071", piece.names == NONE, where)
+        file.dims_claims.claim(piece.mesh, piece.mesh_rank)
     else:
-        require("F-071", piece.ranks == end, where)
-        file.dims_claims.claim(start, piece.mesh_rank + devices)
-        ranks = range(end, end + devices)
-        require("F-071", meshes.setdefault(start, ranks) == ranks, where)
+        require("F-071", piece.ranks == piece.mesh + piece.mesh_rank, where)
+        meshes.claim(piece.mesh, piece.ranks, piece.ranks + devices, where)
     if piece.coordinates != NONE:
         coordinates = file.claim_dims(piece.coordinates, piece.mesh_rank)
         require("F-071", all(at < size for at, size in zip(coordinates, mesh)), where)
-    if piece.names != NONE:
-        ranges = file.claim_dims(piece.names, piece.mesh_rank)
-        names = {file.claim_text(name, "F-071", "strict") for name in ranges}
-        require("F-071", len(names) == len(ranges), where)
-        require("F-071", max(map(len, names)) <= MAX_NAME, where)
 
 
-def check_ranks(file, meshes):
-    """That meshes are disjoint, and only then each of them, so that no rank is read twice."""
-    end = 0
-    for start, ranks in sorted(meshes.items()):
-        require("F-071", start >= end, f"mesh at {start}")
-        end = ranks.stop
-    for start, ranks in meshes.items():
-        numbers = file.dims[ranks.start : ranks.stop]
-        require("F-071", max(numbers) < 1 << 32, f"mesh at {start}")
-        require("F-071", len(set(numbers)) == len(numbers), f"mesh at {start}")
+class Meshes:
+    """The meshes with ranks. They are disjoint, so that no rank is looked at twice."""
+
+    def __init__(self, file: Archive) -> None:
+        self.file = file
+        self.ends: dict[int, int] = {}
+        self.starts: list[int] = []  # sorted
+
+    def claim(self, start: int, first: int, end: int, where: str) -> None:
+        if self.ends.get(start) == end:
+            return
+        self.file.dims_claims.claim(start, end - start)
+        place = bisect(self.starts, start)
+        before, after = self.starts[:place][-1:], self.starts[place : place + 1]
+        clear = all(self.ends[other] <= start for other in before) and all(
+            end <= other for other in after
+        )
+        require("F-071", clear, f"{where}, mesh at {start}")
+        self.starts.insert(place, start)
+        self.ends[start] = end
+        ranks = self.file.dims[first:end]
+        require("F-071", max(ranks) < 1 << 32 and len(set(ranks)) == len(ranks), where)
 
 
-def check_sliced_tensors(file):
-    """That each sliced tensor is a part of a global tensor, and each run of the same one."""
-    for i, tensor in enumerate(file.tensors):
-        if tensor.slice != NONE:
-            offsets = file.vector(file.slice_of(tensor).offsets, tensor.rank)
-            sizes = file.vector(tensor.shape, tensor.rank)
-            _, whole = global_tensor(file, tensor)
-            inside = all(at + n <= size for at, n, size in zip(offsets, sizes, whole))
-            require("F-070", inside, f"tensor {i}")
-            require("F-070", max(*whole, extent(tensor, whole), 0) < OVERFLOW, f"tensor {i}")
-    for i, node in enumerate(file.nodes):
-        if node.kind == TENSOR and node.count > 1:
-            first, *others = (global_tensor(file, tensor) for tensor in file.run(node))
-            require("F-074", all(other == first for other in others), f"run of node {i}")
+def check_placement(placement: Record, rank: int, where: str) -> None:
+    require("F-073", placement.kind <= STRIDED_SHARD and is_zero(placement.reserved), where)
+    fits = placement.dim == 0 if placement.kind == REPLICATE else placement.dim < rank
+    require("F-073", fits, where)
+    require("F-073", (placement.split_factor > 0) == (placement.kind == STRIDED_SHARD), where)
 
 
-def global_tensor(file, tensor):
-    return tensor.dtype, file.vector(file.slice_of(tensor).global_shape, tensor.rank)
+def check_names(file: Archive, where: str, piece: Record) -> None:
+    if piece.names == NONE:
+        return
+    require("F-071", piece.ranks != NONE, where)
+    names = set()
+    for heap_range in file.claim_dims(piece.names, piece.mesh_rank):
+        name = file.claim_bytes(heap_range)
+        require("F-071", len(name) <= MAX_NAME, where)
+        file.claim_text(heap_range, "F-071", "strict")
+        require("F-071", name not in names, where)
+        names.add(name)
 
 
-def check_attrs(file):
+def check_attrs(file: Archive) -> None:
     previous = None
     for i, attr in enumerate(file.attrs):
         where = f"attr {i}"
-        require("F-080", attr.kind in (INT, STR, BYTES) and not any(attr.reserved), where)
         name = file.claim_text(attr.name, "F-080", "strict")
+        require("F-080", is_zero(attr.reserved), where)
         require("F-080", previous is None or previous < name, where)
         previous = name
+        require("F-080", attr.kind in (INT, STR, BYTES), where)
         if attr.kind == STR:
             file.claim_text(attr.value)
         elif attr.kind == BYTES:
             file.claim_bytes(attr.value)
-    require("F-081", len(file.digests) in (0, len(file.storages)), "digests")
 
 
-def check_shards(file):
+def check_shards(file: Archive) -> None:
     # Files beside the manifest, perhaps in a file system that ignores case.
-    names = {b"manifest.tssd"}
+    names = {MANIFEST_NAME.encode()}
     for i, shard in enumerate(file.shards):
         where = f"shard {i}"
         name = file.claim_bytes(shard.name).lower()
@@ -645,16 +903,13 @@ def check_shards(file):
         require("F-082", shard.index_off + ROOT_LEN + 64 <= shard.file_len, where)
 
 
-def open_archive(data):
-    """Proves all of the file but its payload."""
-    file = Archive(data, check_head_and_trailer(data))
-    check_tree(file)
+def open_archive(data: bytes, limit: int = 1 << 34) -> Archive:
+    """Proves all of a file but its payload: F-001 to F-082."""
+    file = Archive(data, check_head_and_trailer(data), limit)
     check_nodes(file)
-    check_runs(file)
     check_tensors(file)
-    check_storages(file)
     check_slices(file)
-    check_sliced_tensors(file)
+    check_storages(file)
     check_attrs(file)
     check_shards(file)
     # Only now has all been walked that refers to them.
@@ -663,41 +918,436 @@ def open_archive(data):
     return file
 
 
+def open_shard_set(folder: str | Path, limit: int = 1 << 34) -> Archive:
+    """Opens a manifest and the archives that it names, all of which lie in one directory."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with open(os.open(MANIFEST_NAME, os.O_RDONLY, dir_fd=place), "rb") as stream:
+            file = open_archive(stream.read(), limit)
+        if file.shards:
+            file.shard_set = [open_shard(file, shard, place) for shard in file.shards]
+    finally:
+        os.close(place)
+    return file
+
+
+def open_shard(manifest: Archive, record: Record, place: int) -> bytes:
+    """The bytes of an archive that a manifest names, of which F-083 has been proven."""
+    name = manifest.strings[record.name].decode()
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        opened = os.open(name, flags, dir_fd=place)
+    except OSError as error:
+        raise Refused("F-083", f"{name}: {error.strerror}") from None
+    with open(opened, "rb") as stream:
+        status = os.fstat(opened)
+        require("F-083", stat.S_ISREG(status.st_mode), f"{name} is no file")
+        require("F-083", status.st_size == record.file_len, f"length of {name}")
+        data = stream.read()
+    shard = open_archive(data)
+    same_index = shard.trailer.index_crc32 == record.index_crc32
+    require("F-083", shard.index_off == record.index_off and same_index, f"index of {name}")
+    if not is_zero(record.digest):
+        require("F-083", root_digest(shard) == record.digest, f"root digest of {name}")
+    return data
+
+
+def root_digest(file: Archive) -> bytes | None:
+    """Names all that a file means (section 8); None if a storage has no digest."""
+    if len(file.digests) != len(file.storages):
+        return None
+    trailer = file.data[-64:]
+    return blake3(file.data[:64] + file.index + trailer[:52] + trailer[56:])
+
+
 # ---- 8. Payload ----------------------------------------------------------------------------------
 
 
-def verify(file):
-    """Proves the payload that is in this file; that of a manifest is in its shards."""
-    for i, storage in enumerate(file.storages):
-        require("F-091", storage.crc32 == combined_crc(file, storage), f"storage {i}")
-    if file.shards:
-        return
+def blob_of(file: Archive, storage: Record) -> bytes | None:
+    """The file that holds a storage; None if it is not opened."""
+    if not file.shards:
+        return file.data
+    return file.shard_set[storage.shard] if file.shard_set else None
+
+
+def stored_chunk(file: Archive, storage: Record, number: int) -> tuple[bytes, int]:
+    """A chunk as it is stored, and its codec."""
+    blob = blob_of(file, storage)
+    assert blob is not None, "who decodes has looked whether there is a blob"
+    if storage.codec == RAW:
+        start, codec = storage.offset + (number << CHUNK_LOG2), RAW
+        return blob[start : start + chunk_len(storage, number)], codec
+    chunk = file.chunks[storage.chunks + number]
+    start = storage.offset + chunk.offset
+    return blob[start : start + chunk.stored_len], chunk.codec
+
+
+def check_crc(file: Archive, storage: Record, number: int, stored: bytes) -> None:
+    matches = zlib.crc32(stored) == file.crcs[storage.crcs + number]
+    require("F-090", matches, f"chunk {number} at {storage.offset}")
+
+
+MAX_DECODED = 64  # chunks that are kept
+
+
+def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
+    """The bytes of a chunk of storage i, which is compressed. CRC and frame are proven first."""
+    if (i, number) in file.decoded:
+        return file.decoded[i, number]
+    storage = file.storages[i]
+    content, codec = stored_chunk(file, storage, number)
+    check_crc(file, storage, number, content)
+    if codec == ZSTD:
+        size = chunk_len(storage, number)
+        file.spend(size)
+        where = f"chunk {number} of storage {i}"
+        content = unshuffle(decode_frame(content, size, where), storage.shuffle)
+    if len(file.decoded) == MAX_DECODED:
+        del file.decoded[next(iter(file.decoded))]
+    file.decoded[i, number] = content
+    return content
+
+
+def raw_bytes(file: Archive, i: int, start: int = 0, end: int | None = None) -> bytes:
+    """A part of the raw bytes of storage i, of which only the chunks that it touches are decoded."""
+    storage = file.storages[i]
+    end = storage.raw_len if end is None else end
+    if storage.codec == RAW:
+        blob = blob_of(file, storage)
+        assert blob is not None, "who decodes has looked whether there is a blob"
+        return blob[storage.offset + start : storage.offset + end]
+    first, last = start >> CHUNK_LOG2, align_up(end, CHUNK) >> CHUNK_LOG2
+    content = b"".join(decoded_chunk(file, i, number) for number in range(first, last))
+    return content[start - (first << CHUNK_LOG2) : end - (first << CHUNK_LOG2)]
+
+
+def unshuffle(shuffled: bytes, width: int) -> bytes:
+    """Elements of `width` bytes from all their first bytes, then all their second bytes, and so on."""
+    if width < 2:
+        return shuffled
+    content = bytearray(shuffled)
+    count = len(shuffled) // width
+    for place in range(width):
+        content[place : count * width : width] = shuffled[place * count : (place + 1) * count]
+    return bytes(content)
+
+
+# Frames of zstd, as RFC 8878 has them
+
+
+class FrameHeader(NamedTuple):
+    content_size: int | None
+    window: int
+    length: int  # of the header itself
+    has_checksum: bool
+    has_dictionary: bool
+    reserved: bool
+
+
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+MAX_WINDOW = 1 << 20
+RAW_BLOCK, RLE_BLOCK, COMPRESSED_BLOCK = range(3)
+
+
+def parse_frame_header(frame: bytes) -> FrameHeader | None:
+    """The header of a frame (RFC 8878, section 3.1.1.1); None if it is none, or cut short."""
+    if frame[:4] != ZSTD_MAGIC or len(frame) < 5:
+        return None
+    descriptor, at = frame[4], 5
+    single_segment = descriptor >> 5 & 1
+    window_len = 1 - single_segment
+    dictionary_len = (0, 1, 2, 4)[descriptor & 3]
+    size_len = (single_segment, 2, 4, 8)[descriptor >> 6]
+    length = at + window_len + dictionary_len + size_len
+    if len(frame) < length:
+        return None
+    size = int.from_bytes(frame[length - size_len : length], "little") + 256 * (size_len == 2)
+    if single_segment:
+        window = size
+    else:
+        window = 1 << 10 + (frame[at] >> 3)
+        window += (window >> 3) * (frame[at] & 7)
+    content_size = size if size_len else None
+    checksum, reserved = bool(descriptor >> 2 & 1), bool(descriptor >> 3 & 1)
+    return FrameHeader(content_size, window, length, checksum, dictionary_len > 0, reserved)
+
+
+def frame_len(frame: bytes, header: FrameHeader) -> int | None:
+    """Where the frame ends, by the headers of its blocks; None if it is cut short."""
+    at, is_last = header.length, False
+    while not is_last:
+        if at + 3 > len(frame):
+            return None
+        block = int.from_bytes(frame[at : at + 3], "little")
+        is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
+        if kind > COMPRESSED_BLOCK:
+            return None
+        at += 3 + (1 if kind == RLE_BLOCK else size)
+    return at + 4 * header.has_checksum
+
+
+def decode_frame(frame: bytes, size: int, where: str) -> bytes:
+    header = parse_frame_header(frame)
+    if header is None:
+        raise Refused("F-093", f"{where}: no frame")
+    require("F-093", header.content_size == size, f"{where}: content size")
+    require("F-093", header.window <= MAX_WINDOW, f"{where}: window")
+    require("F-093", not header.has_dictionary, f"{where}: a dictionary")
+    require("F-093", not header.reserved, f"{where}: a reserved bit")
+    require("F-093", frame_len(frame, header) == len(frame), f"{where}: not one frame")
+    content = zstd_decoder()(frame, size)
+    if content is None:
+        raise Refused("F-093", f"{where}: content")
+    return content
+
+
+@lru_cache(maxsize=1)
+def zstd_decoder() -> Callable[[bytes, int], bytes | None]:
+    """What takes a frame and the size of its content, and gives the content if it is that long."""
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        return libzstd_decoder()
+
+    def decode(frame: bytes, size: int) -> bytes | None:
+        decoder = zstd.ZstdDecompressor()
+        try:
+            content = decoder.decompress(frame, size + 1)
+            while len(content) <= size and not decoder.eof:
+                more = decoder.decompress(b"", size + 1 - len(content))
+                if not more:
+                    break
+                content += more
+        except zstd.ZstdError:
+            return None
+        return content if decoder.eof and len(content) == size else None
+
+    return decode
+
+
+def libzstd_decoder() -> Callable[[bytes, int], bytes | None]:
+    for name in (ctypes.util.find_library("zstd"), "libzstd.so.1", "libzstd.dylib", "libzstd.dll"):
+        try:
+            library = ctypes.CDLL(name) if name else None
+        except OSError:
+            library = None
+        if library is not None:
+            break
+    else:
+        raise Undecided("cannot decode zstd here: neither Python 3.14 nor libzstd")
+    decompress = library.ZSTD_decompress
+    decompress.restype = ctypes.c_size_t
+    decompress.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
+
+    def decode(frame: bytes, size: int) -> bytes | None:
+        # Memory of just the size: libzstd fails rather than write more.
+        target = ctypes.create_string_buffer(size)
+        # An error is a size close to 2^64.
+        written = decompress(target, size, frame, len(frame))
+        return target.raw if written == size else None
+
+    return decode
+
+
+# BLAKE3. Many chunks are hashed at once: a Python int holds one word of each of them, 64 bits apart,
+# and what overflows the 32 bits of a word falls into the space between.
+
+IV = (
+    0x6A09E667,
+    0xBB67AE85,
+    0x3C6EF372,
+    0xA54FF53A,
+    0x510E527F,
+    0x9B05688C,
+    0x1F83D9AB,
+    0x5BE0CD19,
+)
+SCHEDULE = (2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8)
+COLUMNS_THEN_DIAGONALS = (
+    *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),
+    *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
+)
+CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
+BLAKE3_CHUNK = 1024
+# Eight rows, one for each word of a chaining value, each with a number for each chunk.
+Rows = list[list[int]]
+
+
+def spread(numbers: Sequence[int]) -> int:
+    return int.from_bytes(struct.pack(f"<{len(numbers)}Q", *numbers), "little")
+
+
+def gather(lanes: int, count: int) -> list[int]:
+    return list(struct.unpack(f"<{count}Q", lanes.to_bytes(8 * count, "little")))
+
+
+def compress(cv: list[int], block: list[int], tail: list[int], count: int) -> list[int]:
+    """The compression function, for `count` blocks; `tail` is counter, length and flags."""
+    mask = spread([0xFFFF_FFFF] * count)
+    v = cv + [spread([word] * count) for word in IV[:4]] + tail
+
+    def rotate(word: int, bits: int) -> int:
+        return (word >> bits | word << 32 - bits) & mask
+
+    for turn in range(7):
+        for number, (a, b, c, d) in enumerate(COLUMNS_THEN_DIAGONALS):
+            v[a] = v[a] + v[b] + block[2 * number] & mask
+            v[d] = rotate(v[d] ^ v[a], 16)
+            v[c] = v[c] + v[d] & mask
+            v[b] = rotate(v[b] ^ v[c], 12)
+            v[a] = v[a] + v[b] + block[2 * number + 1] & mask
+            v[d] = rotate(v[d] ^ v[a], 8)
+            v[c] = v[c] + v[d] & mask
+            v[b] = rotate(v[b] ^ v[c], 7)
+        block = [block[place] for place in SCHEDULE]
+    return [v[i] ^ v[i + 8] for i in range(8)]
+
+
+def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
+    """The chaining values of whole chunks from number `first` on, or of one that may be shorter."""
+    count = max(len(content) // BLAKE3_CHUNK, 1)
+    length = len(content) // count
+    blocks = max(-(-length // 64), 1)
+    words = struct.unpack(f"<{16 * blocks * count}I", content.ljust(64 * blocks * count, b"\0"))
+    low = spread([number & 0xFFFF_FFFF for number in range(first, first + count)])
+    high = spread([number >> 32 for number in range(first, first + count)])
+    cv = [spread([word] * count) for word in IV]
+    for number in range(blocks):
+        flags = CHUNK_START * (number == 0) | (CHUNK_END | root) * (number == blocks - 1)
+        size = min(64, length - 64 * number)
+        block = [spread(words[16 * number + i :: 16 * blocks]) for i in range(16)]
+        cv = compress(
+            cv, block, [low, high, spread([size] * count), spread([flags] * count)], count
+        )
+    return [gather(word, count) for word in cv]
+
+
+def parent_rows(rows: Rows, root: int = 0) -> Rows:
+    """The chaining values one level up: those of pairs, and the last one as it is if it is alone."""
+    pairs = len(rows[0]) // 2
+    block = [spread(row[side : 2 * pairs : 2]) for side in range(2) for row in rows]
+    tail = [0, 0, spread([64] * pairs), spread([PARENT | root] * pairs)]
+    parents = compress([spread([word] * pairs) for word in IV], block, tail, pairs)
+    return [gather(word, pairs) + row[2 * pairs :] for word, row in zip(parents, rows)]
+
+
+class Blake3:
+    """BLAKE3 of pieces of 1 MiB, of which only the last may be shorter."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = [
+            [] for _ in range(8)
+        ]  # the piece before the last one, and those before it
+        self.last = b""
+        self.count = 0
+
+    def add(self, piece: bytes) -> None:
+        if self.count:
+            self.finish_piece()
+        self.last = piece
+        self.count += 1
+
+    def leaves(self) -> Rows:
+        """The chaining values of the chunks of the last piece."""
+        whole = len(self.last) // BLAKE3_CHUNK * BLAKE3_CHUNK
+        first = (self.count - 1) * (CHUNK // BLAKE3_CHUNK)
+        parts = (self.last[:whole], first), (self.last[whole:], first + whole // BLAKE3_CHUNK)
+        parts_rows = [chunk_rows(part, number) for part, number in parts if part]
+        return [sum(rows, []) for rows in zip(*parts_rows)]
+
+    def finish_piece(self) -> None:
+        """A piece is a whole subtree, so its chaining value says all of it."""
+        rows = self.leaves()
+        while len(rows[0]) > 1:
+            rows = parent_rows(rows)
+        for row, new in zip(self.rows, rows):
+            row += new
+
+    def digest(self) -> bytes:
+        if self.count <= 1 and len(self.last) <= BLAKE3_CHUNK:
+            rows = chunk_rows(self.last, 0, ROOT)
+        else:
+            if self.count == 1:
+                rows = self.leaves()
+            else:
+                self.finish_piece()
+                rows = self.rows
+            while len(rows[0]) > 2:
+                rows = parent_rows(rows)
+            rows = parent_rows(rows, ROOT)
+        return struct.pack("<8I", *(row[0] for row in rows))
+
+
+def blake3(content: bytes) -> bytes:
+    tree = Blake3()
+    for start in range(0, len(content), CHUNK):
+        tree.add(content[start : start + CHUNK])
+    return tree.digest()
+
+
+# What is proven
+
+
+def verify(file: Archive) -> None:
+    """Proves the stored bytes. Of a manifest that is opened alone there is nothing but checksums."""
+    is_here = file.shard_set is not None or not file.shards
+    if is_here:
+        check_texts(file, RAW)
     end = DATA_START
     for i, storage in enumerate(file.storages):
-        require("F-092", not any(file.data[end : storage.offset]), f"before storage {i}")
-        stored = file.stored(storage)
-        for number, start in enumerate(range(0, len(stored), CHUNK)):
-            crc = zlib.crc32(stored[start : start + CHUNK])
-            require("F-090", crc == file.crcs[storage.crcs + number], f"storage {i}")
-        end = storage.offset + storage.stored_len
-    require("F-092", not any(file.data[end : file.index_off]), "before the index")
+        if not file.shards:
+            require("F-092", is_zero(file.data[end : storage.offset]), f"before storage {i}")
+            end = storage.offset + storage.stored_len
+        if storage.codec == RAW:
+            require("F-091", storage.crc32 == combined_crc(file, storage), f"storage {i}")
+        for number in range(chunk_count(storage) if is_here else 0):
+            check_crc(file, storage, number, stored_chunk(file, storage, number)[0])
+    if not file.shards:
+        require("F-092", is_zero(file.data[end : file.index_off]), "before the index")
+
+
+def verify_deeply(file: Archive) -> None:
+    """Proves what the stored bytes mean, once they are proven."""
+    if file.shards and file.shard_set is None:
+        return
+    check_texts(file, ZSTD)
+    for i, storage in enumerate(file.storages):
+        if storage.codec == ZSTD or file.digests:
+            check_raw_bytes(file, i, storage)
+
+
+def check_raw_bytes(file: Archive, i: int, storage: Record) -> None:
+    crc, tree = 0, Blake3()
+    for start in range(0, storage.raw_len, CHUNK):
+        piece = raw_bytes(file, i, start, min(start + CHUNK, storage.raw_len))
+        crc = zlib.crc32(piece, crc)
+        if file.digests:
+            tree.add(piece)
+    require("F-091", storage.crc32 == crc, f"storage {i}")
+    if file.digests:
+        require("F-094", tree.digest() == file.digests[i], f"storage {i}")
+
+
+def check_texts(file: Archive, codec: int) -> None:
+    """Strs that are storages of this codec."""
     for i, node in enumerate(file.nodes):
-        if node.kind == STR and node.flags & 1:
-            require("F-032", is_text(file.stored(file.storages[node.a])), f"node {i}")
+        if node.kind == STR and node.flags & 1 and file.storages[node.a].codec == codec:
+            require("F-032", is_text(raw_bytes(file, node.a)), f"node {i}")
 
 
-def combined_crc(file, storage):
+def combined_crc(file: Archive, storage: Record) -> int:
     """The CRC of a storage from those of its chunks. A CRC-32 is linear, and each byte that
     follows multiplies it by x^8."""
     crc = file.crcs[storage.crcs]
-    for start in range(CHUNK, storage.stored_len, CHUNK):
-        size = min(CHUNK, storage.stored_len - start)
-        crc = multiply(crc, power_of_x8(size)) ^ file.crcs[storage.crcs + (start >> CHUNK_LOG2)]
+    for number in range(1, chunk_count(storage)):
+        crc = multiply(crc, power_of_x8(chunk_len(storage, number)))
+        crc ^= file.crcs[storage.crcs + number]
     return crc
 
 
 @lru_cache
-def power_of_x8(exponent):
+def power_of_x8(exponent: int) -> int:
     result, square = 1 << 31, 1 << 23
     while exponent:
         if exponent & 1:
@@ -707,7 +1357,7 @@ def power_of_x8(exponent):
     return result
 
 
-def multiply(a, b):
+def multiply(a: int, b: int) -> int:
     """The product of two polynomials modulo that of CRC-32; their bit 31 stands for x^0."""
     product = 0
     for bit in range(31, -1, -1):
@@ -722,57 +1372,94 @@ def multiply(a, b):
 MAX_VIEW_DATA = 65536
 
 
-def view(file):
+def view(file: Archive) -> Json:
     attrs, shards = [], []
     for attr in file.attrs:
         attrs.append([file.strings[attr.name].decode(), view_atom(attr.kind, attr.value, file)])
     for shard in file.shards:
         fields = pick(shard, "file_len index_off index_crc32 writer")
         shards.append({"name": file.strings[shard.name].decode(), **fields})
-    fields = "offset stored_len raw_len align_log2 crc32" + " shard" * bool(shards)
-    seen = {"tssd": 1, "attrs": attrs, "storages": [pick(s, fields) for s in file.storages]}
+    storages = [view_storage(file, i, storage) for i, storage in enumerate(file.storages)]
+    seen: dict[str, Json] = {"tssd": 1, "attrs": attrs, "storages": storages}
     if shards:
         seen["shards"] = shards
     return {**seen, "root": view_node(file, file.nodes[0])}
 
 
-def pick(record, fields):
+def pick(record: Record, fields: str) -> dict[str, int]:
     return {field: getattr(record, field) for field in fields.split()}
 
 
-def view_str(text):
+def view_storage(file: Archive, i: int, storage: Record) -> Json:
+    fields = "offset stored_len raw_len align_log2 crc32" + " shard" * bool(file.shards)
+    seen: dict[str, Json] = pick(storage, fields)
+    if storage.codec == ZSTD:
+        chunks = file.chunks[storage.chunks : storage.chunks + chunk_count(storage)]
+        seen["zstd"] = {"shuffle": storage.shuffle, "chunks": [list(chunk) for chunk in chunks]}
+    if file.digests:
+        seen["digest"] = file.digests[i].hex()
+    return seen
+
+
+def view_str(text: bytes) -> dict[str, str]:
     try:
         return {"str": text.decode()}
     except UnicodeDecodeError:
         return {"str_hex": text.hex()}
 
 
-def view_text(text):
+def view_text(text: bytes) -> Json:
     """A string that is no VALUE: bare, unless it holds surrogates."""
     value = view_str(text)
     return value.get("str", value)
 
 
-def view_float(word):
+def view_float(word: int) -> str:
     return f"{word:016x}"
 
 
+def view_bigint(content: bytes) -> str:
+    """Decimal digits. `str` takes the square of their number, and refuses to above 4300 of them."""
+    number = int.from_bytes(content, "little", signed=True)
+    if len(content) <= 1024:
+        return str(number)
+    with decimal.localcontext() as exact:
+        exact.prec, exact.Emax, exact.traps[decimal.Inexact] = (
+            decimal.MAX_PREC,
+            decimal.MAX_EMAX,
+            True,
+        )
+        digits = f"{as_decimal(abs(number), abs(number).bit_length(), {}):f}"
+    return f"-{digits}" if number < 0 else digits
+
+
+def as_decimal(number: int, bits: int, powers: dict[int, decimal.Decimal]) -> decimal.Decimal:
+    """Halves the number until its parts are short, so that what is long is multiplied fast."""
+    if bits <= 4096:
+        return decimal.Decimal(number)
+    low = bits // 2
+    if low not in powers:
+        powers[low] = decimal.Decimal(2) ** low
+    high = as_decimal(number >> low, bits - low, powers)
+    return high * powers[low] + as_decimal(number & (1 << low) - 1, low, powers)
+
+
 # The values that may be leaves, keys or elements of keys, of a u64 or of bytes.
-ATOMS = {
+ATOMS: dict[int, Callable[[Any], Json]] = {
     NONE_LEAF: lambda _: {"none": None},
     BOOL: lambda word: {"bool": word == 1},
     INT: lambda word: {"int": str(signed(word))},
-    BIGINT: lambda content: {"int": str(int.from_bytes(content, "little", signed=True))},
+    BIGINT: lambda content: {"int": view_bigint(content)},
     FLOAT: lambda word: {"float": view_float(word)},
     STR: view_str,
     BYTES: lambda content: {"bytes": content.hex()},
     TUPLE: lambda elements: {"tuple": [ATOMS[KIND_OF_KEY[k]](each) for k, each in elements]},
 }
-KIND_OF_KEY = (None, STR, INT, BIGINT, BOOL, FLOAT, NONE_LEAF, BYTES, TUPLE)
+KIND_OF_KEY: tuple[int, ...] = (-1, STR, INT, BIGINT, BOOL, FLOAT, NONE_LEAF, BYTES, TUPLE)
 
 
-def view_atom(kind, word, file):
-    content = file.strings[word] if kind in (STR, BIGINT, BYTES, TUPLE) else word
+def view_atom(kind: int, word: int, file: Archive) -> Json:
+    content: Any = file.strings[word] if kind in (STR, BIGINT, BYTES, TUPLE) else word
     return ATOMS[kind](unpack_tuple(content) if kind == TUPLE else content)
 
 
@@ -780,7 +1467,7 @@ CONTAINERS = {DICT: "dict", ORDERED_DICT: "ordered_dict", LIST: "list", TUPLE: "
 CONTAINERS[DIVERGENT] = "divergent"
 
 
-def view_node(file, node):
+def view_node(file: Archive, node: Record) -> Json:
     """A VALUE. Recursion is as deep as the containers, of which F-042 allows 64 levels."""
     if node.kind in KEYS_OF:
         return view_container(file, node)
@@ -800,7 +1487,7 @@ def view_node(file, node):
     return {"shard": run} if "slice" in run[0] else {"tensor": run[0]}
 
 
-def view_container(file, node):
+def view_container(file: Archive, node: Record) -> Json:
     items = []
     for child in (file.nodes[i] for i in file.children(node)):
         value = view_node(file, child)
@@ -815,25 +1502,32 @@ def view_container(file, node):
     return {CONTAINERS[node.kind]: items}
 
 
-def view_content(file, node):
-    """A leaf in a storage, or an opaque one; its content is null if it lies in another file."""
+def view_content(file: Archive, node: Record) -> Json:
+    """A leaf in a storage, or an opaque one; its content is null if its file is not opened."""
     if not node.flags & 1:
-        content = file.strings[node.a]
+        content: bytes | None = file.strings[node.a]
+    elif blob_of(file, file.storages[node.a]) is None:
+        content = None
     else:
-        content = None if file.shards else file.stored(file.storages[node.a])
+        content = raw_bytes(file, node.a)
+        file.spend(len(content))
     if node.kind == STR:
-        return {"str": None} if content is None else view_str(content)
-    content = None if content is None else content.hex()
+        if content is None:
+            return {"str": None}
+        # Opening does not look at it, and the view is of text.
+        require("F-032", is_text(content), f"storage {node.a}")
+        return view_str(content)
+    digits = None if content is None else content.hex()
     if node.kind == BYTES:
-        return {"bytes": content}
-    return {"opaque": {"media": view_text(file.strings[node.b]), "bytes": content}}
+        return {"bytes": digits}
+    return {"opaque": {"media": view_text(file.strings[node.b]), "bytes": digits}}
 
 
-def view_tensor(file, tensor):
+def view_tensor(file: Archive, tensor: Record) -> Json:
     shape = file.vector(tensor.shape, tensor.rank)
-    seen = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
+    seen: dict[str, Json] = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
     strides = strides_of(file, tensor, shape)
-    if list(strides) != row_major(shape):
+    if strides != row_major(shape):
         seen["strides"] = strides
     if tensor.flags:
         flags = enumerate(TENSOR_FLAGS)
@@ -841,26 +1535,34 @@ def view_tensor(file, tensor):
     seen["storage"] = None if tensor.storage == NONE else tensor.storage
     seen["byte_offset"] = tensor.byte_offset
     # With strides of 0 there may be far more elements than bytes: the shape decides.
-    if 0 in shape:
+    if file.shards and file.shard_set is None:
+        pass
+    elif 0 in shape:
         seen["data"] = ""
-    elif not file.shards and extent(tensor, shape) <= MAX_VIEW_DATA:
+    elif extent(tensor, shape) <= MAX_VIEW_DATA:
         seen["data"] = elements(file, tensor, shape).hex()
     if tensor.slice != NONE:
         seen["slice"] = view_slice(file, file.slice_of(tensor))
     return seen
 
 
-def elements(file, tensor, shape):
+def elements(file: Archive, tensor: Record, shape: list[int]) -> bytes:
     """The elements of a small tensor, laid out row-major."""
+    file.spend(extent(tensor, shape))
     itemsize = DTYPES[tensor.dtype]["itemsize"]
-    offsets = [file.storages[tensor.storage].offset + tensor.byte_offset]
-    for count, stride in zip(shape, strides_of(file, tensor, shape)):
-        offsets = [offset + i * stride * itemsize for offset in offsets for i in range(count)]
-    return b"".join(file.data[offset : offset + itemsize] for offset in offsets)
+    strides = strides_of(file, tensor, shape)
+    if strides == row_major(shape):
+        end = tensor.byte_offset + extent(tensor, shape)
+        return raw_bytes(file, tensor.storage, tensor.byte_offset, end)
+    places = [tensor.byte_offset]
+    for count, stride in zip(shape, strides):
+        places = [place + i * stride * itemsize for place in places for i in range(count)]
+    parts = (raw_bytes(file, tensor.storage, place, place + itemsize) for place in places)
+    return b"".join(parts)
 
 
-def view_slice(file, piece):
-    seen = {
+def view_slice(file: Archive, piece: Record) -> Json:
+    seen: dict[str, Json] = {
         "offsets": file.vector(piece.offsets, piece.rank),
         "global_shape": file.vector(piece.global_shape, piece.rank),
     }
@@ -870,7 +1572,9 @@ def view_slice(file, piece):
     if piece.coordinates != NONE:
         seen["coordinates"] = file.vector(piece.coordinates, piece.mesh_rank)
     if piece.ranks != NONE:
-        seen["ranks"] = file.vector(piece.ranks, prod(mesh))
+        ranks = file.vector(piece.ranks, prod(mesh))
+        file.spend(8 * len(ranks))
+        seen["ranks"] = ranks
     if piece.placements != NONE:
         seen["placements"] = [view_placement(p) for p in file.placements_of(piece)]
     if piece.names != NONE:
@@ -879,43 +1583,72 @@ def view_slice(file, piece):
     return seen
 
 
-def view_placement(p):
+def view_placement(p: Record) -> str:
     seen = "Replicate()", f"Shard({p.dim})", f"_StridedShard({p.dim}, {p.split_factor})"
     return seen[p.kind]
 
 
-# ---- Command line --------------------------------------------------------------------------------
+# ---- Vectors -------------------------------------------------------------------------------------
+
+STAGES = ("open", "verify", "deep")
 
 
-def decode(data, verified):
-    file = open_archive(data)
-    if verified:
+def prove(file: Archive, stage: str) -> None:
+    """All that a stage proves of an archive that is open."""
+    if stage != "open":
         verify(file)
-    return view(file)
+    if stage == "deep":
+        verify_deeply(file)
 
 
-def check_vector(path, rule):
-    """What is wrong with the answer to a vector, to be refused by the rule if there is one."""
+def open_path(path: Path, limit: int = 1 << 34) -> Archive:
+    if path.is_dir():
+        return open_shard_set(path, limit)
+    return open_archive(path.read_bytes(), limit)
+
+
+def verdict_on(path: Path) -> tuple[str | None, str, Json]:
+    """The refusal, the stage that gave it, and the JSON view if there is none."""
+    stage = "open"
     try:
-        seen = decode(path.read_bytes(), True)
+        file = open_path(path)
+        for stage in STAGES[1:]:
+            prove(file, stage)
+        return None, stage, view(file)
     except Refused as refusal:
-        return None if refusal.args[0] == rule else f"refused by {refusal}, not {rule}"
+        return refusal.rule, stage, None
+    except Undecided as reason:
+        return str(reason), stage, None
+
+
+def check_vector(path: Path, expected: dict[str, str]) -> str | None:
+    """What is wrong with the answer to a vector, to be refused by its rule if it has one. Where the
+    list says so, the stages before the one that refuses it must accept it."""
+    found, stage, seen = verdict_on(path)
+    rule, wanted_stage = expected.get("rule"), expected.get("at", stage)
+    if found != rule or (rule and stage != wanted_stage):
+        return f"found {found} at {stage}, expected {rule} at {wanted_stage}"
     if rule:
-        return f"accepted, not refused by {rule}"
+        return None
     wanted = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     # Compared as text, since the order of members counts and 1 is not true.
     return None if json.dumps(seen) == json.dumps(wanted) else "the JSON view differs"
 
 
-def check_vectors(folder):
+def vector_path(folder: Path, name: str) -> Path:
+    """The name of a shard set ends with a slash: it is a directory."""
+    return folder / (name if name.endswith("/") else f"{name}.tssd")
+
+
+def check_vectors(folder: Path) -> int:
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    unlisted = set(folder.glob("*/*.tssd"))
+    unlisted = {path for path in folder.glob("*/*") if path.suffix == ".tssd" or path.is_dir()}
     passed, failures = 0, []
     for part in ("valid", "invalid"):
         for vector in manifest[part]:
-            path = folder / part / f"{vector['name']}.tssd"
+            path = vector_path(folder / part, vector["name"])
             unlisted.discard(path)
-            failure = check_vector(path, vector.get("rule"))
+            failure = check_vector(path, vector)
             passed += failure is None
             failures += [f"{path}: {failure}"] * (failure is not None)
     failures += [f"{path}: not in manifest.json" for path in sorted(unlisted)]
@@ -923,22 +1656,186 @@ def check_vectors(folder):
     return 1 if failures or not passed else 0
 
 
-def main(arguments):
-    sys.stdout.reconfigure(encoding="utf-8")
-    # Python refuses to print integers of more than 4300 digits unless told otherwise.
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)
-    *options, name = arguments or [None]
-    if name is None or options not in ([], ["--verify"], ["--vectors"]):
-        sys.exit(__doc__)
-    if options == ["--vectors"]:
-        return check_vectors(Path(name))
+# ---- Fuzzing -------------------------------------------------------------------------------------
+
+
+def serve(stdin: BinaryIO, stdout: BinaryIO, limit: int) -> int:
+    """Reads archives, each as a length of four bytes, little-endian, and so many bytes, until there
+    are no more. Answers each with a length and a line of JSON: `{"ok": VIEW}`; `{"error": KIND}`, also
+    for what only deep verification finds; `{"failure": WHY}` without a verdict; or `{"crash": TRACEBACK}`,
+    which is a bug of this reader."""
+    while True:
+        head = stdin.read(4)
+        if len(head) < 4:
+            return 0
+        answer = json.dumps(answer_to(stdin.read(int.from_bytes(head, "little")), limit))
+        line = answer.encode() + b"\n"
+        stdout.write(len(line).to_bytes(4, "little") + line)
+        stdout.flush()
+
+
+def answer_to(data: bytes, limit: int) -> Json:
     try:
-        seen = decode(Path(name).read_bytes(), bool(options))
+        file = open_archive(data, limit)
+        prove(file, "deep")
+        return {"ok": view(file)}
     except Refused as refusal:
-        print("refused by", ", ".join(refusal.args))
+        return {"error": KINDS[refusal.rule]}
+    except Undecided as reason:
+        return {"failure": str(reason)}
+    except Exception:  # whatever it is, the next archive is to be answered
+        return {"crash": traceback.format_exc()}
+
+
+# ---- Self-test -----------------------------------------------------------------------------------
+
+# BLAKE3 of so many bytes of 0, 1 … 250, 0, 1 …: the first of its 32 bytes.
+BLAKE3_KNOWN = {
+    0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+    1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
+    63: "e9bc37a594daad83be9470df7f7b3798297c3d834ce80ba85d6e207627b7db7b",
+    64: "4eed7141ea4a5cd4b788606bd23f46e212af9cacebacdc7d1f4c6dc7f2511b98",
+    65: "de1e5fa0be70df6d2be8fffd0e99ceaa8eb6e8c93a63f2d8d1c30ecb6b263dee",
+    1023: "10108970eeda3eb932baac1428c7a2163b0e924c9a9e25b35bba72b28f70bd11",
+    1024: "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7",
+    1025: "d00278ae47eb27b34faecf67b4fe263f82d5412916c1ffd97c8cb7fb814b8444",
+    2048: "e776b6028c7cd22a4d0ba182a8bf62205d2ef576467e838ed6f2529b85fba24a",
+    2049: "5f4d72f40d7a5f82b15ca2b2e44b1de3c2ef86c426c95c1af0b6879522563030",
+    3072: "b98cb0ff3623be03326b373de6b9095218513e64f1ee2edd2525c7ad1e5cffd2",
+    3073: "7124b49501012f81cc7f11ca069ec9226cecb8a2c850cfe644e327d22d3e1cd3",
+    4096: "015094013f57a5277b59d8475c0501042c0b642e531b0a1c8f58d2163229e969",
+    5120: "9cadc15fed8b5d854562b26a9536d9707cadeda9b143978f319ab34230535833",
+    7169: "a003fc7a51754a9b3c7fae0367ab3d782dccf28855a03d435f8cfe74605e7817",
+    31744: "62b6960e1a44bcc1eb1a611a8d6235b6b4b78f32e7abc4fb4c6cdcce94895c47",
+    102400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
+    1048575: "f32b849d19684c18c138cf13e29dbadc776f4bc2a56b477680ef546b39ac3f71",
+    1048576: "74cb441fd087764ca9c3694da742ebe30cbeb3060a17009ca81825c7a8d10343",
+    1048577: "2f053cd7472cf0cd2f9adaf45c1180255b91b9a865404a63671a0ee5f792ed33",
+    1049601: "860f19b5fefff01454de342be87a20059449529116a20fb22a21da665aafa071",
+    3145728: "c9e03344ea01f416e5fd2c4aa87b32f2b13e731d034be31898de3ce251926b1c",
+    3150728: "f7fae2f336c67474fef536de6cb79bb35807f71f5f1c7273163b922727b34aa3",
+}
+
+
+def self_test() -> int:
+    for check in (test_blake3, test_shuffle, test_frames, test_zstd, test_numbers, test_kinds):
+        check()
+        print(f"{check.__name__}: ok")
+    return 0
+
+
+def test_blake3() -> None:
+    pattern = bytes(range(251))
+    for length, known in BLAKE3_KNOWN.items():
+        content = (pattern * (length // 251 + 1))[:length]
+        assert blake3(content).hex() == known, f"BLAKE3 of {length} bytes"
+
+
+def test_shuffle() -> None:
+    for width, shuffled, content in (
+        (0, "01 02 03", "01 02 03"),
+        (2, "0103 0204 05", "0102 0304 05"),
+        (4, "0004 0105 0206 0307 08 09", "00010203 04050607 08 09"),
+        (16, "00 01 02", "00 01 02"),
+    ):
+        found = unshuffle(bytes.fromhex(shuffled), width)
+        assert found == bytes.fromhex(content), f"byte shuffle of width {width}"
+
+
+def test_frames() -> None:
+    def header(descriptor: int, rest: str) -> FrameHeader | None:
+        return parse_frame_header(ZSTD_MAGIC + bytes([descriptor]) + bytes.fromhex(rest))
+
+    assert header(0x20, "07") == FrameHeader(7, 7, 6, False, False, False)
+    assert header(0x60, "0100") == FrameHeader(257, 257, 7, False, False, False)
+    assert header(0xA4, "00001000") == FrameHeader(1 << 20, 1 << 20, 9, True, False, False)
+    assert header(0xE0, "07" + "00" * 7) == FrameHeader(7, 7, 13, False, False, False)
+    assert header(0x00, "50") == FrameHeader(None, 1 << 20, 6, False, False, False)
+    assert header(0x80, "51" + "07000000") == FrameHeader(7, 9 << 17, 10, False, False, False)
+    assert header(0x29, "ff" + "07") == FrameHeader(7, 7, 7, False, True, True)
+    assert header(0xA0, "000010") is None, "cut short"
+    assert parse_frame_header(b"\x50\x2a\x4d\x18" + bytes(8)) is None, "a skippable frame"
+
+
+def test_zstd() -> None:
+    # Four bytes as they are, then five times 7.
+    frame = ZSTD_MAGIC + bytes.fromhex("2009 200000 01020304 2b0000 07")
+    content = bytes.fromhex("01020304 0707070707")
+    assert decode_frame(frame, 9, "frame") == content
+    for broken in (frame + b"\0", frame * 2, frame[:-1], frame[:4] + b"\x28" + frame[5:], b""):
+        assert refusal_of(decode_frame, broken, 9, "frame") == "F-093"
+    assert refusal_of(decode_frame, frame, 8, "frame") == "F-093"
+    # The header gives a byte more than there is.
+    assert refusal_of(decode_frame, frame[:5] + b"\x0a" + frame[6:], 10, "frame") == "F-093"
+
+
+def refusal_of(function: Callable, *arguments: Any) -> str | None:
+    try:
+        function(*arguments)
+    except Refused as refusal:
+        return refusal.rule
+    return None
+
+
+def test_numbers() -> None:
+    for number in (1 << 64, -(1 << 64), 10**5000, -(10**5000) + 1):
+        content = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+        digits = view_bigint(content)
+        assert int(digits.lstrip("-")[-4000:]) == abs(number) % 10**4000, "the last digits"
+        assert digits.startswith("-") == (number < 0), "the sign"
+    assert set(twins(K_BOOL, 0)) == {(K_INT, 0), (K_FLOAT, 0), (K_FLOAT, 1 << 63)}
+    assert set(twins(K_FLOAT, float_bits(-2.0))) == {(K_INT, U64 - 1)}
+    assert set(twins(K_FLOAT, float_bits(2.0**63))) == set()
+
+
+def test_kinds() -> None:
+    """Each rule of the document that names an error kind, and no other."""
+    document = Path(__file__).with_name("format.md")
+    text = document.read_text(encoding="utf-8")
+    rules = re.findall(r"^- \*\*(F-\d{3})\*\* (.*?)(?=^- |^\n|\Z)", text, re.M | re.S)
+    named = {rule: re.findall(r"`([A-Z][A-Za-z]+)`", body) for rule, body in reversed(rules)}
+    assert {rule: names[-1] for rule, names in named.items()} == KINDS
+
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    for option in ("--open", "--verify", "--vectors", "--serve", "--self-test"):
+        what.add_argument(option, action="store_true")
+    parser.add_argument("--deep", action="store_true")
+    parser.add_argument("--limit", type=int, metavar="BYTES")
+    parser.add_argument("path", type=Path, nargs="?")
+    options = parser.parse_args(arguments)
+    if options.self_test:
+        return self_test()
+    if options.serve:
+        return serve(sys.stdin.buffer, sys.stdout.buffer, options.limit or 1 << 28)
+    if options.path is None:
+        parser.error("a path is needed")
+    if options.vectors:
+        return check_vectors(options.path)
+    stage = "open" if options.open else "verify" if options.verify and not options.deep else "deep"
+    return print_view(options.path, stage, options.limit or 1 << 34)
+
+
+def print_view(path: Path, stage: str, limit: int) -> int:
+    try:
+        file = open_path(path, limit)
+        prove(file, stage)
+        seen = view(file)
+    except Refused as refusal:
+        print(refusal, file=sys.stderr)
         return 1
-    print(json.dumps(seen, indent=1, ensure_ascii=False))
+    except (Undecided, OSError) as reason:
+        print(f"no verdict: {reason}", file=sys.stderr)
+        return 2
+    text = json.dumps(seen, indent=1, ensure_ascii=False)
+    sys.stdout.buffer.write(text.encode() + b"\n")
     return 0
 
 

@@ -5,449 +5,92 @@
     make_invalid.py --check    tells whether they are what it would write
 
 Each vector is a legal archive in which one rule of format.md is broken and every checksum is right
-again, unless the checksum is the point. Its name begins with the number of the rule.
+again, unless the checksum is the point. Its name begins with the number of the rule. A name that ends
+with a slash is a directory, with a manifest and its shards. Those that lie systematically, by each field
+of each table, are in lies.py; builder.py makes the archives.
 """
 
 import json
+import os
 import re
+import shutil
 import struct
 import sys
 import zipfile
 import zlib
-from collections import namedtuple
 from io import BytesIO
 from pathlib import Path
 
-HERE = Path(__file__).parent
-
-# ---- A builder of archives -----------------------------------------------------------------------
-
-NONE = 0xFFFF_FFFF
-U64 = (1 << 64) - 1
-NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
-DEVICE, TENSOR, OPAQUE = range(10, 13)
-DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
-K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
-UINT8, FLOAT32, COMPLEX128 = 0, 6, 10
-REPLICATE, SHARD, STRIDED_SHARD = range(3)
-
-# Layout, alignment and fields of each table. A record is a dict, in which a field left out is 0.
-TABLES = {
-    "heap": ("<B", 1, None),
-    "dims": ("<Q", 8, None),
-    "nodes": ("<BBHIQQQ", 8, "kind key_kind flags count key a b"),
-    "by_key": ("<I", 4, None),
-    "tensors": (
-        "<IHBBIIIIQ",
-        8,
-        "storage dtype rank flags shape strides slice reserved byte_offset",
-    ),
-    "storages": (
-        "<QQQIIIIBBBBI",
-        8,
-        "offset stored_len raw_len shard chunks crcs crc32 codec align_log2 chunk_log2 shuffle"
-        " reserved",
-    ),
-    "chunks": ("<QII", 8, "offset stored_len codec"),
-    "crcs": ("<I", 4, None),
-    "slices": (
-        "<IIIIIIIBBH",
-        4,
-        "offsets global_shape mesh coordinates ranks placements names rank mesh_rank flags",
-    ),
-    "placements": ("<BBHIQ", 8, "kind reserved reserved2 dim split_factor"),
-    "attrs": ("<QQBBHI", 8, "name value kind reserved reserved2 reserved3"),
-    "digests": ("<32s", 1, None),
-    "shards": ("<QQQII32s", 8, "name file_len index_off index_crc32 writer digest"),
-}
-HEAD = "magic major minor data_start incompat ro_compat compat index_off index_len flags crc32"
-TRAILER = (
-    "index_off index_len root_off root_len index_crc32 index_codec flags prev_trailer_off file_len"
-    " generation crc32 end_magic"
+from builder import (
+    Archive,
+    BIGINT,
+    Box,
+    CHUNK,
+    COMPLEX128,
+    DEVICE,
+    DICT,
+    DIVERGENT,
+    FLOAT,
+    FLOAT32,
+    INT,
+    K_BIGINT,
+    K_BOOL,
+    K_FLOAT,
+    K_INDEX,
+    K_INT,
+    K_NONE,
+    K_STR,
+    Key,
+    LIST,
+    Leaf,
+    NAMEDTUPLE,
+    NONE,
+    OPAQUE,
+    REPLICATE,
+    SHARD,
+    SIZE,
+    STR,
+    STRIDED_SHARD,
+    ShardSet,
+    TENSOR,
+    TUPLE,
+    U64,
+    UINT8,
+    align_up,
+    attrs,
+    bigint,
+    block,
+    blocks,
+    compressed,
+    divergent,
+    frame,
+    frame_head,
+    framed,
+    half,
+    keyed,
+    leaf,
+    leaves,
+    manifest,
+    meshed,
+    nested,
+    one_mesh,
+    one_slice,
+    one_tensor,
+    packed,
+    packed_key,
+    packed_nested,
+    runs,
+    shard_set,
+    sliced,
+    stored,
+    tensors,
+    three_chunks,
+    two_compressed,
+    two_meshes,
 )
+from lies import lies
 
-Key = namedtuple("Key", "kind content")
-Leaf = namedtuple("Leaf", "kind a b count flags", defaults=(0, 0, 0, 0))
-Box = namedtuple("Box", "kind items name", defaults=(b"",))
-
-
-def align_up(x, alignment):
-    return -(-x // alignment) * alignment
-
-
-def u64(number):
-    return number & U64
-
-
-def bits(number):
-    return struct.unpack("<Q", struct.pack("<d", number))[0]
-
-
-def pack(layout, fields, values):
-    return struct.pack(layout, *(values.get(field, 0) for field in fields.split()))
-
-
-def key(value):
-    """The key that stands for a Python value; lists of pairs make dicts of them."""
-    if isinstance(value, Key):
-        return value
-    if value is None:
-        return Key(K_NONE, 0)
-    if isinstance(value, bool):
-        return Key(K_BOOL, int(value))
-    if isinstance(value, int):
-        if -(1 << 63) <= value < 1 << 63:
-            return Key(K_INT, u64(value))
-        return Key(K_BIGINT, bigint(value))
-    if isinstance(value, float):
-        return Key(K_FLOAT, bits(value))
-    if isinstance(value, str):
-        return Key(K_STR, value.encode())
-    if isinstance(value, bytes):
-        return Key(K_BYTES, value)
-    return Key(K_TUPLE, packed(*value))
-
-
-def bigint(value):
-    length = (value if value >= 0 else ~value).bit_length() // 8 + 1
-    return value.to_bytes(length, "little", signed=True)
-
-
-def packed(*values):
-    content = struct.pack("<I", len(values))
-    for element in map(key, values):
-        content += bytes([element.kind])
-        if element.kind == K_TUPLE:
-            content += element.content
-        elif isinstance(element.content, bytes):
-            content += struct.pack("<I", len(element.content)) + element.content
-        elif element.kind == K_BOOL:
-            content += bytes([element.content])
-        elif element.kind != K_NONE:
-            content += struct.pack("<Q", element.content)
-    return content
-
-
-class Archive:
-    """The tables of an archive, filled in the order in which the format claims them, and files of
-    them with everything derived: offsets, lengths and checksums, but for what is overridden."""
-
-    def __init__(self):
-        self.tables = {name: [] for name in TABLES}
-        self.strings = {}  # the heap range of each string
-        self.named = {}  # the children of the root, by key
-        self.blob = bytearray()
-        self.head = {}
-        self.trailer = {}
-        self.root = {}
-        self.alignments = {}  # those of tables that are not as they should be
-        self.gap = b"\0"  # what gaps of the index are filled with
-        self.before_root = b""
-        self.after_root = b""
-        self.patches = []
-
-    # Filling
-
-    def put(self, content):
-        """The heap range of a string."""
-        if not content:
-            return 0
-        if content not in self.strings:
-            self.strings[content] = len(content) << 32 | len(self.tables["heap"])
-            self.tables["heap"] += content
-        return self.strings[content]
-
-    def vector(self, numbers):
-        """The dims range of a vector."""
-        dims, numbers = self.tables["dims"], list(numbers)
-        for at in range(len(dims) - len(numbers) + 1):
-            if dims[at : at + len(numbers)] == numbers:
-                return at
-        dims += numbers
-        return len(dims) - len(numbers)
-
-    def add(self, table, **record):
-        self.tables[table].append(record)
-        return self
-
-    def tree(self, root):
-        """Adds the nodes, breadth first. A str or bytes in place of a word goes to the heap."""
-        waiting = [(Key(K_INDEX, 0), root)]
-        by_key = [0]
-        for node_key, value in waiting:
-            fields = {"kind": value.kind, "key_kind": node_key.kind, "key": self.word(node_key[1])}
-            if isinstance(value, Box):
-                keyed = value.kind not in (LIST, TUPLE)
-                first = len(waiting)
-                items = [(key(k), v) for k, v in value.items] if keyed else list(value.items)
-                waiting += items if keyed else [(Key(K_INDEX, 0), v) for v in items]
-                children = range(first, len(waiting))
-                by_key += sorted(children, key=lambda i: waiting[i][0]) if keyed else children
-                fields.update(count=len(children), a=first, b=self.put(value.name))
-            elif value.kind == SIZE:
-                fields.update(count=len(value.a), a=self.vector(map(u64, value.a)))
-            else:
-                fields.update(count=value.count, flags=value.flags)
-                fields.update(a=self.word(value.a), b=self.word(value.b))
-            self.add("nodes", **fields)
-        self.tables["by_key"] = by_key
-        for (k, _), node in zip(root.items, self.tables["nodes"][1:]):
-            self.named[k] = node
-        return self
-
-    def word(self, content):
-        return self.put(content) if isinstance(content, bytes) else content
-
-    def storage(self, content, **fields):
-        """Adds a storage and, in a file without shards, its bytes."""
-        record = {"stored_len": len(content), "raw_len": len(content), "chunks": NONE}
-        record.update(align_log2=8, chunk_log2=20, crc32=zlib.crc32(content))
-        record.update(crcs=len(self.tables["crcs"]), **fields)
-        if "offset" not in record:
-            start = align_up(4096 + len(self.blob), 1 << record["align_log2"])
-            self.blob = self.blob.ljust(start - 4096, b"\0") + content
-            record["offset"] = start
-        self.tables["crcs"].append(record["crc32"])
-        return self.add("storages", **record)
-
-    def tensor(self, shape, dtype=UINT8, strides=None, **fields):
-        record = {"dtype": dtype, "rank": len(shape), "shape": self.vector(shape)}
-        record.update(strides=NONE if strides is None else self.vector(strides), slice=NONE)
-        record.update(storage=NONE if 0 in shape else 0)
-        return self.add("tensors", **{**record, **fields})
-
-    def slice(self, offsets, global_shape, mesh=(), ranks=(), **known):
-        """Adds a slice; `known` are its coordinates, its names and its first placement."""
-        absent = dict.fromkeys(("mesh", "coordinates", "ranks", "placements", "names"), NONE)
-        record = {**absent, "rank": len(offsets), "mesh_rank": len(mesh)}
-        record.update(offsets=self.vector(offsets), global_shape=self.vector(global_shape))
-        if mesh:
-            record.update(mesh=self.vector((*mesh, *ranks)))
-        if ranks:
-            record.update(ranks=record["mesh"] + len(mesh))
-        if "coordinates" in known:
-            record.update(coordinates=self.vector(known.pop("coordinates")))
-        if "names" in known:
-            record.update(names=self.vector(map(self.put, known.pop("names"))))
-        return self.add("slices", **{**record, **known})
-
-    def attr(self, name, kind, value):
-        return self.add("attrs", name=self.put(name), value=self.word(value), kind=kind)
-
-    def shard(self, name, **fields):
-        record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b""}
-        return self.add("shards", name=self.put(name), **{**record, **fields})
-
-    # Breaking
-
-    def edit(self, table, i, **fields):
-        self.tables[table][i].update(fields)
-        return self
-
-    def at(self, name, **fields):
-        """Edits a child of the root."""
-        self.named[name].update(fields)
-        return self
-
-    def set(self, table, records):
-        """Replaces the records of a table."""
-        self.tables[table] = list(records)
-        return self
-
-    def override(self, part, **fields):
-        """Overrides what would be derived, in `head`, `trailer` or `root`, or another attribute."""
-        getattr(self, part).update(fields)
-        return self
-
-    def lay(self, **attributes):
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        return self
-
-    def patch(self, at, content):
-        """Overwrites bytes of the finished file, behind the back of the checksums."""
-        self.patches.append((at, content))
-        return self
-
-    # Building
-
-    def build_index(self):
-        index = bytearray()
-        places = {}
-        for name in TABLES:
-            layout, alignment, fields = TABLES[name]
-            alignment = self.alignments.get(name, alignment)
-            index = index.ljust(align_up(len(index), alignment), self.gap)
-            places[name] = len(index), len(self.tables[name])
-            for record in self.tables[name]:
-                index += pack(layout, fields, record) if fields else struct.pack(layout, record)
-        index = index.ljust(align_up(len(index), 4), self.gap) + self.before_root
-        root_off = len(index)
-        for number, name in enumerate(TABLES):
-            start, count = self.root.get(name, places[name])
-            index += struct.pack("<iI", start - root_off - 8 * number, count)
-        return bytes(index + self.after_root), root_off
-
-    def build(self):
-        index, root_off = self.build_index()
-        head = {"magic": b"\x89TSD\r\n\x1a\n", "major": 1, "data_start": 4096, "incompat": 1 << 63}
-        head = pack("<8sHHIQQQQQII", HEAD, {**head, **self.head})[:60]
-        head += struct.pack("<I", zlib.crc32(head))
-        file = head.ljust(4096, b"\0") + self.blob
-        file = file.ljust(align_up(len(file), 64), b"\0")
-        trailer = {"index_off": len(file), "index_len": len(index), "index_codec": 1}
-        trailer.update(root_off=root_off, root_len=len(index) - root_off)
-        trailer.update(index_crc32=zlib.crc32(index), file_len=len(file) + len(index) + 64)
-        trailer.update(end_magic=b"\n\x1a\n\rDST\x89")
-        trailer = pack("<QQIIIHHQQII8s", TRAILER, {**trailer, **self.trailer})
-        crc = zlib.crc32(trailer[:52] + trailer[56:])
-        file = bytearray(file + index + trailer[:52] + struct.pack("<I", crc) + trailer[56:])
-        for at, content in self.patches:
-            at %= len(file)
-            file[at : at + len(content)] = content
-        return bytes(file)
-
-
-# ---- Legal archives to start from ----------------------------------------------------------------
-
-
-def keyed(*keys, kind=DICT):
-    """A dict with these keys, or a dict that holds a container of another kind with them."""
-    box = Box(kind, [(k, Leaf(NONE_LEAF)) for k in keys])
-    return Archive().tree(box if kind == DICT else Box(DICT, [("box", box)]))
-
-
-def leaves():
-    """One node of each kind that needs no storage."""
-    items = {
-        "none": Leaf(NONE_LEAF),
-        "bool": Leaf(BOOL, 1),
-        "int": Leaf(INT, u64(-12)),
-        "bigint": Leaf(BIGINT, bigint(1 << 64)),
-        "float": Leaf(FLOAT, bits(1.5)),
-        "complex": Leaf(COMPLEX, bits(0.5), bits(-0.0)),
-        "str": Leaf(STR, b"text"),
-        "bytes": Leaf(BYTES, b"\0\xff"),
-        "dtype": Leaf(DTYPE, 15),
-        "size": Leaf(SIZE, (2, 3)),
-        "device": Leaf(DEVICE, b"cuda:0"),
-        "opaque": Leaf(OPAQUE, b"{}", b"application/json"),
-        "dict": Box(DICT, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))]),
-        "ordered_dict": Box(ORDERED_DICT, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))]),
-        "list": Box(LIST, [Leaf(INT, 1), Leaf(INT, 2)]),
-        "tuple": Box(TUPLE, [Leaf(INT, 1), Leaf(INT, 2)]),
-        "namedtuple": Box(NAMEDTUPLE, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))], b"Point"),
-    }
-    return Archive().tree(Box(DICT, list(items.items())))
-
-
-def leaf(kind, a, b=0, **fields):
-    return Archive().tree(Box(DICT, [("leaf", Leaf(kind, a, b, **fields))]))
-
-
-def stored(kind=STR, content=b"text" * 1025):
-    """A leaf in a storage, and another leaf."""
-    items = [("long", Leaf(kind, flags=1)), ("other", Leaf(STR, b"text"))]
-    return Archive().tree(Box(DICT, items)).storage(content)
-
-
-def runs(*lengths):
-    """A dict of tensor leaves `0`, `1` …, with runs of so many records."""
-    items = [(str(i), Leaf(TENSOR, sum(lengths[:i]), count=n)) for i, n in enumerate(lengths)]
-    return Archive().tree(Box(DICT, items))
-
-
-def one_tensor(shape, *arguments, **fields):
-    """A tensor in a storage of 64 bytes, if it has elements."""
-    archive = runs(1) if 0 in shape else runs(1).storage(bytes(range(64)))
-    return archive.tensor(shape, *arguments, **fields)
-
-
-def tensors():
-    """A tensor, a transposed view of it, a tensor of another storage, and one without elements."""
-    archive = runs(1, 1, 1, 1).storage(bytes(range(100))).storage(bytes(range(16)))
-    archive.tensor((2, 3), FLOAT32, byte_offset=8).tensor((3, 2), FLOAT32, (1, 3), byte_offset=8)
-    return archive.tensor((16,), storage=1).tensor((0, 3))
-
-
-def two_slices(archive):
-    """A run of two records: the halves of a tensor of 4 x 3, spread over a mesh of 2."""
-    for i in range(2):
-        archive.tensor((2, 3), storage=i, slice=i)
-    for i in range(2):
-        known = {"coordinates": (i,), "ranks": (0, 1), "names": (b"dp",), "placements": i}
-        archive.slice((2 * i, 0), (4, 3), (2,), **known)
-    archive.add("placements", kind=SHARD).add("placements", kind=SHARD)
-    return archive
-
-
-def sliced():
-    return two_slices(runs(2).storage(b"first half").storage(b"secondhalf"))
-
-
-def manifest():
-    """The same two halves, each in a shard of its own, and an attribute."""
-    archive = runs(2)
-    for i in range(2):
-        archive.storage(bytes(100), offset=4096, shard=i)
-    two_slices(archive).attr(b"format", STR, b"pt")
-    return archive.shard(b"a.tssd").shard(b"b.tssd", writer=1)
-
-
-def one_slice(shape, offsets, global_shape, *arguments, **fields):
-    """A tensor in a storage of 64 bytes, and its slice."""
-    return one_tensor(shape, slice=0).slice(offsets, global_shape, *arguments, **fields)
-
-
-def meshed(mesh=(2,), **known):
-    """A tensor in a storage of 64 bytes, and its slice on a mesh."""
-    return one_slice((2,), (0,), (4,), mesh, **known)
-
-
-def one_mesh(mesh):
-    """The same, with as many ranks as it takes, of which dims has none."""
-    archive = meshed(mesh)
-    start = archive.tables["slices"][0]["mesh"]
-    return archive.edit("slices", 0, ranks=start + len(mesh))
-
-
-def two_meshes(*meshes):
-    """Two tensors without elements, of global sizes 8 and 9, each on a mesh of one dimension: its
-    size and its ranks."""
-    archive = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
-    for i, (size, ranks) in enumerate(meshes):
-        archive.slice((0,), (8 + i,), (size,), ranks)
-    return archive
-
-
-def divergent(*writers, inside=lambda values: values):
-    """A manifest with a leaf on which the writers do not agree."""
-    values = Box(DIVERGENT, [(writer, Leaf(INT, i)) for i, writer in enumerate(writers)])
-    return Archive().tree(Box(DICT, [("leaf", inside(values))])).shard(b"a.tssd")
-
-
-def attrs(*names):
-    archive = keyed("a")
-    for name in names:
-        archive.attr(name, INT, 1)
-    return archive
-
-
-def nested(levels):
-    """Containers of so many levels, the root counted."""
-    box = Box(LIST, [])
-    for _ in range(levels - 2):
-        box = Box(LIST, [box])
-    return Archive().tree(Box(DICT, [("list", box)]))
-
-
-def packed_nested(levels):
-    return struct.pack("<IB", 1, K_TUPLE) * (levels - 1) + struct.pack("<I", 0)
-
-
-def packed_key(content):
-    return keyed(Key(K_TUPLE, content))
-
+HERE = Path(__file__).parent
 
 # ---- Foreign files -------------------------------------------------------------------------------
 
@@ -649,7 +292,7 @@ def of_heap_and_dims():
         ("device", "a device", leaf(DEVICE, bad)),
         ("media", "a media tag", leaf(OPAQUE, b"{}", bad)),
         ("attr-value", "an attribute's str", keyed("a").attr(b"format", STR, bad)),
-        ("stored", "a str in a storage", stored(STR, b"text" * 1025 + bad)),
+        ("stored", "a str in a storage", stored(STR, b"text" * 1025 + bad).only("verify")),
     ):
         yield f"032-{name}", f"{about} is not UTF-8", archive
 
@@ -879,7 +522,8 @@ def of_storages():
     yield "061-align-22", "align_log2 is 22, in a shard", far
 
     for name, about, fields in (
-        ("zstd", "codec 1, without chunks", {"codec": 1}),
+        ("codec-2", "codec 2", {"codec": 2}),
+        ("vendor", "codec 128, without a vendor bit", {"codec": 128}),
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
         ("shuffle", "a byte shuffle", {"shuffle": 4}),
         ("reserved", "reserved is 1", {"reserved": 1}),
@@ -887,6 +531,14 @@ def of_storages():
         ("raw-longer", "raw_len above stored_len", {"raw_len": 65}),
     ):
         yield f"063-{name}", about, one_tensor((2,)).edit("storages", 0, **fields)
+    for name, about, fields in (
+        ("shuffle-1", "a byte shuffle of width 1", {"shuffle": 1}),
+        ("shuffle-3", "a byte shuffle of width 3", {"shuffle": 3}),
+        ("shuffle-32", "a byte shuffle of width 32", {"shuffle": 32}),
+        ("zstd-chunk-log2", "compressed chunks of 64 KiB", {"chunk_log2": 16}),
+        ("zstd-reserved", "reserved is 1, and codec 1", {"reserved": 1}),
+    ):
+        yield f"063-{name}", about, compressed().edit("storages", 0, **fields)
 
     def first(**fields):
         return one_tensor((2,)).edit("storages", 0, **fields)
@@ -936,14 +588,79 @@ def of_storages():
     for name, about, archive in (
         ("swapped", "two storages with each other's CRCs", swapped),
         ("too-many", "a CRC that no storage claims", tensors().set("crcs", crcs + [0])),
-        ("chunk-record", "a chunk record", tensors().add("chunks", stored_len=100)),
+        ("zstd-too-few", "three chunks and two CRCs", three_chunks().set("crcs", (1, 2))),
+        ("zstd-by-stored", "a CRC for each MiB of the stored bytes", by_stored_bytes()),
         ("tebibyte", "a storage of 1 TiB with one CRC", large),
     ):
         yield f"064-{name}", about, archive
 
+    yield from of_chunks()
     yield "062-unused", "a storage that nothing names", one_tensor((2,)).storage(b"hidden")
     unused = manifest().edit("tensors", 1, storage=0)
     yield "062-unused-in-shard", "a storage in a shard that nothing names", unused
+
+
+def by_stored_bytes():
+    """An archive of two storages of which the first has three chunks and one CRC, as if they were one."""
+    archive = runs(1, 1).compressed(bytes(2 * CHUNK + 100)).storage(b"after")
+    crcs = archive.tables["crcs"]
+    archive.set("crcs", (crcs[0], crcs[3])).edit("storages", 1, crcs=1)
+    return archive.tensor((4,)).tensor((5,), storage=1)
+
+
+def of_chunks():
+    def chunk(number, **fields):
+        return three_chunks().edit("chunks", number, **fields)
+
+    def of_length(size, length):
+        """A storage of so many zeros, whose only chunk claims to be a frame of so many bytes."""
+        archive = runs(1).compressed(bytes(size), frames={0: bytes(length)})
+        return archive.tensor((1,))
+
+    def record(**fields):
+        return three_chunks().edit("storages", 0, **fields)
+
+    swapped = two_compressed().edit("storages", 0, chunks=1).edit("storages", 1, chunks=0)
+    swapped.set("chunks", swapped.tables["chunks"][::-1])
+    shared = two_compressed().edit("storages", 1, chunks=0)
+    stored = shared.tables["storages"][0]["stored_len"]
+    shared.edit("storages", 1, stored_len=stored)
+    # No tensor could be in it.
+    no_chunks = keyed("a").compressed(bytes(400)).edit("storages", 0, raw_len=0)
+    short = three_chunks()
+    short.set("chunks", short.tables["chunks"][:2])
+    for name, about, archive in (
+        ("none", "codec 1, and chunks NONE", one_tensor((2,)).edit("storages", 0, codec=1)),
+        ("unclaimed", "a chunk record of no storage", tensors().add("chunks", stored_len=100)),
+        ("late", "a storage whose chunks begin at record 1", record(chunks=1)),
+        ("swapped", "two storages with each other's chunks", swapped),
+        ("shared", "two storages with the same chunk", shared),
+        ("too-few", "three chunks and two records", short),
+        ("too-many", "three chunks and four records", three_chunks().add("chunks")),
+        ("first-not-at-0", "the first chunk begins at 1", chunk(0, offset=1)),
+        ("gap", "a byte between two chunks", chunk(1, offset=42)),
+        ("overlap", "the second chunk begins in the first", chunk(1, offset=40)),
+        ("overflow", "a chunk at 2^64 - 1", chunk(1, offset=U64)),
+        ("end-early", "the last chunk ends before the storage", record(stored_len=183)),
+        ("end-late", "the last chunk ends after the storage", record(stored_len=181)),
+        ("codec-2", "a chunk of codec 2", chunk(0, codec=2)),
+        ("vendor", "a chunk of codec 2^31, without a vendor bit", chunk(0, codec=1 << 31)),
+        ("raw-short", "a raw chunk of 99 bytes for 100", chunk(2, stored_len=99)),
+        ("raw-long", "a raw chunk of 101 bytes for 100", chunk(2, stored_len=101)),
+        ("raw-frame", "a raw chunk of 41 bytes for a MiB", chunk(0, codec=0)),
+        ("not-shorter", "a frame as long as its content", of_length(100, 100)),
+        ("longer", "a frame longer than its content", of_length(100, 101)),
+        ("one-byte", "a frame for one byte", of_length(1, 1)),
+        ("31-for-mib", "a MiB in a frame of 31 bytes", of_length(CHUNK, 31)),
+        ("rounded-up", "32,769 bytes in a frame of one byte", of_length(32_769, 1)),
+        (
+            "all-raw",
+            "codec 1, and all chunks raw",
+            runs(1).compressed(b"raw", raw=(0,)).tensor((3,)),
+        ),
+        ("no-chunks", "codec 1, and no raw bytes", no_chunks),
+    ):
+        yield f"065-{name}", about, archive
 
 
 def of_slices():
@@ -1021,8 +738,13 @@ def of_attrs_and_shards():
         ("reserved", "a reserved byte", attrs(b"a").edit("attrs", 0, reserved=1)),
     ):
         yield f"080-{name}", about, archive
-    digests = tensors().set("digests", [bytes(32)])
-    yield "081-too-few", "one digest of two storages", digests
+    for name, about, archive, count in (
+        ("too-few", "one digest of two storages", tensors(), 1),
+        ("too-many", "three digests of two storages", tensors(), 3),
+        ("no-storages", "a digest of no storage", keyed("a"), 1),
+        ("manifest", "one digest of two storages in a manifest", manifest(), 1),
+    ):
+        yield f"081-{name}", about, archive.set("digests", [bytes(32)] * count)
 
     for name, file in (
         ("parent", b"../x"),
@@ -1055,15 +777,30 @@ def of_attrs_and_shards():
 
 
 def of_payload():
+    yield from of_frames()
+    yield from of_digests()
     yield "090-first-byte", "the first byte of a storage", tensors().patch(4096, b"\xff")
     # With one chunk its CRC is that of the storage: both are changed, so that they agree.
     wrong = tensors().edit("storages", 0, crc32=1)
     wrong.set("crcs", [1] + wrong.tables["crcs"][1:])
     yield "090-crc", "the CRCs agree, but not with the bytes", wrong
+    frame_hurt = three_chunks().patch(4096 + 60, b"\xff")
+    yield "090-frame", "a byte of the second frame of a storage", frame_hurt
+    raw_hurt = three_chunks().patch(4096 + 82, b"\xff")
+    yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", raw_hurt
+    swapped = three_chunks()
+    swapped.set("crcs", swapped.tables["crcs"][::-1])
+    yield "090-swapped", "a compressed storage whose chunks have each other's CRCs", swapped
     yield "091-crc", "the CRC of a storage", tensors().edit("storages", 1, crc32=1)
-    yield "091-manifest", "the CRC of a storage of a manifest", manifest().edit(
-        "storages", 1, crc32=1
-    )
+    wrong = manifest().edit("storages", 1, crc32=1)
+    yield "091-manifest", "the CRC of a storage of a manifest", wrong
+    wrong = compressed().edit("storages", 0, crc32=1).only("deep")
+    yield "091-zstd", "the CRC of a compressed storage", wrong
+    stored_crc = compressed()
+    stored_crc.edit("storages", 0, crc32=stored_crc.tables["crcs"][0]).only("deep")
+    yield "091-of-stored", "the CRC of the stored bytes of a compressed storage", stored_crc
+    wrong = compressed().edit("storages", 0, shuffle=0).only("deep")
+    yield "091-not-shuffled", "bytes that are shuffled, and shuffle 0", wrong
     # Two chunks of zeros and a short one. Their CRCs are right, that of the storage is not.
     chunks = bytes(1 << 20), bytes(1 << 20), bytes(100)
     large = manifest().edit("storages", 1, stored_len=(2 << 20) + 100, raw_len=(2 << 20) + 100)
@@ -1078,6 +815,148 @@ def of_payload():
     yield "092-before-first", "a byte before storage 0, at 8192", aligned.patch(4096, b"\x01")
 
 
+def of_frames():
+    """Frames of a chunk of 400 zeros. Their CRCs are right, so only what decodes them sees them."""
+    good = frame(bytes(400))
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 7) + bytes(7)
+    unsized = frame_head(400, window=80)
+    unsized = unsized[:4] + b"\0" + unsized[5:6] + blocks(bytes(400))
+    checked = frame_head(400, flags=4) + blocks(bytes(400)) + bytes(4)
+    huge = frame_head(400, flags=0) + block(2, 100, bytes(range(100)), last=True)
+    for name, about, content in (
+        ("no-frame", "400 bytes of 7 where a frame should be", b"\7" * 40),
+        ("magic", "the magic of another version", b"\x27" + good[1:]),
+        ("skippable", "a skippable frame", skippable),
+        ("after-skippable", "a frame after a skippable one", skippable + good),
+        ("two-frames", "the frame twice", good * 2),
+        ("two-halves", "two frames of 200 bytes each", frame(bytes(200)) * 2),
+        ("trailing", "a byte after the frame", good + b"\0"),
+        ("unsized", "no content size", unsized),
+        ("larger-size", "a content size of 401", frame(bytes(400), size=401)),
+        ("smaller-size", "a content size of 399", frame(bytes(400), size=399)),
+        ("size-2-32", "a content size of 2^32 + 400", frame_of_size(400 + (1 << 32))),
+        ("window", "a window of 2^20 + 2^17", frame(bytes(400), window=0x51)),
+        ("window-largest", "a window of 15 * 2^38", frame(bytes(400), window=0xFF)),
+        ("dictionary", "dictionary 1, in one byte", frame(bytes(400), dictionary=b"\1")),
+        ("dictionary-4", "dictionary 2^24, in four", frame(bytes(400), dictionary=b"\0\0\0\1")),
+        ("reserved", "the reserved bit", frame(bytes(400), flags=8)),
+        ("cut-header", "a frame that ends in its header", good[:6]),
+        ("cut-block", "a frame that ends in its only block", good[:-1]),
+        ("not-last", "no block is the last", frame(bytes(400), body=block(1, 400, b"\0"))),
+        ("block-type-3", "a block of the reserved type", frame(bytes(400), block(3, 0, b"", True))),
+        ("short", "blocks of 399 bytes", frame(bytes(400), blocks(bytes(399)))),
+        ("long", "blocks of 401 bytes", frame(bytes(400), blocks(bytes(401)))),
+        ("bomb", "blocks of 2 MiB", frame(bytes(400), blocks(bytes(2 << 20)))),
+        ("empty", "a block of no bytes", frame(bytes(400), block(0, 0, b"", True))),
+        ("checksum", "a checksum that is wrong", checked),
+        ("garbage", "a compressed block that is none", huge),
+    ):
+        yield f"093-{name}", f"a chunk with {about}", framed(content)
+    wrong = three_chunks()
+    frames = {0: frame(bytes(CHUNK)), 1: frame(bytes(CHUNK - 1))}
+    content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
+    wrong = runs(1).compressed(content, frames=frames, raw=(2,)).tensor((4,)).only("deep")
+    yield "093-second-chunk", "the second of three chunks is a byte short", wrong
+    hurt = shard_set(compress=True)
+    hurt.manifest.edit("storages", 1, raw_len=101)
+    yield "093-in-shard/", "a frame in a shard is shorter than the manifest says", hurt.only("deep")
+
+
+def frame_of_size(size):
+    """A frame of 400 zeros whose content size takes eight bytes."""
+    return b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + blocks(bytes(400))
+
+
+def of_digests():
+    def digested(archive, *digests):
+        archive.digested()
+        found = [each or archive.tables["digests"][i] for i, each in enumerate(digests)]
+        return archive.set("digests", found).only("deep")
+
+    swapped = tensors().digested()
+    swapped.set("digests", swapped.tables["digests"][::-1]).only("deep")
+    large = runs(1).storage(bytes(1025)).tensor((4,)).digested()
+    chunk = runs(1).storage(bytes(1024)).tensor((4,)).digested()
+    stored_bytes = compressed().digested()
+    of_stored = runs(1).storage(bytes(stored_bytes.blob)).digested().tables["digests"][0]
+    for name, about, archive in (
+        ("zeros", "a digest of zeros", digested(tensors(), None, bytes(32))),
+        ("swapped", "two storages with each other's digests", swapped),
+        ("of-stored", "the digest of stored bytes", digested(compressed(), of_stored)),
+        ("other-length", "the digest of a byte less", digested(large, chunk.tables["digests"][0])),
+        ("zstd", "the digest of a compressed storage", digested(compressed(), bytes(32))),
+    ):
+        yield f"094-{name}", about, archive
+    hurt = shard_set(digests=True)
+    hurt.manifest.set("digests", hurt.manifest.tables["digests"][::-1])
+    yield "094-in-shard/", "digests of storages in shards, swapped", hurt.only("deep")
+
+
+def of_shard_sets():
+    def other(key="half", **fields):
+        """The archive of the first writer with another key, of the same length or not."""
+        return half(0, key, **fields).build()
+
+    def digested(i, digest):
+        return shard_set(digests=True).record(i, digest=digest)
+
+    names = "a.tssd", "b.tssd"
+    swapped = shard_set()
+    swapped.files = dict(zip(names, reversed(swapped.files.values())))
+    later = shard_set().record(0, index_off=lambda at: at + 64)
+    for name, about, files in (
+        (
+            "longer",
+            "a shard that is another archive, longer",
+            shard_set().replace(names[0], other("longer")),
+        ),
+        (
+            "shorter",
+            "a shard that is the smallest archive",
+            shard_set().replace(names[1], keyed().build()),
+        ),
+        (
+            "other",
+            "another archive of the same length",
+            shard_set().replace(names[0], other("flah")),
+        ),
+        ("swapped", "two shards under each other's names", swapped),
+        ("file-len", "file_len", shard_set().record(0, file_len=lambda size: size + 64)),
+        ("index-off", "index_off", later),
+        ("index-crc", "index_crc32", shard_set().record(1, index_crc32=lambda crc: crc ^ 1)),
+        ("digest", "a root digest", digested(1, b"\1" * 32)),
+        ("digest-swapped", "the root digest of the other shard", digest_swapped()),
+        (
+            "digest-of-none",
+            "a root digest of a shard without",
+            shard_set().record(0, digest=b"\1" * 32),
+        ),
+        ("missing", "a shard that is not there", shard_set().remove(names[1])),
+        ("link", "a link to a shard", shard_set().link(names[1], "c.tssd")),
+    ):
+        yield f"083-{name}/", f"a shard set: {about}", files
+    hurt = shard_set().replace(names[1], half_with(b"3" * 100))
+    yield "090-in-shard/", "a shard set: a shard whose bytes are not those of the manifest", hurt
+
+
+def digest_swapped():
+    files = shard_set(digests=True)
+    first, second = (shard["digest"] for shard in files.manifest.tables["shards"])
+    return files.record(0, digest=second).record(1, digest=first)
+
+
+def half_with(content):
+    """The archive of the second writer, with other bytes, and the index as it was."""
+    return half(1).patch(4096, content).build()
+
+
+def all_lies():
+    """The vectors of lies.py: archives whose checksums are right and whose meaning is wrong."""
+    for lie in lies():
+        name = f"{lie.rule[2:]}-lie-{lie.table}-{lie.field}"
+        yield name, lie.about, lie.archive, {"table": lie.table, "field": lie.field}
+
+
 SECTIONS = (
     of_head_and_trailer,
     of_root_and_tables,
@@ -1087,7 +966,9 @@ SECTIONS = (
     of_storages,
     of_slices,
     of_attrs_and_shards,
+    of_shard_sets,
     of_payload,
+    all_lies,
 )
 # F-022 says of itself that no file can break it alone; F-072 is a rule for writers.
 NOT_IN_FILES = {"F-022", "F-072"}
@@ -1104,19 +985,63 @@ def error_kinds():
     return {rule: names[-1] for rule, names in named.items()}
 
 
+# The stage of reader.py at which a rule is found to be broken, if it is not `open`.
+STAGES = {"F-090": "verify", "F-091": "verify", "F-092": "verify", "F-093": "deep", "F-094": "deep"}
+
+
 def make_vectors():
-    """The files, by name, and the list of them for the manifest."""
+    """The files, by name, and the list of them for the manifest. The files of a shard set are a dict.
+
+    `at` is the stage that refuses the vector, after those before it have accepted it: `open`, `verify`
+    (of the stored bytes) or `deep`. A lie has its table and field as well."""
     kinds = error_kinds()
     files, listed = {}, []
     for section in SECTIONS:
-        for name, about, archive in section():
+        for name, about, archive, *place in section():
             assert name not in files, name
-            files[name] = archive.build() if isinstance(archive, Archive) else archive
+            files[name] = archive if isinstance(archive, bytes) else archive.build()
+            if isinstance(archive, ShardSet):
+                files[name] |= {each: Link(target) for each, target in archive.links.items()}
             rule = f"F-{name[:3]}"
-            listed.append({"name": name, "rule": rule, "kind": kinds[rule], "about": about})
+            stage = getattr(archive, "at_stage", None) or STAGES.get(rule, "open")
+            entry = {"name": name, "rule": rule, "kind": kinds[rule], "at": stage, "about": about}
+            listed.append({**entry, **(place[0] if place else {})})
     missing = kinds.keys() - NOT_IN_FILES - {vector["rule"] for vector in listed}
     assert not missing, f"no vector breaks {sorted(missing)}"
+    told = {(each["rule"], each["table"], each["field"]) for each in listed if "table" in each}
+    assert len(told) >= 320, f"only {len(told)} lies"
     return files, listed
+
+
+class Link(str):
+    """The target of a symbolic link."""
+
+
+def read_folder(folder):
+    """The vectors that are there, as `make_vectors` gives them."""
+    found = {}
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_dir():
+            found[f"{path.name}/"] = {each.name: read_file(each) for each in path.iterdir()}
+        else:
+            found[path.name.removesuffix(".tssd")] = read_file(path)
+    return found
+
+
+def read_file(path):
+    return Link(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+
+
+def write_vector(folder, name, content):
+    if not isinstance(content, dict):
+        (folder / f"{name}.tssd").write_bytes(content)
+        return
+    (folder / name).mkdir()
+    for each, part in content.items():
+        if isinstance(part, Link):
+            os.symlink(part, folder / name / each)
+        else:
+            (folder / name / each).write_bytes(part)
 
 
 def main(arguments):
@@ -1127,19 +1052,18 @@ def main(arguments):
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"valid": []}
     wanted = {"valid": written["valid"], "invalid": listed}
     folder = HERE / "invalid"
-    present = {file.stem: file.read_bytes() for file in folder.glob("*.tssd")}
     if arguments:
+        present = read_folder(folder)
         names = sorted(files.keys() | present.keys())
         stale = [name for name in names if files.get(name) != present.get(name)]
         if written != wanted:
             stale.append(path.name)
         print("\n".join(f"{name} is not what make_invalid.py writes" for name in stale) or "ok")
         return 1 if stale else 0
-    folder.mkdir(exist_ok=True)
-    for name in present.keys() - files.keys():
-        (folder / f"{name}.tssd").unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for name, content in files.items():
-        (folder / f"{name}.tssd").write_bytes(content)
+        write_vector(folder, name, content)
     text = json.dumps(wanted, indent=1, ensure_ascii=False)
     path.write_bytes(text.encode() + b"\n")
     return 0

@@ -1,0 +1,643 @@
+"""Builds archives, legal ones and others, for the vectors that a reader must refuse.
+
+An `Archive` is filled with tables in the order in which the format claims them, may be broken in one
+place, and becomes a file whose checksums are right. The functions below it make small legal ones, each
+with what some rule is about.
+"""
+
+import re
+import struct
+import sys
+import zlib
+from collections import namedtuple
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from reader import blake3  # noqa: E402
+
+NONE = 0xFFFF_FFFF
+CHUNK = 1 << 20
+U64 = (1 << 64) - 1
+NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
+DEVICE, TENSOR, OPAQUE = range(10, 13)
+DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
+K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
+UINT8, FLOAT32, COMPLEX128 = 0, 6, 10
+REPLICATE, SHARD, STRIDED_SHARD = range(3)
+
+# Layout, alignment and fields of each table. A record is a dict, in which a field left out is 0.
+TABLES = {
+    "heap": ("<B", 1, None),
+    "dims": ("<Q", 8, None),
+    "nodes": ("<BBHIQQQ", 8, "kind key_kind flags count key a b"),
+    "by_key": ("<I", 4, None),
+    "tensors": (
+        "<IHBBIIIIQ",
+        8,
+        "storage dtype rank flags shape strides slice reserved byte_offset",
+    ),
+    "storages": (
+        "<QQQIIIIBBBBI",
+        8,
+        "offset stored_len raw_len shard chunks crcs crc32 codec align_log2 chunk_log2 shuffle"
+        " reserved",
+    ),
+    "chunks": ("<QII", 8, "offset stored_len codec"),
+    "crcs": ("<I", 4, None),
+    "slices": (
+        "<IIIIIIIBBH",
+        4,
+        "offsets global_shape mesh coordinates ranks placements names rank mesh_rank flags",
+    ),
+    "placements": ("<BBHIQ", 8, "kind reserved reserved2 dim split_factor"),
+    "attrs": ("<QQBBHI", 8, "name value kind reserved reserved2 reserved3"),
+    "digests": ("<32s", 1, None),
+    "shards": ("<QQQII32s", 8, "name file_len index_off index_crc32 writer digest"),
+}
+HEAD = "magic major minor data_start incompat ro_compat compat index_off index_len flags crc32"
+TRAILER = (
+    "index_off index_len root_off root_len index_crc32 index_codec flags prev_trailer_off file_len"
+    " generation crc32 end_magic"
+)
+
+Key = namedtuple("Key", "kind content")
+Leaf = namedtuple("Leaf", "kind a b count flags", defaults=(0, 0, 0, 0))
+Box = namedtuple("Box", "kind items name", defaults=(b"",))
+
+
+def align_up(x, alignment):
+    return -(-x // alignment) * alignment
+
+
+def u64(number):
+    return number & U64
+
+
+def bits(number):
+    return struct.unpack("<Q", struct.pack("<d", number))[0]
+
+
+def pack(layout, fields, values):
+    return struct.pack(layout, *(values.get(field, 0) for field in fields.split()))
+
+
+def key(value):
+    """The key that stands for a Python value; lists of pairs make dicts of them."""
+    if isinstance(value, Key):
+        return value
+    if value is None:
+        return Key(K_NONE, 0)
+    if isinstance(value, bool):
+        return Key(K_BOOL, int(value))
+    if isinstance(value, int):
+        if -(1 << 63) <= value < 1 << 63:
+            return Key(K_INT, u64(value))
+        return Key(K_BIGINT, bigint(value))
+    if isinstance(value, float):
+        return Key(K_FLOAT, bits(value))
+    if isinstance(value, str):
+        return Key(K_STR, value.encode())
+    if isinstance(value, bytes):
+        return Key(K_BYTES, value)
+    return Key(K_TUPLE, packed(*value))
+
+
+def bigint(value):
+    length = (value if value >= 0 else ~value).bit_length() // 8 + 1
+    return value.to_bytes(length, "little", signed=True)
+
+
+def packed(*values):
+    content = struct.pack("<I", len(values))
+    for element in map(key, values):
+        content += bytes([element.kind])
+        if element.kind == K_TUPLE:
+            content += element.content
+        elif isinstance(element.content, bytes):
+            content += struct.pack("<I", len(element.content)) + element.content
+        elif element.kind == K_BOOL:
+            content += bytes([element.content])
+        elif element.kind != K_NONE:
+            content += struct.pack("<Q", element.content)
+    return content
+
+
+class Archive:
+    """The tables of an archive, filled in the order in which the format claims them, and files of
+    them with everything derived: offsets, lengths and checksums, but for what is overridden."""
+
+    def __init__(self):
+        self.tables = {name: [] for name in TABLES}
+        self.strings = {}  # the heap range of each string
+        self.named = {}  # the children of the root, by key
+        self.blob = bytearray()
+        self.contents = []  # the raw bytes of each storage
+        self.head = {}
+        self.trailer = {}
+        self.root = {}
+        self.alignments = {}  # those of tables that are not as they should be
+        self.gap = b"\0"  # what gaps of the index are filled with
+        self.before_root = b""
+        self.after_root = b""
+        self.patches = []
+        self.at_stage = None  # of `reader.py`: the one that finds what is wrong, if not `open`
+
+    # Filling
+
+    def put(self, content):
+        """The heap range of a string."""
+        if not content:
+            return 0
+        if content not in self.strings:
+            self.strings[content] = len(content) << 32 | len(self.tables["heap"])
+            self.tables["heap"] += content
+        return self.strings[content]
+
+    def vector(self, numbers):
+        """The dims range of a vector."""
+        dims, numbers = self.tables["dims"], list(numbers)
+        for at in range(len(dims) - len(numbers) + 1):
+            if dims[at : at + len(numbers)] == numbers:
+                return at
+        dims += numbers
+        return len(dims) - len(numbers)
+
+    def add(self, table, **record):
+        self.tables[table].append(record)
+        return self
+
+    def tree(self, root):
+        """Adds the nodes, breadth first. A str or bytes in place of a word goes to the heap."""
+        waiting = [(Key(K_INDEX, 0), root)]
+        by_key = [0]
+        for node_key, value in waiting:
+            fields = {"kind": value.kind, "key_kind": node_key.kind, "key": self.word(node_key[1])}
+            if isinstance(value, Box):
+                keyed = value.kind not in (LIST, TUPLE)
+                first = len(waiting)
+                items = [(key(k), v) for k, v in value.items] if keyed else list(value.items)
+                waiting += items if keyed else [(Key(K_INDEX, 0), v) for v in items]
+                children = range(first, len(waiting))
+                by_key += sorted(children, key=lambda i: waiting[i][0]) if keyed else children
+                fields.update(count=len(children), a=first, b=self.put(value.name))
+            elif value.kind == SIZE:
+                fields.update(count=len(value.a), a=self.vector(map(u64, value.a)))
+            else:
+                fields.update(count=value.count, flags=value.flags)
+                fields.update(a=self.word(value.a), b=self.word(value.b))
+            self.add("nodes", **fields)
+        self.tables["by_key"] = by_key
+        for (k, _), node in zip(root.items, self.tables["nodes"][1:]):
+            self.named[k] = node
+        return self
+
+    def word(self, content):
+        return self.put(content) if isinstance(content, bytes) else content
+
+    def storage(self, content, **fields):
+        """Adds a storage and, in a file without shards, its bytes."""
+        return self.place(content, content, [content], {"chunks": NONE, **fields})
+
+    def compressed(self, content, shuffle=0, frames=None, raw=(), **fields):
+        """Adds a storage of zstd chunks. Those in `raw` stay raw, those in `frames` are given."""
+        stored = []
+        for number, start in enumerate(range(0, len(content), CHUNK)):
+            chunk = content[start : start + CHUNK]
+            kept = chunk if number in raw else frame(shuffled(chunk, shuffle))
+            stored.append((frames or {}).get(number, kept))
+        record = {"chunks": len(self.tables["chunks"]), "codec": 1, "shuffle": shuffle, **fields}
+        for number, piece in enumerate(stored):
+            at = sum(map(len, stored[:number]))
+            self.add("chunks", offset=at, stored_len=len(piece), codec=int(number not in raw))
+        return self.place(content, b"".join(stored), stored, record)
+
+    def place(self, content, stored, pieces, fields):
+        record = {"stored_len": len(stored), "raw_len": len(content), "align_log2": 8}
+        record.update(chunk_log2=20, crc32=zlib.crc32(content), crcs=len(self.tables["crcs"]))
+        record.update(fields)
+        if "offset" not in record:
+            start = align_up(4096 + len(self.blob), 1 << record["align_log2"])
+            self.blob = self.blob.ljust(start - 4096, b"\0") + stored
+            record["offset"] = start
+        self.tables["crcs"] += map(zlib.crc32, pieces)
+        self.contents.append(content)
+        return self.add("storages", **record)
+
+    def digested(self):
+        """Gives each storage its digest."""
+        return self.set("digests", map(blake3, self.contents))
+
+    def tensor(self, shape, dtype=UINT8, strides=None, **fields):
+        record = {"dtype": dtype, "rank": len(shape), "shape": self.vector(shape)}
+        record.update(strides=NONE if strides is None else self.vector(strides), slice=NONE)
+        record.update(storage=NONE if 0 in shape else 0)
+        return self.add("tensors", **{**record, **fields})
+
+    def slice(self, offsets, global_shape, mesh=(), ranks=(), **known):
+        """Adds a slice; `known` are its coordinates, its names and its first placement."""
+        absent = dict.fromkeys(("mesh", "coordinates", "ranks", "placements", "names"), NONE)
+        record = {**absent, "rank": len(offsets), "mesh_rank": len(mesh)}
+        record.update(offsets=self.vector(offsets), global_shape=self.vector(global_shape))
+        if mesh:
+            record.update(mesh=self.vector((*mesh, *ranks)))
+        if ranks:
+            record.update(ranks=record["mesh"] + len(mesh))
+        if "coordinates" in known:
+            record.update(coordinates=self.vector(known.pop("coordinates")))
+        if "names" in known:
+            record.update(names=self.vector(map(self.put, known.pop("names"))))
+        return self.add("slices", **{**record, **known})
+
+    def attr(self, name, kind, value):
+        return self.add("attrs", name=self.put(name), value=self.word(value), kind=kind)
+
+    def shard(self, name, **fields):
+        record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b""}
+        return self.add("shards", name=self.put(name), **{**record, **fields})
+
+    # Breaking
+
+    def edit(self, table, i, **fields):
+        self.tables[table][i].update(fields)
+        return self
+
+    def at(self, name, **fields):
+        """Edits a child of the root."""
+        self.named[name].update(fields)
+        return self
+
+    def set(self, table, records):
+        """Replaces the records of a table."""
+        self.tables[table] = list(records)
+        return self
+
+    def override(self, part, **fields):
+        """Overrides what would be derived, in `head`, `trailer` or `root`, or another attribute."""
+        getattr(self, part).update(fields)
+        return self
+
+    def lay(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        return self
+
+    def misplace(self, table, shift=0, more=0):
+        """Has the root say that a table begins or ends elsewhere."""
+        start, count = self.places()[table]
+        return self.override("root", **{table: (start + shift, count + more)})
+
+    def only(self, stage):
+        """Says that only `verify` finds it, or `deep` verification."""
+        return self.lay(at_stage=stage)
+
+    def patch(self, at, content):
+        """Overwrites bytes of the finished file, behind the back of the checksums."""
+        self.patches.append((at, content))
+        return self
+
+    # Building
+
+    def places(self):
+        """Where each table begins in the index, and how many records it has."""
+        places, end = {}, 0
+        for name, (layout, alignment, _) in TABLES.items():
+            start = align_up(end, self.alignments.get(name, alignment))
+            places[name] = start, len(self.tables[name])
+            end = start + len(self.tables[name]) * struct.calcsize(layout)
+        return places
+
+    def build_index(self):
+        index = bytearray()
+        places = self.places()
+        for name, (layout, _, fields) in TABLES.items():
+            index = index.ljust(places[name][0], self.gap)
+            for record in self.tables[name]:
+                index += pack(layout, fields, record) if fields else struct.pack(layout, record)
+        index = index.ljust(align_up(len(index), 4), self.gap) + self.before_root
+        root_off = len(index)
+        for number, name in enumerate(TABLES):
+            start, count = self.root.get(name, places[name])
+            index += struct.pack("<iI", start - root_off - 8 * number, count)
+        return bytes(index + self.after_root), root_off
+
+    def build(self):
+        index, root_off = self.build_index()
+        head = {"magic": b"\x89TSD\r\n\x1a\n", "major": 1, "data_start": 4096, "incompat": 1 << 63}
+        head = pack("<8sHHIQQQQQII", HEAD, {**head, **self.head})[:60]
+        head += struct.pack("<I", zlib.crc32(head))
+        file = head.ljust(4096, b"\0") + self.blob
+        file = file.ljust(align_up(len(file), 64), b"\0")
+        trailer = {"index_off": len(file), "index_len": len(index), "index_codec": 1}
+        trailer.update(root_off=root_off, root_len=len(index) - root_off)
+        trailer.update(index_crc32=zlib.crc32(index), file_len=len(file) + len(index) + 64)
+        trailer.update(end_magic=b"\n\x1a\n\rDST\x89")
+        trailer = pack("<QQIIIHHQQII8s", TRAILER, {**trailer, **self.trailer})
+        crc = zlib.crc32(trailer[:52] + trailer[56:])
+        file = bytearray(file + index + trailer[:52] + struct.pack("<I", crc) + trailer[56:])
+        for at, content in self.patches:
+            at %= len(file)
+            file[at : at + len(content)] = content
+        return bytes(file)
+
+
+# ---- Legal archives to start from ----------------------------------------------------------------
+
+
+def keyed(*keys, kind=DICT):
+    """A dict with these keys, or a dict that holds a container of another kind with them."""
+    box = Box(kind, [(k, Leaf(NONE_LEAF)) for k in keys])
+    return Archive().tree(box if kind == DICT else Box(DICT, [("box", box)]))
+
+
+def leaves():
+    """One node of each kind that needs no storage."""
+    items = {
+        "none": Leaf(NONE_LEAF),
+        "bool": Leaf(BOOL, 1),
+        "int": Leaf(INT, u64(-12)),
+        "bigint": Leaf(BIGINT, bigint(1 << 64)),
+        "float": Leaf(FLOAT, bits(1.5)),
+        "complex": Leaf(COMPLEX, bits(0.5), bits(-0.0)),
+        "str": Leaf(STR, b"text"),
+        "bytes": Leaf(BYTES, b"\0\xff"),
+        "dtype": Leaf(DTYPE, 15),
+        "size": Leaf(SIZE, (2, 3)),
+        "device": Leaf(DEVICE, b"cuda:0"),
+        "opaque": Leaf(OPAQUE, b"{}", b"application/json"),
+        "dict": Box(DICT, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))]),
+        "ordered_dict": Box(ORDERED_DICT, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))]),
+        "list": Box(LIST, [Leaf(INT, 1), Leaf(INT, 2)]),
+        "tuple": Box(TUPLE, [Leaf(INT, 1), Leaf(INT, 2)]),
+        "namedtuple": Box(NAMEDTUPLE, [("x", Leaf(INT, 1)), ("y", Leaf(INT, 2))], b"Point"),
+    }
+    return Archive().tree(Box(DICT, list(items.items())))
+
+
+def leaf(kind, a, b=0, **fields):
+    return Archive().tree(Box(DICT, [("leaf", Leaf(kind, a, b, **fields))]))
+
+
+def stored(kind=STR, content=b"text" * 1025):
+    """A leaf in a storage, and another leaf."""
+    items = [("long", Leaf(kind, flags=1)), ("other", Leaf(STR, b"text"))]
+    return Archive().tree(Box(DICT, items)).storage(content)
+
+
+def runs(*lengths):
+    """A dict of tensor leaves `0`, `1` …, with runs of so many records."""
+    items = [(str(i), Leaf(TENSOR, sum(lengths[:i]), count=n)) for i, n in enumerate(lengths)]
+    return Archive().tree(Box(DICT, items))
+
+
+def one_tensor(shape, *arguments, **fields):
+    """A tensor in a storage of 64 bytes, if it has elements."""
+    archive = runs(1) if 0 in shape else runs(1).storage(bytes(range(64)))
+    return archive.tensor(shape, *arguments, **fields)
+
+
+def tensors():
+    """A tensor, a transposed view of it, a tensor of another storage, and one without elements."""
+    archive = runs(1, 1, 1, 1).storage(bytes(range(100))).storage(bytes(range(16)))
+    archive.tensor((2, 3), FLOAT32, byte_offset=8).tensor((3, 2), FLOAT32, (1, 3), byte_offset=8)
+    return archive.tensor((16,), storage=1).tensor((0, 3))
+
+
+def two_slices(archive):
+    """A run of two records: the halves of a tensor of 4 x 3, spread over a mesh of 2."""
+    for i in range(2):
+        archive.tensor((2, 3), storage=i, slice=i)
+    for i in range(2):
+        known = {"coordinates": (i,), "ranks": (0, 1), "names": (b"dp",), "placements": i}
+        archive.slice((2 * i, 0), (4, 3), (2,), **known)
+    archive.add("placements", kind=SHARD).add("placements", kind=SHARD)
+    return archive
+
+
+def sliced():
+    return two_slices(runs(2).storage(b"first half").storage(b"secondhalf"))
+
+
+def manifest():
+    """The same two halves, each in a shard of its own, and an attribute."""
+    archive = runs(2)
+    for i in range(2):
+        archive.storage(bytes(100), offset=4096, shard=i)
+    two_slices(archive).attr(b"format", STR, b"pt")
+    return archive.shard(b"a.tssd").shard(b"b.tssd", writer=1)
+
+
+def one_slice(shape, offsets, global_shape, *arguments, **fields):
+    """A tensor in a storage of 64 bytes, and its slice."""
+    return one_tensor(shape, slice=0).slice(offsets, global_shape, *arguments, **fields)
+
+
+def meshed(mesh=(2,), **known):
+    """A tensor in a storage of 64 bytes, and its slice on a mesh."""
+    return one_slice((2,), (0,), (4,), mesh, **known)
+
+
+def one_mesh(mesh):
+    """The same, with as many ranks as it takes, of which dims has none."""
+    archive = meshed(mesh)
+    start = archive.tables["slices"][0]["mesh"]
+    return archive.edit("slices", 0, ranks=start + len(mesh))
+
+
+def two_meshes(*meshes):
+    """Two tensors without elements, of global sizes 8 and 9, each on a mesh of one dimension: its
+    size and its ranks."""
+    archive = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
+    for i, (size, ranks) in enumerate(meshes):
+        archive.slice((0,), (8 + i,), (size,), ranks)
+    return archive
+
+
+def divergent(*writers, inside=lambda values: values):
+    """A manifest with a leaf on which the writers do not agree."""
+    values = Box(DIVERGENT, [(writer, Leaf(INT, i)) for i, writer in enumerate(writers)])
+    return Archive().tree(Box(DICT, [("leaf", inside(values))])).shard(b"a.tssd")
+
+
+def attrs(*names):
+    archive = keyed("a")
+    for name in names:
+        archive.attr(name, INT, 1)
+    return archive
+
+
+def nested(levels):
+    """Containers of so many levels, the root counted."""
+    box = Box(LIST, [])
+    for _ in range(levels - 2):
+        box = Box(LIST, [box])
+    return Archive().tree(Box(DICT, [("list", box)]))
+
+
+def packed_nested(levels):
+    return struct.pack("<IB", 1, K_TUPLE) * (levels - 1) + struct.pack("<I", 0)
+
+
+def packed_key(content):
+    return keyed(Key(K_TUPLE, content))
+
+
+# ---- Compressed archives -------------------------------------------------------------------------
+
+RUN = re.compile(rb"(.)\1{7,}", re.S)
+MAX_BLOCK = 1 << 17
+
+
+def shuffled(content, width):
+    """All first bytes of elements of `width` bytes, then all second bytes, and so on."""
+    whole = len(content) // width * width if width else 0
+    planes = (content[place:whole:width] for place in range(width))
+    return b"".join(planes) + content[whole:]
+
+
+def block(kind, size, content, last=False):
+    return struct.pack("<I", size << 3 | kind << 1 | last)[:3] + content
+
+
+def blocks(content):
+    """Blocks of a frame: those of runs of a byte, and raw ones between them."""
+    parts, end = [], 0
+    for run in (*RUN.finditer(content), None):
+        start = run.start() if run else len(content)
+        pieces = (content[at : min(at + MAX_BLOCK, start)] for at in range(end, start, MAX_BLOCK))
+        parts += ((0, len(piece), piece) for piece in pieces)
+        if run:
+            sizes = (min(MAX_BLOCK, run.end() - at) for at in range(start, run.end(), MAX_BLOCK))
+            parts += ((1, size, run[1]) for size in sizes)
+            end = run.end()
+    return b"".join(block(*part, last=part is parts[-1]) for part in parts)
+
+
+def frame(content, body=None, size=None, **header):
+    """A zstd frame in one segment, of simple blocks: its bytes depend on no library."""
+    size = len(content) if size is None else size
+    return frame_head(size, **header) + (blocks(content) if body is None else body)
+
+
+def frame_head(size, flags=0, window=None, dictionary=b""):
+    """Magic, descriptor with `flags` on top, and content size; with a window byte if it is given."""
+    code = 0 if size < 256 and window is None else 1 if 256 <= size < 65792 else 2
+    size_field = (
+        bytes([size & 255]),
+        struct.pack("<H", size - 256 & 0xFFFF),
+        struct.pack("<I", size),
+    )
+    descriptor = code << 6 | (window is None) << 5 | flags | (0, 1, 2, 0, 3)[len(dictionary)]
+    window_field = b"" if window is None else bytes([window])
+    return b"\x28\xb5\x2f\xfd" + bytes([descriptor]) + window_field + dictionary + size_field[code]
+
+
+FLOATS = struct.pack("<f", 1.5) * 100  # 400 bytes, which shuffled by 4 are four runs
+
+
+def compressed(shuffle=4, content=FLOATS, **fields):
+    """A float32 tensor in a compressed storage of one chunk."""
+    archive = runs(1).compressed(content, shuffle, **fields)
+    return archive.tensor((len(content) // 4,), FLOAT32)
+
+
+def three_chunks():
+    """A tensor in a storage of three chunks: a MiB of 0, a MiB of 1, and bytes that stay raw."""
+    content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
+    return runs(1).compressed(content, raw=(2,)).tensor((4,))
+
+
+def two_compressed():
+    """Two tensors, each in a compressed storage of its own."""
+    archive = runs(1, 1).compressed(FLOATS, 4).compressed(bytes(1000))
+    return archive.tensor((100,), FLOAT32).tensor((1000,), storage=1)
+
+
+def framed(content):
+    """A tensor in a compressed storage of 400 zeros, with the frame that is given."""
+    return compressed(0, bytes(400), frames={0: content}).only("deep")
+
+
+# ---- Shard sets ----------------------------------------------------------------------------------
+
+
+class ShardSet:
+    """A directory: a manifest and the archives that it names, of which it records what they are."""
+
+    def __init__(self, manifest, files):
+        self.manifest = manifest
+        self.files = {name: archive.build() for name, archive in files.items()}
+        self.links = {}
+        self.at_stage = None
+        for i, (name, archive) in enumerate(files.items()):
+            trailer = struct.unpack("<QQIIIHHQQII8s", self.files[name][-64:])
+            fields = {"index_off": trailer[0], "index_crc32": trailer[4], "file_len": trailer[8]}
+            manifest.shard(name.encode(), writer=i, **fields)
+            if archive.tables["digests"]:
+                manifest.edit("shards", i, digest=root_digest(self.files[name]))
+
+    def record(self, i, **fields):
+        """Edits what the manifest says of a shard; a function takes what is there."""
+        record = self.manifest.tables["shards"][i]
+        for name, value in fields.items():
+            record[name] = value(record[name]) if callable(value) else value
+        return self
+
+    def replace(self, name, content):
+        self.files[name] = content
+        return self
+
+    def remove(self, name):
+        del self.files[name]
+        return self
+
+    def link(self, name, target):
+        """Puts a file under another name, and a link in its place."""
+        self.files[target] = self.files.pop(name)
+        self.links[name] = target
+        return self
+
+    def only(self, stage):
+        self.at_stage = stage
+        return self
+
+    def build(self):
+        return {"manifest.tssd": self.manifest.build(), **self.files}
+
+
+def root_digest(file):
+    index_off, index_len = struct.unpack_from("<QQ", file, len(file) - 64)
+    trailer = file[-64:]
+    index = file[index_off : index_off + index_len]
+    return blake3(file[:64] + index + trailer[:52] + trailer[56:])
+
+
+def half(i, key="half", compress=False):
+    """The archive of a writer: one half of a tensor."""
+    archive = Archive().tree(Box(DICT, [(key, Leaf(TENSOR, 0, count=1))]))
+    if compress:
+        archive.compressed(HALVES[i])
+    else:
+        archive.storage(HALVES[i])
+    return archive.tensor((2, 50), slice=0).slice((2 * i, 0), (4, 50))
+
+
+HALVES = b"1" * 100, b"2" * 100
+
+
+def shard_set(digests=False, compress=False):
+    """Two archives with the halves of a tensor of 4 x 50, and their manifest."""
+    halves = [half(i, compress=compress) for i in range(2)]
+    manifest = runs(2)
+    for i, archive in enumerate(halves):
+        if digests:
+            archive.digested()
+        (record,) = archive.tables["storages"]
+        fields = {"offset": record["offset"], "shard": i}
+        (manifest.compressed if compress else manifest.storage)(HALVES[i], **fields)
+        manifest.tensor((2, 50), storage=i, slice=i)
+    for i in range(2):
+        manifest.slice((2 * i, 0), (4, 50))
+    if digests:
+        manifest.digested()
+    return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})

@@ -1,0 +1,401 @@
+#!/usr/bin/env python3
+"""A writer of TSSD archives with nothing but the standard library: the format as a program to read.
+
+    writer.py OUT.tssd       writes a demonstration
+    writer.py --self-test    makes the vectors anew that it can express, and compares the bytes
+
+`encode` turns a dict into the bytes of an archive. Read it from the end: `encode` puts the four parts
+together, and what it calls makes them. The numbers in parentheses are the sections of format.md.
+
+It writes what the reference writer writes for the same values, byte for byte. It leaves out: tensors
+that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex numbers,
+dtypes, sizes, devices, opaque leaves, attributes, compression, digests and manifests. It refuses values
+of other types, since it could not give them back as they are.
+"""
+
+import json
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import isnan, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Tensor(NamedTuple):
+    """A tensor: the name of its dtype, its shape, its elements in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+NONE = 0xFFFF_FFFF
+DATA_START = 4096
+CHUNK = 1 << 20
+MAX_LEVELS = 64
+MAX_INLINE = 4096  # bytes of a key, and of a str or bytes in the index
+I64 = range(-(1 << 63), 1 << 63)
+DTYPES = {
+    dtype["name"]: dtype
+    for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
+}
+# Kinds of nodes and of keys (5)
+NONE_LEAF, BOOL, INT, BIGINT, FLOAT, STR, BYTES, TENSOR = 0, 1, 2, 3, 4, 6, 7, 11
+CONTAINERS: dict[type, int] = {dict: 32, OrderedDict: 33, list: 34, tuple: 35}
+K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
+
+
+def align_up(x: int, alignment: int) -> int:
+    return -(-x // alignment) * alignment
+
+
+def float_bits(number: float) -> int:
+    return struct.unpack("<Q", struct.pack("<d", number))[0]
+
+
+def bigint(number: int) -> bytes:
+    """Two's complement, as short as it can be."""
+    length = (number if number >= 0 else ~number).bit_length() // 8 + 1
+    return number.to_bytes(length, "little", signed=True)
+
+
+def text(content: str) -> bytes:
+    """Generalized UTF-8 (4): any Python str has one."""
+    return content.encode("utf-8", "surrogatepass")
+
+
+def atom(value: Any) -> tuple[int, Any] | None:
+    """The node kind of a value that is no container, and its word or its bytes."""
+    if value is None:
+        return NONE_LEAF, 0
+    if type(value) is bool:
+        return BOOL, int(value)
+    if type(value) is int:
+        return (INT, value & (1 << 64) - 1) if value in I64 else (BIGINT, bigint(value))
+    if type(value) is float:
+        return FLOAT, float_bits(value)
+    if type(value) is str:
+        return STR, text(value)
+    return (BYTES, value) if type(value) is bytes else None
+
+
+# ---- Keys (5) ------------------------------------------------------------------------------------
+
+KEY_KINDS = {NONE_LEAF: K_NONE, BOOL: K_BOOL, INT: K_INT, BIGINT: K_BIGINT, FLOAT: K_FLOAT}
+KEY_KINDS |= {STR: K_STR, BYTES: K_BYTES}
+
+
+def key_of(key: Any) -> tuple[int, Any]:
+    """The kind of a key, and its word or bytes. These pairs sort as `by_key` does. No two keys of a
+    Python dict are equal in Python, so F-045 needs no check here."""
+    if type(key) is float and isnan(key):
+        raise ValueError("NaN cannot be a key (F-043)")
+    found = atom(key)
+    content: Any
+    if type(key) is tuple:
+        kind, content = K_TUPLE, pack_tuple(key, 1)
+        if count_elements(key) > 64:
+            raise ValueError("a tuple of more than 64 elements cannot be a key (F-043)")
+    elif found:
+        kind, content = KEY_KINDS[found[0]], found[1]
+    else:
+        raise TypeError(f"a {type(key).__name__} cannot be a key")
+    if isinstance(content, bytes) and len(content) > MAX_INLINE:
+        raise ValueError(f"a key of {len(content)} bytes is too long (F-043)")
+    return kind, content
+
+
+def pack_tuple(elements: tuple, depth: int) -> bytes:
+    if depth > 8:
+        raise ValueError("tuples nest more than 8 deep in a key (F-043)")
+    packed = struct.pack("<I", len(elements))
+    for element in elements:
+        if type(element) is tuple:
+            packed += bytes([K_TUPLE]) + pack_tuple(element, depth + 1)
+            continue
+        kind, content = key_of(element)
+        packed += bytes([kind])
+        if isinstance(content, bytes):
+            packed += struct.pack("<I", len(content)) + content
+        elif kind != K_NONE:
+            packed += bytes([content]) if kind == K_BOOL else struct.pack("<Q", content)
+    return packed
+
+
+def count_elements(elements: tuple) -> int:
+    return len(elements) + sum(count_elements(each) for each in elements if type(each) is tuple)
+
+
+# ---- The blob (6) --------------------------------------------------------------------------------
+
+
+@dataclass
+class Blob:
+    """The storages one after the other, each at its alignment, with their records and checksums."""
+
+    content: bytearray = field(default_factory=bytearray)
+    storages: list[bytes] = field(default_factory=list)
+    crcs: list[int] = field(default_factory=list)
+
+    def add(self, raw: bytes) -> int:
+        """The number of a new storage."""
+        # Large ones begin at a page, so that they can be mapped.
+        align_log2 = 12 if len(raw) >= 1 << 16 else 8
+        offset = align_up(DATA_START + len(self.content), 1 << align_log2)
+        self.content += bytes(offset - DATA_START - len(self.content)) + raw
+        fields = offset, len(raw), len(raw), 0, NONE, len(self.crcs), zlib.crc32(raw)
+        self.storages.append(struct.pack("<QQQIIIIBBBBI", *fields, 0, align_log2, 20, 0, 0))
+        self.crcs += (zlib.crc32(raw[at : at + CHUNK]) for at in range(0, len(raw), CHUNK))
+        return len(self.storages) - 1
+
+
+@dataclass
+class Node:
+    """A node whose bytes have their place in the blob; those in the index get theirs later."""
+
+    kind: int
+    content: int | bytes = 0
+    flags: int = 0
+    children: list[tuple[tuple[int, int | bytes], "Node"]] = field(default_factory=list)
+    tensor: tuple[Tensor, int] | None = None
+
+
+def place(value: Any, blob: Blob, level: int = 1) -> Node:
+    """Puts all that belongs there into the blob, in the order in which one would read the dict."""
+    kind = CONTAINERS.get(type(value))
+    found = atom(value)
+    if kind:
+        if level > MAX_LEVELS:
+            raise ValueError("containers nest more than 64 deep (F-042)")
+        is_dict = isinstance(value, dict)
+        items = value.items() if is_dict else ((None, each) for each in value)
+        keyed = ((key_of(key) if is_dict else (K_INDEX, 0), each) for key, each in items)
+        return Node(kind, children=[(key, place(each, blob, level + 1)) for key, each in keyed])
+    if type(value) is Tensor:
+        check_tensor(value)
+        storage = blob.add(value.data) if value.data else NONE
+        return Node(TENSOR, tensor=(value, storage))
+    if not found:
+        raise TypeError(f"a {type(value).__name__} cannot be stored")
+    if found[0] in (STR, BYTES) and len(found[1]) > MAX_INLINE:
+        return Node(found[0], blob.add(found[1]), flags=1)
+    return Node(*found)
+
+
+def check_tensor(tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES or len(tensor.shape) > 64:
+        raise ValueError("a tensor of an unknown dtype (F-050), or of a rank above 64 (F-052)")
+    itemsize = DTYPES[tensor.dtype]["itemsize"]
+    if min(tensor.shape, default=0) < 0 or len(tensor.data) != itemsize * prod(tensor.shape):
+        raise ValueError(f"{len(tensor.data)} bytes do not fit the shape {tensor.shape}")
+    if max(*tensor.shape, itemsize * prod(size for size in tensor.shape if size), 0) >= 1 << 63:
+        raise ValueError("a shape beyond 2^63 (F-053)")
+
+
+# ---- The index (3 to 6) --------------------------------------------------------------------------
+
+
+class Index:
+    """The tables that the nodes fill. Whatever is named by several is in heap or dims once."""
+
+    def __init__(self, root: Node) -> None:
+        self.heap, self.strings = bytearray(), {b"": 0}
+        self.dims: list[int] = []
+        self.vectors: dict[tuple[int, ...], int] = {(): 0}
+        self.nodes: list[bytes] = []
+        self.by_key = [0]
+        self.tensors: list[tuple[Tensor, int]] = []
+        waiting: list[tuple[tuple[int, int | bytes], Node]] = [((K_INDEX, 0), root)]
+        for key, node in waiting:  # which grows: nodes are in breadth-first order
+            self.add_node(key, node, first_child=len(waiting))
+            children = range(len(waiting), len(waiting) + len(node.children))
+            waiting += node.children
+            # The keys of a list are all the same, so sorting leaves its children in order.
+            self.by_key += sorted(children, key=lambda child: waiting[child][0])
+        self.tensor_records = [self.tensor_record(*each) for each in self.tensors]
+
+    def add_node(self, key: tuple[int, int | bytes], node: Node, first_child: int) -> None:
+        key_word = self.word(key[1])
+        count, a = len(node.children), self.word(node.content)
+        if node.kind in CONTAINERS.values():
+            a = first_child
+        elif node.tensor:
+            count, a = 1, len(self.tensors)
+            self.tensors.append(node.tensor)
+        fields = node.kind, key[0], node.flags, count, key_word, a, 0
+        self.nodes.append(struct.pack("<BBHIQQQ", *fields))
+
+    def word(self, content: int | bytes) -> int:
+        """A word as it is, or the heap range of bytes: length and offset (4)."""
+        if isinstance(content, int):
+            return content
+        if content not in self.strings or len(content) > MAX_INLINE:  # which must not be shared
+            self.strings[content] = len(content) << 32 | len(self.heap)
+            self.heap += content
+        return self.strings[content]
+
+    def vector(self, numbers: tuple[int, ...]) -> int:
+        """The dims range of a vector (4)."""
+        if numbers not in self.vectors:
+            self.vectors[numbers] = len(self.dims)
+            self.dims += numbers
+        return self.vectors[numbers]
+
+    def tensor_record(self, tensor: Tensor, storage: int) -> bytes:
+        dtype, shape = DTYPES[tensor.dtype]["code"], self.vector(tuple(tensor.shape))
+        fields = storage, dtype, len(tensor.shape), 0, shape, NONE, NONE, 0, 0
+        return struct.pack("<IHBBIIIIQ", *fields)
+
+    def encode(self, blob: Blob) -> tuple[bytes, int]:
+        """The tables in the order of the root, the root behind them, and where the root begins."""
+        tables: list[tuple[int, int, bytes]] = [
+            (len(self.heap), 1, bytes(self.heap)),
+            (len(self.dims), 8, packed("Q", self.dims)),
+            (len(self.nodes), 8, b"".join(self.nodes)),
+            (len(self.by_key), 4, packed("I", self.by_key)),
+            (len(self.tensors), 8, b"".join(self.tensor_records)),
+            (len(blob.storages), 8, b"".join(blob.storages)),
+            (0, 8, b""),  # chunks
+            (len(blob.crcs), 4, packed("I", blob.crcs)),
+            (0, 4, b""),  # slices
+            (0, 8, b""),  # placements
+            (0, 8, b""),  # attrs
+            (0, 1, b""),  # digests
+            (0, 8, b""),  # shards
+        ]
+        index, starts = b"", []
+        for _, alignment, records in tables:
+            index = index.ljust(align_up(len(index), alignment), b"\0")
+            starts.append(len(index))
+            index += records
+        index = index.ljust(align_up(len(index), 4), b"\0")
+        root_off = len(index)
+        for (count, _, _), start in zip(tables, starts):
+            index += struct.pack("<iI", start - len(index), count)
+        return index, root_off
+
+
+def packed(code: str, numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}{code}", *numbers)
+
+
+# ---- The file (2) --------------------------------------------------------------------------------
+
+
+def encode(state_dict: dict) -> bytes:
+    """The bytes of an archive of a dict. Raises TypeError or ValueError for what it cannot hold."""
+    if type(state_dict) not in (dict, OrderedDict):
+        raise TypeError("the root is a dict (F-048)")
+    blob = Blob()
+    index, root_off = Index(place(state_dict, blob)).encode(blob)
+    if len(index) > 1 << 30:
+        raise ValueError("the index would be larger than 2^30 bytes (F-012)")
+    # Magic, version 1.0, data_start, incompat with the draft bit, and zeros.
+    head = struct.pack("<8sHHIQ36x", b"\x89TSD\r\n\x1a\n", 1, 0, DATA_START, 1 << 63)
+    head += struct.pack("<I", zlib.crc32(head))
+    index_off = align_up(DATA_START + len(blob.content), 64)
+    file = head.ljust(DATA_START, b"\0") + blob.content
+    file = file.ljust(index_off, b"\0") + index
+    fields = index_off, len(index), root_off, len(index) - root_off, zlib.crc32(index), 1
+    trailer = struct.pack("<QQIIIH10xQ4x", *fields, len(file) + 64)
+    end_magic = b"\n\x1a\n\rDST\x89"
+    return file + trailer + struct.pack("<I", zlib.crc32(trailer + end_magic)) + end_magic
+
+
+DEMONSTRATION = {
+    "model": {
+        "weight": Tensor("float32", (2, 3), struct.pack("<6f", 0.5, -1, 2, 0, 1.5, 8)),
+        "bias": Tensor("float32", (2,), struct.pack("<2f", 0.25, -0.25)),
+    },
+    "optimizer": {"state": {0: {"step": 3}}, "lr": [0.1, 0.01], "betas": (0.9, 0.999)},
+    "note": "é" * 3000,
+    "epoch": 7,
+}
+
+# ---- Self-test -----------------------------------------------------------------------------------
+
+
+class Inexpressible(Exception):
+    """A vector holds something that this writer leaves out."""
+
+
+def value_of(view: dict) -> Any:
+    """The value that a JSON view stands for (9)."""
+    ((kind, content),) = view.items()
+    if kind in ("dict", "ordered_dict"):
+        make = dict if kind == "dict" else OrderedDict
+        return make((value_of(key), value_of(value)) for key, value in content)
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(map(value_of, content))
+    if kind == "tensor" and content.keys() == {"dtype", "shape", "storage", "byte_offset", "data"}:
+        return Tensor(content["dtype"], tuple(content["shape"]), bytes.fromhex(content["data"]))
+    readers: dict[str, Callable[[Any], Any]] = {
+        "none": lambda _: None,
+        "bool": bool,
+        "int": int,
+        "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
+        "str": str,
+        "str_hex": lambda digits: bytes.fromhex(digits).decode("utf-8", "surrogatepass"),
+        "bytes": bytes.fromhex,
+    }
+    if kind not in readers:
+        raise Inexpressible(kind)
+    return readers[kind](content)
+
+
+def storage_numbers(view: Any) -> Iterable[int]:
+    if isinstance(view, dict):
+        yield from [view["storage"]] if view.get("storage") is not None else []
+        view = list(view.values())
+    for each in view if isinstance(view, list) else []:
+        yield from storage_numbers(each)
+
+
+def vector_of(view: dict) -> bytes:
+    tensors = list(storage_numbers(view["root"]))
+    plain = all(storage.keys() <= PLAIN for storage in view["storages"])
+    if view["attrs"] or "shards" in view or not plain or len(set(tensors)) < len(tensors):
+        raise Inexpressible("what is beyond one plain dict")
+    return encode(value_of(view["root"]))
+
+
+PLAIN = {"offset", "stored_len", "raw_len", "align_log2", "crc32"}
+
+
+def self_test() -> int:
+    """Compares with the vectors, and has the reader read what it writes."""
+    import reader
+
+    made, left_out, wrong = 0, 0, []
+    for path in sorted(Path(__file__).with_name("vectors").glob("valid/*.json")):
+        try:
+            made_anew = vector_of(json.loads(path.read_text(encoding="utf-8")))
+        except Inexpressible:
+            left_out += 1
+            continue
+        if not path.with_suffix(".tssd").read_bytes() == made_anew:
+            wrong.append(path.stem)
+        made += 1
+    file = reader.open_archive(encode(DEMONSTRATION))
+    reader.prove(file, "deep")
+    assert value_of(reader.view(file)["root"]) == DEMONSTRATION
+    print(*(f"{name}: other bytes" for name in wrong), sep="\n", end="\n" * bool(wrong))
+    print(f"{made - len(wrong)} vectors are as written here, {len(wrong)} not, {left_out} left out")
+    return 1 if wrong or not made else 0
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--self-test"]:
+        return self_test()
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.exit(__doc__)
+    Path(arguments[0]).write_bytes(encode(DEMONSTRATION))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,9 @@ mod tree;
 
 use rend::u64_le;
 
+#[cfg(feature = "safetensors")]
+pub(crate) use self::files::is_base_name;
+
 use self::claims::{Claims, HeapClaim, HeapClaims};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};

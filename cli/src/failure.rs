@@ -144,7 +144,7 @@ fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
         ),
         ErrorKind::WeightMap => (
             Exit::Differs,
-            Some("index and files are not of one model: take another copy of the directory"),
+            Some("the directory is damaged, incomplete or of two models: take another copy of it"),
         ),
         ErrorKind::NotImportable => {
             (Exit::Refused, Some("rename or convert it in the safetensors file first"))

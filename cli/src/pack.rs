@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     );
     if !left_alone.is_empty() {
         let others = count(left_alone.len(), "other file");
-        line = format!("{line}\nno part of the state dict: {others}, {}", listed(&left_alone));
+        line = format!("{line}\nleft alone: {others} ({})", listed(&left_alone));
     }
     let json = json!({
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,

@@ -257,7 +257,7 @@ kinds! {
     "reshard" Overlap "slices overlap without being equal",
     "reshard" NotABox "shard is not one box of the global tensor",
     "safetensors" NotSafetensors "file is no valid safetensors file",
-    "safetensors" WeightMap "index does not fit its safetensors files",
+    "safetensors" WeightMap "index of safetensors files is wrong",
     "safetensors" NotImportable "tensor cannot be taken from safetensors",
     "safetensors" NotExportable "safetensors cannot hold the state dict",
     "io" Io "reading or writing failed",

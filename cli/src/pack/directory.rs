@@ -75,18 +75,15 @@ fn read_text(path: &Path) -> Result<String> {
 /// could lead to any file of whoever packs it.
 fn open_plain(path: &Path) -> Result<OpenFile> {
     let failed = |error| Failure::io("read", path, error);
-    let refused = |what| {
-        Failure::new(Exit::Refused, format_args!("{} is {what}", path.display())).help(
-            "links are not followed in a directory: pack a copy with the files themselves (`cp -rL`)",
-        )
-    };
+    let refused = |what| Failure::new(Exit::Refused, format_args!("{} is {what}", path.display()));
     let found = path.symlink_metadata().map_err(failed)?;
     if found.is_symlink() {
-        return Err(refused("a link"));
+        return Err(refused("a link")
+            .help("links in a directory are not followed: pack a copy of it, as `cp -rL` makes"));
     }
     let file = open_no_follow(path).map_err(failed)?;
     if !file.metadata().map_err(failed)?.is_file() {
-        return Err(refused("no regular file"));
+        return Err(refused("no regular file").help("take another copy of the directory"));
     }
     Ok(file)
 }

@@ -60,8 +60,9 @@ impl Header {
         }
         file.read_exact_at(&mut len, 0)?;
         let len = u64::from_le_bytes(len);
-        if len > HEADER_MAX || len > found - 8 {
-            return Err(malformed(format_args!("its header would take {len} bytes")));
+        check_len(len)?;
+        if len > found - 8 {
+            return Err(malformed(format_args!("it ends within its header of {len} bytes")));
         }
         let mut text = vec![0; usize::try_from(len).expect("at most 100 MB")];
         file.read_exact_at(&mut text, 8)?;
@@ -83,9 +84,7 @@ impl Header {
         let mut len = [0; 8];
         stream.read_exact(&mut len).map_err(|error| too_short(error, "8 bytes"))?;
         let len = u64::from_le_bytes(len);
-        if len > HEADER_MAX {
-            return Err(malformed(format_args!("its header would take {len} bytes")));
-        }
+        check_len(len)?;
         let mut text = Vec::new();
         if wide(stream.take(len).read_to_end(&mut text)?) < len {
             return Err(malformed(format_args!("it ends within its header of {len} bytes")));
@@ -314,6 +313,14 @@ pub(super) fn canonical(
         )));
     }
     Ok((text, order))
+}
+
+fn check_len(len: u64) -> Result<()> {
+    if len > HEADER_MAX {
+        let note = format_args!("its header would take {len} bytes, {HEADER_MAX} are allowed");
+        return Err(malformed(note));
+    }
+    Ok(())
 }
 
 fn malformed(note: impl fmt::Display) -> Error {

@@ -73,32 +73,28 @@ impl Index {
         let mut found = BTreeMap::new();
         for (&file, header) in headers {
             for entry in header.tensors() {
-                if let Some(other) = found.insert(entry.name(), file) {
-                    return Err(
-                        misfit(format_args!("it is in {other} and in {file}")).at(entry.name())
-                    );
+                let name = entry.name();
+                if let Some(other) = found.insert(name, file) {
+                    return Err(misfit(format_args!("`{name}` is in {other} and in {file}")));
                 }
             }
         }
-        for (tensor, file) in &self.weight_map {
-            match found.remove(&**tensor) {
+        for (name, file) in &self.weight_map {
+            match found.remove(&**name) {
                 Some(at) if at == file => {}
                 Some(at) => {
-                    return Err(
-                        misfit(format_args!("it maps to {file} what is in {at}")).at(tensor)
-                    );
+                    return Err(misfit(format_args!(
+                        "it maps `{name}` to {file}, but {at} has it"
+                    )));
                 }
                 None => {
-                    return Err(
-                        misfit(format_args!("it maps to {file} what is not there")).at(tensor)
-                    );
+                    let note = format_args!("it maps `{name}` to {file}, which does not have it");
+                    return Err(misfit(note));
                 }
             }
         }
         match found.first_key_value() {
-            Some((tensor, file)) => {
-                Err(misfit(format_args!("it lacks a tensor that is in {file}")).at(tensor))
-            }
+            Some((name, file)) => Err(misfit(format_args!("it lacks `{name}`, which {file} has"))),
             None => Ok(()),
         }
     }

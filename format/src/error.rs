@@ -258,7 +258,7 @@ kinds! {
     "reshard" NotABox "shard is not one box of the global tensor",
     "safetensors" NotSafetensors "file is no valid safetensors file",
     "safetensors" WeightMap "index of safetensors files is wrong",
-    "safetensors" NotImportable "tensor cannot be taken from safetensors",
-    "safetensors" NotExportable "safetensors cannot hold the state dict",
+    "safetensors" NotImportable "archives cannot hold this from safetensors",
+    "safetensors" NotExportable "safetensors cannot hold this",
     "io" Io "reading or writing failed",
 }

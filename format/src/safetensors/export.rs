@@ -329,10 +329,10 @@ impl File<'_> {
             let Some(number) = leaf.reference.storage.filter(|_| leaf.nbytes() > 0) else {
                 continue;
             };
-            // Views of one storage that follow each other read it once.
-            let bytes = match loaded.take() {
-                Some((last, bytes)) if last == number => bytes,
-                _ => self.source.storage(number).map_err(|error| error.at(&leaf.name))?,
+            // Views of one storage that follow each other read it once; another one is let go first.
+            let bytes = match loaded.take().filter(|(last, _)| *last == number) {
+                Some((_, bytes)) => bytes,
+                None => self.source.storage(number).map_err(|error| error.at(&leaf.name))?,
             };
             write_elements(&leaf.reference, &bytes, stream)?;
             loaded = Some((number, bytes));

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
+use crate::digest::{self, ChunkHasher, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::length;
@@ -15,11 +16,9 @@ use crate::frame::{DATA_START, FRAME_LEN, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::layout::combine;
-
 use crate::state_dict::{StateDict, Value};
-use crate::structure::{
-    CHUNK_BYTES, Node, StorageReference, TensorReference, state_dict_of, tensor_of, value_of,
-};
+use crate::storage::{StorageReference, Unpack};
+use crate::structure::{Node, TensorReference, state_dict_of, value_of};
 use crate::table::IndexBytes;
 use crate::tensor::Tensor;
 use crate::text::is_text;
@@ -31,7 +30,11 @@ use crate::text::is_text;
 #[derive(Clone)]
 pub struct Archive {
     index: Arc<Index>,
-    blob: Arc<dyn Blob>,
+    /// The head, which the root digest needs.
+    head: [u8; FRAME_LEN],
+    /// Where storages are, by shard: this file, or the archives that a manifest names; none of a
+    /// manifest that is opened alone.
+    blobs: Arc<[Arc<dyn Blob>]>,
     file_len: u64,
 }
 
@@ -65,8 +68,64 @@ impl Archive {
     ///
     /// As [`Archive::from_bytes`]; `Io` if they cannot be read.
     pub fn from_blob(blob: Arc<dyn Blob>) -> Result<Self> {
-        let (index, file_len) = read_index(&*blob)?;
-        Ok(Self { index: Arc::new(index), blob, file_len })
+        let (index, head, file_len) = read_index(&*blob)?;
+        let is_manifest = !index.views().shards.is_empty();
+        let blobs = if is_manifest { Vec::new() } else { vec![blob] };
+        Ok(Self { index: Arc::new(index), head, blobs: blobs.into(), file_len })
+    }
+
+    /// Opens a shard set: a manifest and the archives that it names, read as one. `open` finds an
+    /// archive, which is then proven to be the one that the manifest means; it must look beside the
+    /// manifest, and follow no links. [`open_shard_set`](crate::open_shard_set) does so.
+    ///
+    /// A file without shards opens as [`Archive::from_blob`] opens it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::from_bytes`]; `ShardMismatch` (F-083); what `open` returns.
+    pub fn from_shard_set<E: From<Error>>(
+        manifest: Arc<dyn Blob>,
+        mut open: impl FnMut(&ShardFile) -> Result<Arc<dyn Blob>, E>,
+    ) -> Result<Self, E> {
+        let mut archive = Self::from_blob(manifest)?;
+        let shards = archive.shards();
+        if shards.is_empty() {
+            return Ok(archive);
+        }
+        let mut blobs = Vec::with_capacity(shards.len());
+        for shard in &shards {
+            let blob = open(shard)?;
+            check_shard(shard, &blob).map_err(|error| error.at(&shard.name))?;
+            blobs.push(blob);
+        }
+        archive.blobs = blobs.into();
+        Ok(archive)
+    }
+
+    /// Whether this is a manifest that was opened without the archives that it names, so that its
+    /// storages cannot be read.
+    pub fn is_manifest_alone(&self) -> bool {
+        self.blobs.is_empty()
+    }
+
+    /// The bytes of a shard, or of this file if it has none and the number is 0.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such shard, or the manifest was opened alone.
+    pub fn blob(&self, shard: u32) -> &Arc<dyn Blob> {
+        &self.blobs[crate::views::native(shard)]
+    }
+
+    /// The digest that names everything that the file means, if each of its storages has one (spec:
+    /// section 8). It is what a detached signature signs.
+    pub fn root_digest(&self) -> Option<Digest> {
+        let views = self.index.views();
+        if views.digests.len() != views.storages.len() {
+            return None;
+        }
+        let trailer = self.index.place().trailer();
+        Some(digest::hash(&[&self.head, self.index.bytes(), &trailer[..52], &trailer[56..]]))
     }
 
     /// Length of the file in bytes.
@@ -165,18 +224,28 @@ impl Archive {
         }
     }
 
-    /// The tensor of a reference from this archive's structure.
+    /// The tensor of a reference from this archive's structure. No more of its storage is read than
+    /// it spans.
     ///
     /// # Errors
     ///
     /// As [`Archive::to_state_dict`].
     pub fn tensor_of(&self, reference: &TensorReference) -> Result<Tensor> {
-        tensor_of(reference, &mut |number| self.storage_bytes(number))
+        let span = reference.byte_offset..reference.byte_offset + reference.meta.span_bytes();
+        let bytes = reference.storage.map(|number| self.storage_range(number, span)).transpose()?;
+        Tensor::new(reference.meta.clone(), bytes.unwrap_or_default().into(), 0)
     }
 
-    fn load(&self, node: usize) -> Result<Value> {
+    fn load(&self, number: usize) -> Result<Value> {
+        let node = self.index.node(number);
+        if let Node::Tensors(run) = &node
+            && let [reference] = run.as_slice()
+            && reference.place.is_none()
+        {
+            return self.tensor_of(reference).map(Value::Tensor);
+        }
         let mut loaded = BTreeMap::new();
-        value_of(&self.index.node(node), &mut |number| self.load_once(&mut loaded, number))
+        value_of(&node, &mut |number| self.load_once(&mut loaded, number))
     }
 
     /// Tensors that share a storage share its memory, so it is read once.
@@ -189,81 +258,142 @@ impl Archive {
         Ok(bytes)
     }
 
-    /// The bytes of a storage: a view if the archive is in memory, else read.
+    /// The raw bytes of a storage: a view if they are in memory as they are, else read and decoded.
     ///
     /// # Errors
     ///
-    /// `BlobElsewhere` for a manifest; `Io` if the file cannot be read.
+    /// `BlobElsewhere` for a manifest that was opened alone; `Io` if the file cannot be read;
+    /// `ChunkCorrupt`, `FrameCorrupt`, `FeatureMissing` if it is compressed.
     pub fn storage_bytes(&self, number: u32) -> Result<Bytes> {
-        let storage = self.storage(number);
-        if !self.index.views().shards.is_empty() {
-            return Err(Error::new(ErrorKind::BlobElsewhere).at(format_args!("storage {number}")));
-        }
-        self.read(storage.offset..storage.offset + storage.len)
+        self.storage_range(number, 0..self.index.storage_len(number))
     }
 
-    fn read(&self, range: Range<u64>) -> Result<Bytes> {
+    /// A range of the raw bytes of a storage. Of a compressed one, only the chunks that the range
+    /// touches are read and decoded.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::storage_bytes`].
+    ///
+    /// # Panics
+    ///
+    /// If the range does not lie in the storage.
+    pub fn storage_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        let len = self.index.storage_len(number);
+        assert!(range.start <= range.end && range.end <= len, "a range of the storage");
+        match self.index.raw_place(number) {
+            Some((shard, offset)) => self.read(shard, offset + range.start..offset + range.end),
+            None => self.unpack(number, &self.storage(number), range),
+        }
+    }
+
+    fn unpack(&self, number: u32, storage: &StorageReference, range: Range<u64>) -> Result<Bytes> {
+        let decode = || {
+            let mut unpack = Unpack::new(storage, range.clone())?;
+            for chunk in storage.chunks(&range) {
+                let place = storage.stored_chunk(chunk);
+                let stored = self.read(storage.shard, place.clone())?;
+                // What is decoded must be what was written.
+                prove_chunk(storage, chunk, &stored).map_err(|error| error.byte(place.start))?;
+                unpack.add(chunk, &stored).map_err(|error| error.byte(place.start))?;
+            }
+            Ok(unpack.finish())
+        };
+        decode().map_err(|error: Error| error.at(self.leaf_in(number)))
+    }
+
+    /// Stored bytes of a file.
+    fn read(&self, shard: u32, range: Range<u64>) -> Result<Bytes> {
+        let blob = self.blobs.get(crate::views::native(shard));
+        let blob = blob.ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))?;
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::new(ErrorKind::TooLarge));
-        if let Some(bytes) = self.blob.bytes() {
+        if let Some(bytes) = blob.bytes() {
             return Ok(bytes.slice(size(range.start)?..size(range.end)?));
         }
         let mut bytes = vec![0; size(range.end - range.start)?];
-        self.blob.read_exact_at(&mut bytes, range.start)?;
+        blob.read_exact_at(&mut bytes, range.start)?;
         Ok(bytes.into())
     }
 
-    /// Proves the payload: every stored byte and every byte of padding.
+    /// Proves the payload: every stored byte and every byte of padding, and that texts are texts.
     ///
     /// # Errors
     ///
-    /// `ChunkCorrupt`, `StorageCorrupt`, `PaddingNotZero` with the byte offset and a leaf that is
-    /// hurt; `Io` if the file cannot be read.
+    /// `ChunkCorrupt`, `StorageCorrupt`, `PaddingNotZero`, `NotText` with the byte offset and a leaf
+    /// that is hurt; `Io` if the file cannot be read.
     pub fn verify(&self) -> Result<()> {
         self.verify_jobs().iter().try_for_each(Verify::run)
     }
 
+    /// As [`Archive::verify`], and proves what the stored bytes mean: that compressed chunks decode,
+    /// to bytes with the right checksum, and that all digests match.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::verify`]; `FrameCorrupt`, `DigestMismatch`; `FeatureMissing` in a build without
+    /// zstd.
+    pub fn verify_deep(&self) -> Result<()> {
+        self.verify()?;
+        self.decode_jobs().iter().try_for_each(Verify::run)
+    }
+
     /// The jobs that together are [`Archive::verify`], independent of each other. Those of
-    /// a manifest read nothing: its payload lies in other archives.
+    /// a manifest that was opened alone read nothing: its payload lies in other archives.
     pub fn verify_jobs(&self) -> Vec<Verify<'_>> {
         let mut jobs = Vec::new();
-        if !self.index.views().shards.is_empty() {
-            let storages = (0..self.storage_count()).map(|number| (number, self.storage(number)));
-            jobs.extend(storages.map(|(number, storage)| Verify {
-                archive: self,
-                number,
-                part: Part::Whole(storage),
-            }));
-            return jobs;
-        }
-        for number in self.index.stored_texts() {
-            let part = Part::Text(self.storage(number));
-            jobs.push(Verify { archive: self, number, part });
-        }
+        let mut job = |number, storage: &Arc<StorageReference>, part| {
+            jobs.push(Verify { archive: self, number, storage: storage.clone(), part });
+        };
+        // In a shard set, what lies between storages may belong to others: it is not looked at.
+        let owns_blob = self.shards().is_empty();
         let mut end = DATA_START;
+        let mut last = None;
         for number in 0..self.storage_count() {
-            let storage = self.storage(number);
-            jobs.push(Verify { archive: self, number, part: Part::Padding(end..storage.offset) });
-            end = storage.offset + storage.len;
-            jobs.push(Verify { archive: self, number, part: Part::Whole(storage.clone()) });
-            let mut start = storage.offset;
-            for crc in storage.crcs {
-                let next = (start + CHUNK_BYTES).min(end);
-                jobs.push(Verify { archive: self, number, part: Part::Chunk(start..next, crc) });
-                start = next;
+            let storage = Arc::new(self.storage(number));
+            if owns_blob {
+                job(number, &storage, Part::Padding(end..storage.offset));
+            }
+            end = storage.stored_range().end;
+            if storage.packing.is_none() {
+                job(number, &storage, Part::Checksum);
+            }
+            for chunk in storage.chunks(&(0..storage.len)) {
+                if !self.is_manifest_alone() {
+                    job(number, &storage, Part::Chunk(chunk));
+                }
+            }
+            last = Some(storage);
+        }
+        if !self.is_manifest_alone() {
+            for number in self.index.stored_texts() {
+                job(number, &Arc::new(self.storage(number)), Part::Text);
             }
         }
-        let index_off = self.index_range().start;
-        jobs.push(Verify { archive: self, number: 0, part: Part::Padding(end..index_off) });
+        if let Some(storage) = last.filter(|_| owns_blob) {
+            let number = self.storage_count() - 1;
+            job(number, &storage, Part::Padding(end..self.index_range().start));
+        }
+        jobs
+    }
+
+    /// The jobs that [`Archive::verify_deep`] has besides, independent of each other.
+    pub fn decode_jobs(&self) -> Vec<Verify<'_>> {
+        if self.is_manifest_alone() {
+            return Vec::new();
+        }
+        let mut jobs = Vec::new();
+        for number in 0..self.storage_count() {
+            let storage = Arc::new(self.storage(number));
+            if storage.packing.is_some() || storage.digest.is_some() {
+                jobs.push(Verify { archive: self, number, storage, part: Part::Meaning });
+            }
+        }
         jobs
     }
 
     /// A leaf that lies in a storage, for errors.
     fn leaf_in(&self, storage: u32) -> String {
-        let lies_in_it = |node: &Node| match node {
-            Node::Stored(_, number) => *number == storage,
-            Node::Tensors(run) => run.iter().any(|each| each.storage == Some(storage)),
-            Node::Leaf(_) | Node::Container(..) => false,
-        };
+        let lies_in_it = |node: &Node| node.storages().any(|number| number == storage);
         let hurt = self.leaves().into_iter().find(|(_, node)| lies_in_it(node));
         hurt.map_or_else(|| format!("storage {storage}"), |(path, _)| path.fqn())
     }
@@ -275,34 +405,39 @@ impl fmt::Debug for Archive {
     }
 }
 
-/// One job of [`Archive::verify_jobs`].
+/// One job of [`Archive::verify_jobs`] or [`Archive::decode_jobs`].
 #[derive(Debug)]
 pub struct Verify<'a> {
     archive: &'a Archive,
     number: u32,
+    storage: Arc<StorageReference>,
     part: Part,
 }
 
 #[derive(Debug)]
 enum Part {
-    /// Bytes of the file that must be zero.
+    /// Bytes of the file in front of the storage, or behind the last one, that must be zero.
     Padding(Range<u64>),
-    /// Bytes of the file with this CRC-32.
-    Chunk(Range<u64>, u32),
-    /// The checksum of a storage against those of its chunks: no payload at all.
-    Whole(StorageReference),
-    /// A str that lies in this storage.
-    Text(StorageReference),
+    /// A stored chunk.
+    Chunk(u64),
+    /// The checksum of a raw storage against those of its chunks: no payload at all.
+    Checksum,
+    /// That the storage, which is a str, is text.
+    Text,
+    /// The raw bytes: that they can be decoded, their checksum and their digest.
+    Meaning,
 }
 
 impl Verify<'_> {
     /// How many bytes of the file the job reads.
     pub fn len(&self) -> u64 {
-        match &self.part {
-            Part::Padding(range) | Part::Chunk(range, _) => range.end - range.start,
-            Part::Whole(_) => 0,
-            Part::Text(storage) => storage.len,
-        }
+        let range = match &self.part {
+            Part::Padding(range) => range.clone(),
+            Part::Chunk(chunk) => self.storage.stored_chunk(*chunk),
+            Part::Checksum => 0..0,
+            Part::Text | Part::Meaning => self.storage.stored_range(),
+        };
+        range.end - range.start
     }
 
     /// True if the job reads nothing.
@@ -314,45 +449,99 @@ impl Verify<'_> {
     ///
     /// # Errors
     ///
-    /// As [`Archive::verify`].
+    /// As [`Archive::verify_deep`].
     pub fn run(&self) -> Result<()> {
-        let (kind, range) = match &self.part {
-            Part::Padding(range) => {
-                let bytes = self.archive.read(range.clone())?;
-                let Some(at) = bytes.iter().position(|byte| *byte != 0) else { return Ok(()) };
-                let at = range.start + length(&bytes[..at]);
-                return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
-            }
-            Part::Chunk(range, crc) => {
-                if crc32fast::hash(&self.archive.read(range.clone())?) == *crc {
-                    return Ok(());
-                }
-                (ErrorKind::ChunkCorrupt, range.clone())
-            }
-            Part::Whole(storage) => {
-                if combine(storage.len, &storage.crcs) == storage.crc32 {
-                    return Ok(());
-                }
-                (ErrorKind::StorageCorrupt, storage.offset..storage.offset + storage.len)
-            }
-            Part::Text(storage) => {
-                let range = storage.offset..storage.offset + storage.len;
-                if is_text(&self.archive.read(range.clone())?) {
-                    return Ok(());
-                }
-                (ErrorKind::NotText, range)
-            }
-        };
-        Err(Error::new(kind)
-            .at(self.archive.leaf_in(self.number))
-            .byte(range.start)
-            .note(format_args!("{} bytes", range.end - range.start)))
+        if let Part::Padding(range) = &self.part {
+            let bytes = self.archive.read(self.storage.shard, range.clone())?;
+            let Some(at) = bytes.iter().position(|byte| *byte != 0) else { return Ok(()) };
+            let at = range.start + length(&bytes[..at]);
+            return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
+        }
+        self.prove().map_err(|error| {
+            let at = error.offset().unwrap_or(self.storage.offset);
+            error.at(self.archive.leaf_in(self.number)).byte(at)
+        })
     }
+
+    fn prove(&self) -> Result<()> {
+        let Self { archive, number, storage, part } = self;
+        let all = || storage.chunks(&(0..storage.len));
+        match part {
+            Part::Padding(_) => Ok(()),
+            Part::Chunk(chunk) => {
+                let place = storage.stored_chunk(*chunk);
+                let stored = archive.read(storage.shard, place.clone())?;
+                prove_chunk(storage, *chunk, &stored).map_err(|error| error.byte(place.start))
+            }
+            Part::Checksum => {
+                check_crc(storage, combine(storage.len, storage.crcs.iter().copied()))
+            }
+            Part::Text => {
+                let bytes = archive.storage_bytes(*number)?;
+                if is_text(&bytes) { Ok(()) } else { Err(Error::new(ErrorKind::NotText)) }
+            }
+            Part::Meaning => {
+                let mut crc = crc32fast::Hasher::new();
+                let mut digests = Vec::new();
+                for chunk in all() {
+                    let raw = archive.storage_range(*number, storage.chunk(chunk))?;
+                    crc.update(&raw);
+                    let mut hasher = ChunkHasher::new(chunk, storage.len);
+                    hasher.update(&raw);
+                    digests.push(hasher.finish());
+                }
+                check_crc(storage, crc.finalize())?;
+                let digest = digest::merge(storage.len, &digests);
+                match storage.digest {
+                    Some(recorded) if recorded != digest => {
+                        Err(Error::new(ErrorKind::DigestMismatch))
+                    }
+                    _ => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// Proves the stored bytes of a chunk (F-090).
+fn prove_chunk(storage: &StorageReference, chunk: u64, stored: &[u8]) -> Result<()> {
+    let expected = usize::try_from(chunk).ok().and_then(|chunk| storage.crcs.get(chunk));
+    if expected == Some(&crc32fast::hash(stored)) {
+        return Ok(());
+    }
+    let len = stored.len();
+    Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
+}
+
+fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {
+    if crc == storage.crc32 { Ok(()) } else { Err(Error::new(ErrorKind::StorageCorrupt)) }
+}
+
+/// Proves that an archive is the one that a manifest names (F-083).
+fn check_shard(shard: &ShardFile, blob: &Arc<dyn Blob>) -> Result<()> {
+    let wrong = |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).note(note);
+    let len = blob.size()?;
+    if len != shard.file_len {
+        return Err(wrong(&format_args!("{len} bytes, the manifest says {}", shard.file_len)));
+    }
+    if shard.digest.is_some() {
+        let archive = Archive::from_blob(blob.clone())?;
+        if archive.root_digest() != shard.digest {
+            return Err(wrong(&"another root digest"));
+        }
+    }
+    let mut trailer = [0; FRAME_LEN];
+    blob.read_exact_at(&mut trailer, len - 64)?;
+    let place = parse_trailer(&trailer, len)?;
+    if (place.index_off, place.index_crc32) != (shard.index_off, shard.index_crc32) {
+        return Err(wrong(&"another index"));
+    }
+    Ok(())
 }
 
 /// Reads and proves head, trailer and index; nothing is allocated before its length is proven
 /// against that of the file.
-fn read_index(file: &dyn Blob) -> Result<(Index, u64)> {
+fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     let file_len = file.size()?;
     let mut head = [0; 4096];
     let start = usize::try_from(file_len).unwrap_or(head.len()).min(head.len());
@@ -374,5 +563,5 @@ fn read_index(file: &dyn Blob) -> Result<(Index, u64)> {
     let mut index = IndexBytes::with_capacity(index_len);
     index.resize(index_len, 0);
     file.read_exact_at(&mut index, place.index_off)?;
-    Ok((Index::parse(index, place)?, file_len))
+    Ok((Index::parse(index, place)?, *frame, file_len))
 }

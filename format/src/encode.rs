@@ -3,6 +3,7 @@
 use indexmap::IndexMap;
 use rend::{u32_le, u64_le};
 
+use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Content, FileKey, Key, ObjectPath, Step, python_twins};
 use crate::mesh::DeviceMesh;
@@ -11,7 +12,8 @@ use crate::record::{self, NONE, STORED, heap_range, kind};
 use crate::shape::MAX_RANK;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
-use crate::structure::{Container, Node, StorageReference, Stored, TensorReference};
+use crate::storage::{PackedChunk, StorageReference};
+use crate::structure::{Container, Node, Stored, TensorReference};
 use crate::table::Tables;
 use crate::text::Text;
 
@@ -42,6 +44,8 @@ pub struct ShardFile {
     pub index_crc32: u32,
     /// The writer that wrote it.
     pub writer: u32,
+    /// Its root digest, if it has one.
+    pub digest: Option<Digest>,
 }
 
 /// Encodes a structure.
@@ -334,21 +338,33 @@ impl<'a> Encoder<'a> {
         for storage in storages {
             let crcs = number(self.tables.crcs.len())?;
             self.tables.crcs.extend(storage.crcs.iter().map(|crc| u32_le::from_native(*crc)));
+            let first_chunk = number(self.tables.chunks.len())?;
+            let packing = storage.packing.as_ref();
+            let chunk = |chunk: &PackedChunk| record::Chunk {
+                offset: chunk.offset.into(),
+                stored_len: chunk.len.into(),
+                codec: u32::from(chunk.is_zstd).into(),
+            };
+            let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
+            self.tables.chunks.extend(chunks.map(chunk));
             self.tables.storages.push(record::Storage {
                 offset: storage.offset.into(),
-                stored_len: storage.len.into(),
+                stored_len: storage.stored_len().into(),
                 raw_len: storage.len.into(),
                 shard: storage.shard.into(),
-                chunks: NONE.into(),
+                chunks: packing.map_or(NONE, |_| first_chunk).into(),
                 crcs: crcs.into(),
                 crc32: storage.crc32.into(),
-                codec: 0,
+                codec: packing.is_some().into(),
                 align_log2: storage.align_log2,
                 chunk_log2: 20,
-                shuffle: 0,
+                shuffle: packing.map_or(0, |packing| packing.shuffle),
                 reserved: 0.into(),
             });
         }
+        // A file has digests of all its storages or of none.
+        let digests: Option<Vec<Digest>> = storages.iter().map(|storage| storage.digest).collect();
+        self.tables.digests = digests.unwrap_or_default();
         number(self.tables.storages.len()).map(drop)
     }
 
@@ -379,7 +395,7 @@ impl<'a> Encoder<'a> {
                 index_off: shard.index_off.into(),
                 index_crc32: shard.index_crc32.into(),
                 writer: shard.writer.into(),
-                digest: [0; 32],
+                digest: shard.digest.unwrap_or_default(),
             });
         }
         Ok(())

@@ -225,7 +225,8 @@ kinds! {
     "F-061" Alignment "alignment is out of range",
     "F-062" UnusedStorage "storage is named by no leaf",
     "F-063" UnknownCodec "storage codec is unknown",
-    "F-064" CrcTable "checksum or chunk table does not match the storages",
+    "F-064" CrcTable "checksum table does not match the storages",
+    "F-065" ChunkTable "chunk table does not match the compressed storages",
     // 7. Slices, placements, attributes, shards
     "F-070" OutsideGlobal "shard lies outside its global shape",
     "F-071" MeshMismatch "mesh, coordinates and placements do not fit together",
@@ -235,10 +236,13 @@ kinds! {
     "F-080" AttrTable "attributes are not sorted, or a value has a kind that is not allowed",
     "F-081" DigestTable "digest table does not match the storages",
     "F-082" ShardTable "shard record is not allowed or names no plain file",
+    "F-083" ShardMismatch "file is not the one that its manifest names",
     // 8. Payload
     "F-090" ChunkCorrupt "stored bytes do not match their checksum",
-    "F-091" StorageCorrupt "storage checksum is not the combination of its chunks",
+    "F-091" StorageCorrupt "storage checksum does not match its bytes",
     "F-092" PaddingNotZero "padding between storages is not zero",
+    "F-093" FrameCorrupt "compressed chunk is no zstd frame of its bytes",
+    "F-094" DigestMismatch "bytes of the storage do not match their digest",
     // What only a writer or a request can do
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",
@@ -252,6 +256,7 @@ kinds! {
     "read" WrongType "tensor has another dtype than the one asked for",
     "read" NotContiguous "tensor is not contiguous",
     "read" LimitExceeded "result is larger than the limit that the caller gave",
+    "read" FeatureMissing "this build lacks a feature that the file needs",
     "read" BlobElsewhere "bytes of this storage are in another file of the shard set",
     "reshard" Uncovered "region is covered by no stored slice",
     "reshard" Overlap "slices overlap without being equal",

@@ -9,7 +9,8 @@ use crate::frame::IndexPlace;
 use crate::key::ObjectPath;
 use crate::lookup::leaves_named;
 use crate::record::{self, STORED, kind};
-use crate::structure::{CHUNK_BYTES, Node, StorageReference};
+use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
+use crate::structure::Node;
 use crate::table::{self, IndexBytes, TableMap};
 use crate::validate::validate;
 use crate::views::{Views, native, path_of};
@@ -67,8 +68,18 @@ impl Index {
         let views = self.views();
         let storage = &views.storages[native(number)];
         let first = native(storage.crcs.to_native());
-        let len = storage.stored_len.to_native();
+        let len = storage.raw_len.to_native();
         let count = usize::try_from(len.div_ceil(CHUNK_BYTES)).expect("proven to be in crcs");
+        let packing = (storage.codec != 0).then(|| {
+            let first = native(storage.chunks.to_native());
+            let chunk = |chunk: &record::Chunk| PackedChunk {
+                offset: chunk.offset.to_native(),
+                len: chunk.stored_len.to_native(),
+                is_zstd: chunk.codec != 0,
+            };
+            let chunks = views.chunks[first..first + count].iter().map(chunk).collect();
+            Packing { shuffle: storage.shuffle, chunks }
+        });
         StorageReference {
             offset: storage.offset.to_native(),
             len,
@@ -76,7 +87,20 @@ impl Index {
             crcs: views.crcs[first..first + count].iter().map(|crc| crc.to_native()).collect(),
             align_log2: storage.align_log2,
             shard: storage.shard.to_native(),
+            packing,
+            digest: views.digests.get(native(number)).copied(),
         }
+    }
+
+    /// How many raw bytes a storage has.
+    pub(crate) fn storage_len(&self, number: u32) -> u64 {
+        self.views().storages[native(number)].raw_len.to_native()
+    }
+
+    /// Shard and offset of a storage that is stored as it is.
+    pub(crate) fn raw_place(&self, number: u32) -> Option<(u32, u64)> {
+        let storage = &self.views().storages[native(number)];
+        (storage.codec == 0).then(|| (storage.shard.to_native(), storage.offset.to_native()))
     }
 
     /// The storages that are strs.
@@ -110,6 +134,7 @@ impl Index {
             index_off: shard.index_off.to_native(),
             index_crc32: shard.index_crc32.to_native(),
             writer: shard.writer.to_native(),
+            digest: (shard.digest != [0; 32]).then_some(shard.digest),
         };
         views.shards.iter().map(shard).collect()
     }

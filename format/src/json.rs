@@ -10,6 +10,7 @@ use crate::number::Float;
 use crate::placement::Placement;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
+use crate::storage::PackedChunk;
 use crate::structure::{Container, Node, Stored, TensorReference};
 use crate::tensor::{TensorFlags, TensorView};
 use crate::text::Text;
@@ -37,7 +38,7 @@ pub fn to_json(archive: &Archive) -> Result<Json> {
         let storage = archive.storage(number);
         let mut view = json!({
             "offset": storage.offset,
-            "stored_len": storage.len,
+            "stored_len": storage.stored_len(),
             "raw_len": storage.len,
             "align_log2": storage.align_log2,
             "crc32": storage.crc32,
@@ -45,18 +46,31 @@ pub fn to_json(archive: &Archive) -> Result<Json> {
         if !shards.is_empty() {
             view["shard"] = json!(storage.shard);
         }
+        if let Some(packing) = &storage.packing {
+            let chunk =
+                |chunk: &PackedChunk| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
+            let chunks: Vec<Json> = packing.chunks.iter().map(chunk).collect();
+            view["zstd"] = json!({ "shuffle": packing.shuffle, "chunks": chunks });
+        }
+        if let Some(digest) = &storage.digest {
+            view["digest"] = json!(hex(digest));
+        }
         view
     });
     view["storages"] = storages.collect();
     if !shards.is_empty() {
         let shard = |shard: &crate::encode::ShardFile| {
-            json!({
+            let mut view = json!({
                 "name": shard.name,
                 "file_len": shard.file_len,
                 "index_off": shard.index_off,
                 "index_crc32": shard.index_crc32,
                 "writer": shard.writer,
-            })
+            });
+            if let Some(digest) = &shard.digest {
+                view["digest"] = json!(hex(digest));
+            }
+            view
         };
         view["shards"] = shards.iter().map(shard).collect();
     }
@@ -68,7 +82,7 @@ fn node(archive: &Archive, each: &Node) -> Result<Json> {
     Ok(match each {
         Node::Leaf(value) => leaf(value),
         Node::Stored(stored, storage) => {
-            if !archive.shards().is_empty() {
+            if archive.is_manifest_alone() {
                 let member = match stored {
                     Stored::Str => "str",
                     Stored::Bytes => "bytes",
@@ -175,7 +189,7 @@ fn tensor(archive: &Archive, each: &TensorReference) -> Result<Json> {
     }
     view.insert("storage".into(), json!(each.storage));
     view.insert("byte_offset".into(), json!(each.byte_offset));
-    if meta.nbytes() <= DATA_MAX && archive.shards().is_empty() {
+    if meta.nbytes() <= DATA_MAX && !archive.is_manifest_alone() {
         let tensor = archive.tensor_of(each)?;
         view.insert(
             "data".into(),

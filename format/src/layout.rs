@@ -1,60 +1,94 @@
-//! Where everything goes: an archive planned from metadata alone, then filled.
+//! Where everything goes: an archive planned from metadata alone, compressed if that is wanted, then filled.
 
 use std::io::Write;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
 
-use crate::encode::{AttrValue, Attrs, ShardFile, encode};
+use crate::arrange::Arranger;
+use crate::digest;
+use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Fill, Filled, Source, jobs, length};
-use crate::frame::{self, DATA_START, INDEX_ALIGN, IndexPlace};
+use crate::fill::{Fill, Filled, Source, Sum, jobs, length};
+use crate::frame::{self, DATA_START, IndexPlace};
 use crate::key::ObjectPath;
-use crate::state_dict::{StateDict, Value};
-use crate::structure::{CHUNK_BYTES, Item, Node, StorageReference, structure_of, walk};
+use crate::options::Options;
+use crate::pack::{Pack, Packed};
+use crate::state_dict::StateDict;
+use crate::storage::{CHUNK_BYTES, StorageReference};
+use crate::structure::Node;
 use crate::table::{ROOT_LEN, Tables};
 
-/// What a writer may choose.
-#[derive(Clone, Debug)]
-pub struct Options {
-    pub(crate) attrs: Attrs,
-    pub(crate) allow_opaque: bool,
+/// An archive in the making, whose storages are yet to be compressed.
+///
+/// [`Layout::plan`] does the same in one step on one thread.
+///
+/// # Examples
+///
+/// ```
+/// # #[cfg(feature = "zstd")] {
+/// use tssd_format::{Archive, Compression, Draft, Options, StateDict, Tensor};
+/// let mut dict = StateDict::new();
+/// dict.insert("zeros", Tensor::from_slice(&[0_i64; 1 << 20], &[1 << 20])?);
+///
+/// let draft = Draft::new(&dict, &Options::new().compress(Compression::Zstd))?;
+/// let packed = std::thread::scope(|scope| {
+///     let jobs = draft.jobs();
+///     let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
+///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>, _>>()
+/// })?;
+/// let layout = draft.place(packed)?;
+/// assert!(layout.file_len() < 10_000);
+/// # let mut file = Vec::new();
+/// # layout.write_to(&mut file)?;
+/// # assert_eq!(Archive::from_bytes(file)?.to_state_dict()?, dict);
+/// # }
+/// # Ok::<(), tssd_format::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Draft {
+    arranger: Arranger,
+    root: Node,
+    options: Options,
 }
 
-impl Default for Options {
-    fn default() -> Self {
-        Self::new()
+impl Draft {
+    /// Arranges a state dict; touches none of its tensors.
+    ///
+    /// # Errors
+    ///
+    /// As [`Layout::plan`].
+    pub fn new(dict: &StateDict, options: &Options) -> Result<Self> {
+        let mut arranger = Arranger::new();
+        let root = arranger.arrange(dict.as_value(), &mut ObjectPath::root(), options)?;
+        Ok(Self { arranger, root, options: options.clone() })
+    }
+
+    /// The jobs that compress what is to be compressed; none without compression.
+    pub fn jobs(&self) -> Vec<Pack> {
+        self.arranger.jobs(&self.options)
+    }
+
+    /// The layout, once all jobs have run.
+    ///
+    /// # Errors
+    ///
+    /// `Unfilled` if a job has not; else as [`Layout::plan`].
+    pub fn place(self, packed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
+        let Self { mut arranger, root, options } = self;
+        arranger.place(packed, &options)?;
+        let mut attrs = options.attrs.clone();
+        arranger.note(&options, &mut attrs);
+        let tables = encode(&root, &arranger.storages, &attrs, &[])?;
+        let index_len = tables.index_len()?;
+        let index_off = arranger.index_off()?;
+        let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
+        end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
+        Ok(Layout { tables, sources: arranger.sources, index_off, index_len })
     }
 }
 
-impl Options {
-    /// No attributes, no opaque leaves.
-    pub fn new() -> Self {
-        Self { attrs: Attrs::new(), allow_opaque: false }
-    }
-
-    /// Says something of the archive as a whole.
-    #[must_use]
-    pub fn attr(mut self, name: impl Into<String>, value: AttrValue) -> Self {
-        self.attrs.insert(name.into(), value);
-        self
-    }
-
-    /// Allows leaves that are no typed values ([`Value::Opaque`]).
-    #[must_use]
-    pub fn allow_opaque(mut self) -> Self {
-        self.allow_opaque = true;
-        self
-    }
-}
-
-/// log2 of the alignment of a storage of this many bytes: pages for large ones, so that they can be
-/// mapped and read directly; what GPUs and vector units like for the others.
-fn align_log2(len: u64) -> u8 {
-    if len >= 64 << 10 { 12 } else { 8 }
-}
-
-/// The place of every byte of an archive, before any tensor byte has been touched.
+/// The place of every byte of an archive, before any of them is copied.
 ///
 /// # Examples
 ///
@@ -78,7 +112,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Plans the archive of a state dict. The result depends on the state dict and the options alone.
+    /// Plans the archive of a state dict. The result depends on the state dict and the options alone,
+    /// and on the version of zstd if it compresses. Without compression, no tensor byte is touched.
     ///
     /// # Errors
     ///
@@ -86,9 +121,9 @@ impl Layout {
     /// `KeyKind`, `PartialPlacement`, `TensorRun`, `TooLarge`; `Misaligned` for tensors that overlap
     /// in memory at offsets that no alignment fits.
     pub fn plan(dict: &StateDict, options: &Options) -> Result<Self> {
-        let mut planner = Planner::new();
-        let root = planner.place(dict.as_value(), &mut ObjectPath::root(), options)?;
-        planner.finish(&root, &options.attrs)
+        let draft = Draft::new(dict, options)?;
+        let packed: Vec<Packed> = draft.jobs().iter().map(Pack::run).collect::<Result<_>>()?;
+        draft.place(packed)
     }
 
     /// The exact length of the file in bytes.
@@ -113,24 +148,30 @@ impl Layout {
     ///
     /// `Unfilled` if a job has not.
     pub fn seal(&self, filled: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
-        let mut crcs = vec![None; self.tables.crcs.len()];
-        for (entry, crc) in filled.into_iter().flat_map(|filled| filled.crcs) {
-            if let Some(slot) = crcs.get_mut(entry) {
-                *slot = Some(crc);
+        let mut sums = vec![None; self.tables.crcs.len()];
+        for (entry, sum) in filled.into_iter().flat_map(|filled| filled.sums) {
+            if let Some(slot) = sums.get_mut(entry) {
+                *slot = Some(sum);
             }
         }
-        let crcs: Option<Vec<u32>> = crcs.into_iter().collect();
-        let crcs = crcs.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
+        let sums: Option<Vec<Sum>> = sums.into_iter().collect();
+        let sums = sums.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
         let mut tables = self.tables.clone();
-        let mut rest = crcs.as_slice();
-        for storage in &mut tables.storages {
-            let len = storage.stored_len.to_native();
-            let count = usize::try_from(len.div_ceil(CHUNK_BYTES)).unwrap_or(rest.len());
-            let (own, others) = rest.split_at(count);
-            storage.crc32 = combine(len, own).into();
-            rest = others;
+        for (number, storage) in tables.storages.iter_mut().enumerate() {
+            // What is compressed is known already.
+            if storage.codec != 0 {
+                continue;
+            }
+            let len = storage.raw_len.to_native();
+            let own = sums[crate::views::native(storage.crcs.to_native())..].iter();
+            let own = own.take(usize::try_from(len.div_ceil(CHUNK_BYTES)).unwrap_or(sums.len()));
+            storage.crc32 = combine(len, own.clone().map(|sum| sum.crc)).into();
+            let parts: Option<Vec<_>> = own.map(|sum| sum.digest).collect();
+            if let (Some(digest), Some(parts)) = (tables.digests.get_mut(number), parts) {
+                *digest = digest::merge(len, &parts);
+            }
         }
-        tables.crcs = crcs.into_iter().map(Into::into).collect();
+        tables.crcs = sums.iter().map(|sum| sum.crc.into()).collect();
         tail(&tables, self.index_off)
     }
 
@@ -213,235 +254,13 @@ pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
 }
 
 /// The CRC-32 of `len` bytes, given that of each of their chunks.
-pub(crate) fn combine(len: u64, crcs: &[u32]) -> u32 {
+pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
     let mut whole = Hasher::new();
     let mut rest = len;
     for crc in crcs {
         let chunk = rest.min(CHUNK_BYTES);
-        whole.combine(&Hasher::new_with_initial_len(*crc, chunk));
+        whole.combine(&Hasher::new_with_initial_len(crc, chunk));
         rest -= chunk;
     }
     whole.finalize()
-}
-
-/// Gives every tensor its place; remembers how far the blob reaches.
-#[derive(Debug)]
-pub(crate) struct Planner {
-    cursor: u64,
-    crc_count: usize,
-    pub(crate) sources: Vec<Source>,
-    pub(crate) storages: Vec<StorageReference>,
-}
-
-/// Bytes of one leaf: their addresses, and what their first byte must be aligned to.
-struct Span<'a> {
-    start: usize,
-    end: usize,
-    align: usize,
-    bytes: &'a Bytes,
-    is_content: bool,
-}
-
-/// Spans that overlap, directly or through others: one storage.
-struct Component {
-    start: usize,
-    end: usize,
-    /// In order of their starts.
-    spans: Vec<usize>,
-    /// Its number and its lead, once it has a place.
-    placed: Option<(u32, usize)>,
-}
-
-impl Planner {
-    pub(crate) fn new() -> Self {
-        Self { cursor: DATA_START, crc_count: 0, sources: Vec::new(), storages: Vec::new() }
-    }
-
-    pub(crate) fn cursor(&self) -> u64 {
-        self.cursor
-    }
-
-    /// Gives everything in `value` a place behind what is placed already, and returns its structure.
-    /// Tensors are tied if their bytes overlap now; earlier calls are not looked at.
-    pub(crate) fn place(
-        &mut self,
-        value: &Value,
-        path: &mut ObjectPath,
-        options: &Options,
-    ) -> Result<Node> {
-        let mut spans = Vec::new();
-        walk(value, path, options.allow_opaque, &mut |_, item| {
-            spans.push(Span::of(&item));
-            Ok(())
-        })?;
-        let (mut components, of_span) = components(&spans);
-        // All that can be refused is refused before anything has its place.
-        for (ordinal, component) in of_span.iter().enumerate() {
-            let Some(component) = component.map(|at| &components[at]) else { continue };
-            lead_of(component, &spans)
-                .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?;
-        }
-        let mut places = Vec::with_capacity(spans.len());
-        for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
-            let Some(component) = component else {
-                places.push((None, 0));
-                continue;
-            };
-            let component = &mut components[component];
-            let (storage, lead) = match component.placed {
-                Some(placed) => placed,
-                None => self
-                    .store(component, &spans)
-                    .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?,
-            };
-            component.placed = Some((storage, lead));
-            let byte_offset = u64::try_from(span.start - component.start + lead);
-            places.push((Some(storage), byte_offset.expect("usize is at most 64 bits")));
-        }
-        Ok(structure_of(value, &mut places.into_iter()))
-    }
-
-    /// Appends a storage to the blob.
-    fn store(&mut self, component: &Component, spans: &[Span<'_>]) -> Result<(u32, usize)> {
-        let lead = lead_of(component, spans)?;
-        let segments = segments(component, spans);
-        let wide = |len: usize| u64::try_from(len).expect("usize is at most 64 bits");
-        let len = wide(component.end - component.start + lead);
-        let align_log2 = align_log2(len);
-        let too_large = || Error::new(ErrorKind::TooLarge);
-        let offset = self.cursor.checked_next_multiple_of(1 << align_log2);
-        let offset = offset.ok_or_else(too_large)?;
-        let number = u32::try_from(self.storages.len()).map_err(|_| too_large())?;
-        let chunks = usize::try_from(len.div_ceil(CHUNK_BYTES)).map_err(|_| too_large())?;
-        self.sources.push(Source {
-            offset,
-            len,
-            lead: wide(lead),
-            segments,
-            first_crc: self.crc_count,
-        });
-        self.storages.push(StorageReference {
-            offset,
-            len,
-            crc32: 0,
-            crcs: vec![0; chunks],
-            align_log2,
-            shard: 0,
-        });
-        self.crc_count += chunks;
-        self.cursor = offset.checked_add(len).ok_or_else(too_large)?;
-        Ok((number, lead))
-    }
-
-    pub(crate) fn finish(self, root: &Node, attrs: &Attrs) -> Result<Layout> {
-        let tables = encode(root, &self.storages, attrs, &[])?;
-        let index_len = tables.index_len()?;
-        let index_off = self.cursor.checked_next_multiple_of(INDEX_ALIGN);
-        let index_off = index_off
-            .filter(|off| off.checked_add(index_len + 64).is_some())
-            .ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
-        Ok(Layout { tables, sources: self.sources, index_off, index_len })
-    }
-}
-
-impl<'a> Span<'a> {
-    fn of(item: &Item<'a>) -> Self {
-        match item {
-            Item::Tensor(tensor) => {
-                let meta = tensor.meta();
-                let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
-                let bytes = tensor.storage().bytes();
-                let start = bytes.as_ptr().addr() + size(tensor.byte_offset());
-                let end = start + size(meta.span_bytes());
-                let align = size(meta.dtype().itemsize());
-                Self { start, end, align, bytes, is_content: false }
-            }
-            Item::Content(bytes) => {
-                let start = bytes.as_ptr().addr();
-                Self { start, end: start + bytes.len(), align: 1, bytes, is_content: true }
-            }
-        }
-    }
-}
-
-/// The components of all spans that have bytes, and for each span the number of its own.
-fn components(spans: &[Span<'_>]) -> (Vec<Component>, Vec<Option<usize>>) {
-    let mut components: Vec<Component> = Vec::new();
-    let mut of_span = vec![None; spans.len()];
-    let mut order: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].len() > 0).collect();
-    order.sort_by_key(|at| (spans[*at].is_content, spans[*at].start, *at));
-    for at in order {
-        let span = &spans[at];
-        match components.last_mut() {
-            Some(last) if !span.is_content && span.start < last.end => {
-                last.end = last.end.max(span.end);
-                last.spans.push(at);
-            }
-            _ => components.push(Component {
-                start: span.start,
-                end: span.end,
-                spans: vec![at],
-                placed: None,
-            }),
-        }
-        of_span[at] = Some(components.len() - 1);
-    }
-    (components, of_span)
-}
-
-/// How many zeros in front bring every tensor of a component to its alignment.
-fn lead_of(component: &Component, spans: &[Span<'_>]) -> Result<usize> {
-    let fits = |lead: &usize| {
-        let mut spans = component.spans.iter().map(|span| &spans[*span]);
-        spans.all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
-    };
-    // Elements have at most 16 bytes.
-    (0..16).find(fits).ok_or_else(|| {
-        Error::new(ErrorKind::Misaligned)
-            .note("it overlaps other tensors at odd offsets: copy it first")
-    })
-}
-
-impl Span<'_> {
-    fn len(&self) -> usize {
-        self.end - self.start
-    }
-}
-
-/// The bytes of a component: from one owner where one has them all, else from several in turn.
-fn segments(component: &Component, spans: &[Span<'_>]) -> Vec<Bytes> {
-    let mut segments: Vec<(&Bytes, usize, usize)> = Vec::new();
-    let mut covered = component.start;
-    for span in component.spans.iter().map(|span| &spans[*span]) {
-        if span.end <= covered {
-            continue;
-        }
-        match segments.last_mut() {
-            Some((owner, _, end)) if span.end <= owner.as_ptr().addr() + owner.len() => {
-                *end = span.end;
-            }
-            _ => segments.push((span.bytes, covered, span.end)),
-        }
-        covered = span.end;
-    }
-    let slice = |(owner, start, end): (&Bytes, usize, usize)| {
-        let base = owner.as_ptr().addr();
-        owner.slice(start - base..end - base)
-    };
-    segments.into_iter().map(slice).collect()
-}
-
-/// The path of the item with this number, for errors.
-fn path_of(value: &Value, mut path: ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
-    let mut found = ObjectPath::root();
-    let mut next = 0;
-    let walked = walk(value, &mut path, options.allow_opaque, &mut |path, _| {
-        if next == ordinal {
-            found = path.clone();
-        }
-        next += 1;
-        Ok(())
-    });
-    walked.expect("it was walked before");
-    found
 }

@@ -41,6 +41,7 @@ mod runs;
 mod shape;
 mod shard;
 mod slice;
+mod storage;
 mod tensor;
 
 // What files are.
@@ -50,10 +51,15 @@ mod structure;
 mod table;
 
 // Writing them.
+mod arrange;
+mod codec;
 mod copy;
+mod digest;
 mod encode;
 mod fill;
 mod layout;
+mod options;
+mod pack;
 mod writer;
 
 // Reading them.
@@ -66,6 +72,7 @@ mod json;
 mod lookup;
 #[cfg(feature = "mmap")]
 mod mmap;
+mod shard_set;
 mod tssd;
 mod validate;
 mod views;
@@ -78,6 +85,7 @@ mod error;
 
 pub use archive::{Archive, Verify};
 pub use blob::Blob;
+pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
@@ -86,19 +94,23 @@ pub use frame::DATA_START;
 #[cfg(feature = "json")]
 pub use json::to_json;
 pub use key::{Key, ObjectPath, Step};
-pub use layout::{Layout, Options, manifest};
+pub use layout::{Draft, Layout, manifest};
 pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
 pub use mmap::map_file;
 pub use number::{Float, Int};
+pub use options::{Compression, Options};
+pub use pack::{Pack, Packed};
 pub use placement::Placement;
 pub use region::Region;
 pub use runs::{Loop, Runs};
 pub use shape::{MAX_RANK, numel, row_major_strides};
 pub use shard::{Shard, ShardPlace};
+pub use shard_set::{MANIFEST, open_shard_set};
 pub use slice::TensorSlice;
 pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
-pub use structure::{CHUNK_BYTES, Container, Node, StorageReference, Stored, TensorReference};
+pub use storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference, Unpack};
+pub use structure::{Container, Node, Stored, TensorReference};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
 pub use tssd::{FlatLeaf, TorchStoreStateDict};

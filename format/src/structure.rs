@@ -26,34 +26,6 @@ pub struct TensorReference {
     pub place: Option<ShardPlace>,
 }
 
-/// One storage: a run of bytes of the blob, or of another file of the shard set.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StorageReference {
-    /// Where its bytes begin in their file.
-    pub offset: u64,
-    /// Its length in bytes.
-    pub len: u64,
-    /// The CRC-32 of all of it.
-    pub crc32: u32,
-    /// The CRC-32 of each chunk of [`CHUNK_BYTES`].
-    pub crcs: Vec<u32>,
-    /// log2 of its alignment.
-    pub align_log2: u8,
-    /// The number of its shard; 0 in a file without shards.
-    pub shard: u32,
-}
-
-impl StorageReference {
-    /// Where a chunk lies in the storage, in bytes.
-    pub fn chunk(&self, number: u64) -> std::ops::Range<u64> {
-        let start = number.saturating_mul(CHUNK_BYTES).min(self.len);
-        start..start.saturating_add(CHUNK_BYTES).min(self.len)
-    }
-}
-
-/// A storage is checksummed in pieces of this many bytes.
-pub const CHUNK_BYTES: u64 = 1 << 20;
-
 /// A node of the tree.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
@@ -73,6 +45,16 @@ impl Node {
         let mut leaves = Vec::new();
         self.collect(&mut ObjectPath::root(), &mut leaves);
         leaves
+    }
+
+    /// The numbers of the storages that the content or the tensors of a leaf lie in.
+    pub fn storages(&self) -> impl Iterator<Item = u32> {
+        let (stored, run) = match self {
+            Self::Stored(_, storage) => (Some(*storage), [].as_slice()),
+            Self::Tensors(run) => (None, run.as_slice()),
+            Self::Leaf(_) | Self::Container(..) => (None, [].as_slice()),
+        };
+        stored.into_iter().chain(run.iter().filter_map(|each| each.storage))
     }
 
     fn collect(self, path: &mut ObjectPath, leaves: &mut Vec<(ObjectPath, Self)>) {

@@ -5,7 +5,8 @@ use bytes::Bytes;
 use crate::archive::Archive;
 use crate::error::Result;
 use crate::key::ObjectPath;
-use crate::layout::{Layout, Options};
+use crate::layout::Layout;
+use crate::options::Options;
 use crate::state_dict::StateDict;
 use crate::structure::{Node, TensorReference};
 
@@ -95,7 +96,7 @@ impl TorchStoreStateDict {
         leaves.into_iter().map(|(path, node)| (path, leaf(node))).collect()
     }
 
-    /// The bytes of all tensors: what lies between the head of the archive and its index.
+    /// The stored bytes of all tensors: what lies between the head of the archive and its index.
     pub fn tensor_blob(&self) -> Bytes {
         let end = usize::try_from(self.archive.index_range().start).expect("it is in memory");
         // The storages of a manifest lie elsewhere.
@@ -103,7 +104,7 @@ impl TorchStoreStateDict {
         let last = own.filter(|_| self.archive.shards().is_empty());
         let end = last.map_or(4096, |last| {
             let storage = self.archive.storage(last);
-            usize::try_from(storage.offset + storage.len).unwrap_or(end)
+            usize::try_from(storage.stored_range().end).unwrap_or(end)
         });
         self.bytes.slice(4096..end)
     }

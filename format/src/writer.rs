@@ -2,12 +2,16 @@
 
 use std::io::Write;
 
+use crate::arrange::Arranger;
+use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::jobs;
-use crate::frame::{self, INDEX_ALIGN};
+use crate::fill::{Sum, jobs};
+use crate::frame;
 use crate::key::{Key, ObjectPath, Step};
-use crate::layout::{Options, Planner, combine, tail};
+use crate::layout::{combine, tail};
+use crate::options::Options;
+use crate::pack::{Pack, Packed};
 use crate::state_dict::Value;
 use crate::structure::{Container, Node};
 
@@ -33,12 +37,12 @@ use crate::structure::{Container, Node};
 pub struct ArchiveWriter<W> {
     stream: W,
     options: Options,
-    planner: Planner,
+    arranger: Arranger,
     children: Vec<(Step, Node)>,
     keys: std::collections::BTreeSet<Key>,
     /// How much of the file is written.
     written: u64,
-    crcs: Vec<u32>,
+    sums: Vec<Sum>,
     attrs: Attrs,
     /// An entry was not written to its end.
     is_broken: bool,
@@ -57,11 +61,11 @@ impl<W: Write> ArchiveWriter<W> {
             stream,
             attrs: options.attrs.clone(),
             options,
-            planner: Planner::new(),
+            arranger: Arranger::new(),
             children: Vec::new(),
             keys: std::collections::BTreeSet::new(),
             written: 64,
-            crcs: Vec::new(),
+            sums: Vec::new(),
             is_broken: false,
         })
     }
@@ -83,17 +87,20 @@ impl<W: Write> ArchiveWriter<W> {
         }
         let value = value.into();
         check(&key, &value, &mut path.clone(), &self.options)?;
-        let node = self.planner.place(&value, &mut path, &self.options)?;
+        let node = self.arranger.arrange(&value, &mut path, &self.options)?;
+        let packed: Vec<Packed> =
+            self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
+        self.arranger.place(packed, &self.options)?;
         // What follows is written or not: if it is not, nothing after it can be.
         self.is_broken = true;
-        let sources = std::mem::take(&mut self.planner.sources);
+        let sources = std::mem::take(&mut self.arranger.sources);
         // An entry without bytes leaves the end of the head unwritten for now.
-        let end = if sources.is_empty() { self.written } else { self.planner.cursor() };
+        let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };
         let written = std::mem::replace(&mut self.written, end);
         for job in jobs(written..end, None, &sources) {
             // Jobs are in order, and so are their entries of the checksum table.
             let filled = job.write_to(&mut self.stream)?;
-            self.crcs.extend(filled.crcs.into_iter().map(|(_, crc)| crc));
+            self.sums.extend(filled.sums.into_iter().map(|(_, sum)| sum));
         }
         self.is_broken = false;
         self.keys.insert(key.clone());
@@ -117,14 +124,20 @@ impl<W: Write> ArchiveWriter<W> {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
         let root = Node::Container(Container::Dict, self.children);
-        let mut crcs = self.crcs.into_iter();
-        for storage in &mut self.planner.storages {
-            storage.crcs = crcs.by_ref().take(storage.crcs.len()).collect();
-            storage.crc32 = combine(storage.len, &storage.crcs);
+        let mut sums = self.sums.iter();
+        for storage in &mut self.arranger.storages {
+            let own: Vec<&Sum> = sums.by_ref().take(storage.crcs.len()).collect();
+            storage.crcs = own.iter().map(|sum| sum.crc).collect();
+            // What is compressed is known already.
+            if storage.packing.is_none() {
+                storage.crc32 = combine(storage.len, storage.crcs.iter().copied());
+                let parts: Option<Vec<Digest>> = own.iter().map(|sum| sum.digest).collect();
+                storage.digest = parts.map(|parts| digest::merge(storage.len, &parts));
+            }
         }
-        let tables = encode(&root, &self.planner.storages, &self.attrs, &[])?;
-        let index_off = self.planner.cursor().checked_next_multiple_of(INDEX_ALIGN);
-        let index_off = index_off.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
+        self.arranger.note(&self.options, &mut self.attrs);
+        let tables = encode(&root, &self.arranger.storages, &self.attrs, &[])?;
+        let index_off = self.arranger.index_off()?;
         for job in jobs(self.written..index_off, None, &[]) {
             let _no_checksums = job.write_to(&mut self.stream)?;
         }
@@ -135,7 +148,7 @@ impl<W: Write> ArchiveWriter<W> {
 
 /// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
 fn check(key: &Key, value: &Value, path: &mut ObjectPath, options: &Options) -> Result<()> {
-    let node = Planner::new().place(value, path, options)?;
+    let node = Arranger::new().arrange(value, path, options)?;
     let children = vec![(Step::Key(key.clone()), node)];
     encode(&Node::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)
 }

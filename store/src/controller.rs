@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tssd_format::{Archive, AttrValue};
+use tssd_format::{Archive, AttrValue, MANIFEST};
 
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind, Result};
@@ -20,7 +20,7 @@ use crate::ledger::{
 };
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::meta::MetaStore;
-use crate::version::{MANIFEST, OpenVersion};
+use crate::version::OpenVersion;
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.

@@ -70,7 +70,9 @@ pub(crate) fn merge(
 fn common_attrs(contributions: &[Contribution]) -> Result<Attrs, String> {
     let mut common = Attrs::new();
     for contribution in contributions {
-        for (name, value) in contribution.archive.attrs() {
+        // How an archive was compressed says nothing of the version.
+        let attrs = contribution.archive.attrs().into_iter();
+        for (name, value) in attrs.filter(|(name, _)| name != "tssd.zstd_level") {
             match common.get(&name) {
                 Some(other) if *other != value => {
                     let writer = contribution.writer;
@@ -94,6 +96,7 @@ impl Contribution {
             index_off: self.archive.index_range().start,
             index_crc32: self.archive.index_crc32(),
             writer: self.writer,
+            digest: self.archive.root_digest(),
         }
     }
 }
@@ -151,10 +154,15 @@ impl<'a> Stored<'a> {
         named.into_iter().map(|storage| self.storage(storage)).collect()
     }
 
-    /// Whether two storages hold the same bytes, by length and by the checksum of every chunk.
+    /// Whether two storages hold the same bytes, by length and by their digests or the checksum of
+    /// every chunk, as it is stored.
     fn same_content(&self, one: u32, other: u32) -> bool {
         let (one, other) = (self.storage(one), self.storage(other));
-        one.len == other.len && one.crcs == other.crcs
+        one.len == other.len
+            && match (one.digest, other.digest) {
+                (Some(one), Some(other)) => one == other,
+                _ => one.packing == other.packing && one.crcs == other.crcs,
+            }
     }
 
     /// Whether two plain tensors have the same elements.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tssd_format::{AttrValue, Attrs, Fill, Filled, Layout, Options, StateDict};
+use tssd_format::{AttrValue, Attrs, Compression, Draft, Fill, Filled, Layout, Options, StateDict};
 
 use self::replicas::without_replicas;
 use self::role::Role;
@@ -47,6 +47,11 @@ pub struct PutOptions {
     pub rewind: bool,
     /// Whether leaves that are no typed values are taken ([`tssd_format::Value::Opaque`]).
     pub allow_opaque: bool,
+    /// How storages are compressed: not at all by default, so that reading is one copy. What must last
+    /// can be kept small.
+    pub compression: Compression,
+    /// Whether the archive gets digests: one BLAKE3 for each storage, and one for all.
+    pub digests: bool,
     /// For how long to wait for others at most.
     pub timeout: Duration,
 }
@@ -63,6 +68,8 @@ impl Default for PutOptions {
             replicas: Replicas::default(),
             rewind: false,
             allow_opaque: false,
+            compression: Compression::None,
+            digests: false,
             timeout: Duration::from_mins(1),
         }
     }
@@ -146,8 +153,13 @@ pub(crate) async fn put(
         }
     };
     let role = Role::of(dict, options)?;
-    let layout =
-        plan(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+    let draft =
+        draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+    let layout = if draft.jobs().is_empty() {
+        place(draft)?
+    } else {
+        controller.on_disk(move |_| place(draft)).await?
+    };
     let bytes = layout.file_len();
     let begun = begin(controller, key, options, &role, call).await?;
     // Each try has a file of its own: one that died may have left another behind.
@@ -254,8 +266,12 @@ impl Drop for Attempt {
     }
 }
 
-fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
-    let mut format = Options::new();
+/// Arranges what this writer stores.
+fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
+    let mut format = Options::new().compress(options.compression);
+    if options.digests {
+        format = format.digests();
+    }
     for (name, value) in &options.attrs {
         format = format.attr(name, value.clone());
     }
@@ -271,9 +287,16 @@ fn plan(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Layout> {
         format = format.attr(DIVERGENT, AttrValue::Text(divergent.into()));
     }
     match options.replicas {
-        Replicas::All => Layout::plan(dict, &format),
-        Replicas::Primary => Layout::plan(&without_replicas(dict)?, &format),
+        Replicas::All => Draft::new(dict, &format),
+        Replicas::Primary => Draft::new(&without_replicas(dict)?, &format),
     }
+}
+
+/// Compresses what is to be compressed, on all cores.
+fn place(draft: Draft) -> Result<Layout> {
+    let failed = |error| Error::request("compression", error);
+    let packed = parallel::map(draft.jobs(), |job| job.run()).map_err(failed)?;
+    draft.place(packed).map_err(failed)
 }
 
 async fn begin(

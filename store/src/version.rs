@@ -8,15 +8,13 @@ use std::sync::{Arc, Mutex};
 use bytes::Bytes;
 use tssd_format::{
     Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
-    ErrorKind as FormatKind, Key, Node, ObjectPath, Step, StorageReference, TensorReference,
+    ErrorKind as FormatKind, Key, MANIFEST, Node, ObjectPath, Step, StorageReference,
+    TensorReference, Unpack,
 };
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::volume::Volume;
-
-/// The manifest of a version, beside its archives.
-pub(crate) const MANIFEST: &str = "manifest.tssd";
 
 /// A version whose files are open: it stays readable whatever the ledger does.
 pub(crate) struct OpenVersion {
@@ -30,7 +28,7 @@ pub(crate) struct OpenVersion {
     pub(crate) attrs: Attrs,
     folder: String,
     storages: Vec<Stored>,
-    blobs: Vec<Arc<dyn Blob>>,
+    archive: Archive,
     /// The tensor leaves by fqn, as each writer that was asked for has them.
     tensors: Mutex<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
@@ -49,6 +47,20 @@ enum Entry {
     Divergent(Vec<String>),
 }
 
+/// Why a version could not be opened.
+enum Unopened {
+    /// A file of it is gone, because the version is.
+    Gone,
+    Store(Error),
+    Format(FormatError),
+}
+
+impl From<FormatError> for Unopened {
+    fn from(error: FormatError) -> Self {
+        Self::Format(error)
+    }
+}
+
 struct Stored {
     reference: StorageReference,
     /// Which chunks are known to be whole.
@@ -60,29 +72,26 @@ impl OpenVersion {
     pub(crate) fn open(volume: &dyn Volume, folder: &str, id: VersionId) -> Result<Option<Self>> {
         let path = format!("{folder}/{MANIFEST}");
         let Some(blob) = volume.open(&path)? else { return Ok(None) };
-        let manifest = Archive::from_blob(blob).map_err(|error| Error::format(&path, error))?;
-        let mut blobs = Vec::new();
-        for shard in manifest.shards() {
-            let path = format!("{folder}/{}", shard.name);
-            let Some(blob) = volume.open(&path)? else { return Ok(None) };
-            let len = blob.size().map_err(|error| Error::io(&path, error))?;
-            if len != shard.file_len {
-                let text =
-                    format!("`{path}` has {len} bytes, the manifest says {}", shard.file_len);
-                return Err(Error::new(ErrorKind::Corrupt, text));
-            }
-            blobs.push(blob);
-        }
-        let Some(label) = Label::of(&manifest) else {
+        let opened = Archive::from_shard_set(blob, |shard| {
+            let found = volume.open(&format!("{folder}/{}", shard.name));
+            found.map_err(Unopened::Store)?.ok_or(Unopened::Gone)
+        });
+        let archive = match opened {
+            Ok(archive) => archive,
+            Err(Unopened::Gone) => return Ok(None),
+            Err(Unopened::Store(error)) => return Err(error),
+            Err(Unopened::Format(error)) => return Err(Error::format(&path, error)),
+        };
+        let Some(label) = Label::of(&archive) else {
             return Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` names no version")));
         };
         // Another version may have taken the folder since the look at the ledger.
         if label.id != id {
             return Ok(None);
         }
-        let root = manifest.structure();
+        let root = archive.structure();
         let storages =
-            (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
+            (0..archive.storage_count()).map(|number| Stored::new(archive.storage(number)));
         Ok(Some(Self {
             id,
             epoch: label.epoch,
@@ -90,10 +99,10 @@ impl OpenVersion {
             layout: label.layout,
             tensors: Mutex::default(),
             root,
-            attrs: user_attrs(&manifest),
+            attrs: user_attrs(&archive),
             folder: folder.to_owned(),
             storages: storages.collect(),
-            blobs,
+            archive,
             verified: AtomicU64::new(0),
         }))
     }
@@ -120,26 +129,29 @@ impl OpenVersion {
         known.entry(writer).or_insert_with(by_fqn).clone()
     }
 
-    /// Bytes of a storage, proven: a view where the storage is in memory.
+    /// Raw bytes of a storage, proven: a view where they are in memory as they are.
     pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
         let Stored { reference, verified } = &self.storages[native(u64::from(storage))];
-        let blob = &self.blobs[native(u64::from(reference.shard))];
-        let chunks = range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES);
-        if let Some(mapped) = blob.bytes() {
-            let view = |range: Range<u64>| {
-                mapped.slice(
-                    native(reference.offset + range.start)..native(reference.offset + range.end),
-                )
-            };
+        let blob = &**self.archive.blob(reference.shard);
+        let chunks = reference.chunks(&range);
+        if reference.packing.is_some() {
+            let failed = |error: FormatError| Error::format(&self.folder, error);
+            let mut unpack = Unpack::new(reference, range).map_err(failed)?;
             for chunk in chunks {
-                let known = &verified[native(chunk)];
-                if !known.load(Ordering::Relaxed) {
-                    let bytes = view(reference.chunk(chunk));
-                    self.prove(reference, chunk, &bytes)?;
-                    known.store(true, Ordering::Relaxed);
-                }
+                let stored = self.proven(blob, reference, verified, chunk)?;
+                unpack
+                    .add(chunk, &stored)
+                    .map_err(|error| failed(error.at(self.leaf_in(reference))))?;
             }
-            return Ok(view(range));
+            return Ok(unpack.finish());
+        }
+        if let Some(mapped) = blob.bytes() {
+            for chunk in chunks {
+                self.proven(blob, reference, verified, chunk)?;
+            }
+            return Ok(mapped.slice(
+                native(reference.offset + range.start)..native(reference.offset + range.end),
+            ));
         }
         // Whole chunks are read, because only they can be proven.
         let first = chunks.start * CHUNK_BYTES;
@@ -151,6 +163,31 @@ impl OpenVersion {
             self.prove(reference, chunk, bytes)?;
         }
         Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
+    }
+
+    /// The stored bytes of a chunk. Those that are in memory are proven once.
+    fn proven(
+        &self,
+        blob: &dyn Blob,
+        storage: &StorageReference,
+        verified: &[AtomicBool],
+        chunk: u64,
+    ) -> Result<Bytes> {
+        let place = storage.stored_chunk(chunk);
+        if let Some(mapped) = blob.bytes() {
+            let stored = mapped.slice(native(place.start)..native(place.end));
+            let known = &verified[native(chunk)];
+            if !known.load(Ordering::Relaxed) {
+                self.prove(storage, chunk, &stored)?;
+                known.store(true, Ordering::Relaxed);
+            }
+            return Ok(stored);
+        }
+        let mut stored = vec![0; native(place.end - place.start)];
+        blob.read_exact_at(&mut stored, place.start)
+            .map_err(|error| Error::io(&self.folder, error))?;
+        self.prove(storage, chunk, &stored)?;
+        Ok(stored.into())
     }
 
     /// How many bytes of a storage there are.
@@ -169,7 +206,7 @@ impl OpenVersion {
             return Ok(());
         }
         let error = FormatError::new(FormatKind::ChunkCorrupt)
-            .byte(storage.offset + chunk * CHUNK_BYTES)
+            .byte(storage.stored_chunk(chunk).start)
             .note(format_args!("{} bytes of shard {}", bytes.len(), storage.shard))
             .at(self.leaf_in(storage));
         Err(Error::format(&self.folder, error))
@@ -179,11 +216,7 @@ impl OpenVersion {
     fn leaf_in(&self, storage: &StorageReference) -> String {
         let number = self.storages.iter().position(|other| other.reference == *storage);
         let is_it = |storage: u32| Some(native(u64::from(storage))) == number;
-        let lies_in_it = |(_, node): &(ObjectPath, Node)| match node {
-            Node::Tensors(run) => run.iter().filter_map(|each| each.storage).any(is_it),
-            Node::Stored(_, storage) => is_it(*storage),
-            Node::Leaf(_) | Node::Container(..) => false,
-        };
+        let lies_in_it = |(_, node): &(ObjectPath, Node)| node.storages().any(is_it);
         let hurt = self.root.clone().into_leaves().into_iter().find(lies_in_it);
         hurt.map_or_else(|| "a leaf".to_owned(), |(path, _)| path.fqn())
     }

@@ -1,8 +1,10 @@
-//! What the suite and the benches share: generators of state dicts, and naive oracles.
+//! What the suite, the benches and the fuzzers share: generators of state dicts, naive oracles, the
+//! vectors.
 
 pub mod generate;
 pub mod race;
 pub mod sharding;
+pub mod vectors;
 
 /// The example of the README is a test.
 #[cfg(doctest)]

@@ -54,8 +54,9 @@ impl Export {
     /// `NotExportable` for a leaf or an attribute that safetensors cannot hold; `LimitExceeded` if
     /// expanded tensors would take far more than they do now; `BlobElsewhere` for a manifest.
     pub fn of_archive(archive: &Archive) -> Result<Self> {
-        if !archive.shards().is_empty() {
-            return Err(Error::new(ErrorKind::BlobElsewhere));
+        // What a manifest that was opened alone lacks is said before anything is written.
+        if archive.storage_count() > 0 {
+            archive.storage_range(0, 0..0)?;
         }
         let storages = (0..archive.storage_count()).map(|number| archive.storage(number).len);
         let stored = storages.fold(0, u64::saturating_add);

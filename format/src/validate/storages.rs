@@ -1,18 +1,22 @@
 //! Storages: how they tile the blob, and their checksums. Spec: section 6.
 
 use super::claims::Claims;
-use super::{Use, Validator};
+use super::{Use, Validator, narrow};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
-use crate::structure::CHUNK_BYTES;
+use crate::storage::CHUNK_BYTES;
 use crate::views::Views;
+
+/// How many bytes a stored byte can decode to at most.
+const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
     pub(super) fn storages(&self, index_off: u64) -> Result<()> {
         let Views { storages, crcs, chunks, digests, shards, .. } = self.views;
         let is_manifest = !shards.is_empty();
         let mut checksums = Claims::new(crcs.len());
+        let mut packed = Claims::new(chunks.len());
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
@@ -22,13 +26,16 @@ impl Validator<'_> {
                     log2 @ 6..=21 => 1_u64 << log2,
                     _ => return wrong(ErrorKind::Alignment),
                 };
-                let plain = storage.codec == 0
-                    && storage.chunk_log2 == 20
-                    && storage.shuffle == 0
-                    && storage.reserved == 0
-                    && storage.chunks == NONE
-                    && storage.stored_len == storage.raw_len;
-                if !plain {
+                let codec_fits = match storage.codec {
+                    0 => {
+                        storage.shuffle == 0
+                            && storage.chunks == NONE
+                            && storage.stored_len == storage.raw_len
+                    }
+                    1 => matches!(storage.shuffle, 0 | 2 | 4 | 8 | 16),
+                    _ => false,
+                };
+                if !codec_fits || storage.chunk_log2 != 20 || storage.reserved != 0 {
                     return wrong(ErrorKind::UnknownCodec);
                 }
                 let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
@@ -46,17 +53,26 @@ impl Validator<'_> {
             };
             end = check().map_err(|error| error.at(format_args!("storage {number}")))?;
             last_shard = storage.shard.to_native();
-            let count = storage.stored_len.to_native().div_ceil(CHUNK_BYTES);
+            let count = storage.raw_len.to_native().div_ceil(CHUNK_BYTES);
             if !checksums.once(u64::from(storage.crcs.to_native()), count) {
                 return Err(Error::new(ErrorKind::CrcTable).at(format_args!("storage {number}")));
+            }
+            if storage.codec != 0 && !packed.once(u64::from(storage.chunks.to_native()), count) {
+                return Err(Error::new(ErrorKind::ChunkTable).at(format_args!("storage {number}")));
+            }
+            if storage.codec != 0 && !self.chunks_fit(storage, count) {
+                return Err(Error::new(ErrorKind::ChunkTable).at(format_args!("storage {number}")));
             }
         }
         let blob_end = if is_manifest { DATA_START } else { end };
         if blob_end.checked_next_multiple_of(INDEX_ALIGN) != Some(index_off) {
             return Err(Error::new(ErrorKind::StorageLayout).byte(index_off).note("index"));
         }
-        if !checksums.is_complete() || !chunks.is_empty() {
+        if !checksums.is_complete() {
             return Err(Error::new(ErrorKind::CrcTable));
+        }
+        if !packed.is_complete() {
+            return Err(Error::new(ErrorKind::ChunkTable));
         }
         if !digests.is_empty() && digests.len() != storages.len() {
             return Err(Error::new(ErrorKind::DigestTable));
@@ -67,6 +83,30 @@ impl Validator<'_> {
                 .byte(storages[unused].offset.to_native())),
             None => Ok(()),
         }
+    }
+
+    /// Whether the stored chunks of a compressed storage tile its stored bytes, none of them longer
+    /// than what it decodes to, or shorter than a frame of it can be.
+    fn chunks_fit(&self, storage: &record::Storage, count: u64) -> bool {
+        let first = narrow(u64::from(storage.chunks.to_native()));
+        let chunks = &self.views.chunks[first..first + narrow(count)];
+        let mut rest = storage.raw_len.to_native();
+        let mut end = 0;
+        for chunk in chunks {
+            let raw_len = rest.min(CHUNK_BYTES);
+            let stored_len = u64::from(chunk.stored_len.to_native());
+            let fits = match chunk.codec.to_native() {
+                0 => stored_len == raw_len,
+                1 => stored_len < raw_len && stored_len >= raw_len.div_ceil(MAX_EXPANSION),
+                _ => false,
+            };
+            if !fits || chunk.offset != end {
+                return false;
+            }
+            end += stored_len;
+            rest -= raw_len;
+        }
+        end == storage.stored_len.to_native() && chunks.iter().any(|chunk| chunk.codec == 1)
     }
 
     /// Where the blob of the shard that holds this storage ends at the latest.

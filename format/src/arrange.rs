@@ -1,0 +1,364 @@
+//! Which bytes share a storage, and where each storage goes.
+
+use bytes::Bytes;
+
+use crate::digest::{self, Digest};
+use crate::encode::{AttrValue, Attrs};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fill::{Body, RawBytes, Source};
+use crate::frame::{DATA_START, INDEX_ALIGN};
+use crate::key::ObjectPath;
+use crate::layout::combine;
+use crate::options::{Compression, Options, ZSTD_LEVEL};
+use crate::pack::{Pack, Packed, StoredChunk};
+use crate::state_dict::Value;
+use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
+use crate::structure::{Item, Node, structure_of, walk};
+
+/// Storages of fewer bytes than this are not compressed: their records would take what is won.
+const MIN_PACKED: u64 = 512;
+
+/// Arranges leaves in storages, and storages in the blob; remembers how far the blob reaches.
+#[derive(Debug)]
+pub(crate) struct Arranger {
+    cursor: u64,
+    crc_count: usize,
+    /// Storages that have numbers but no places yet.
+    pending: Vec<Pending>,
+    is_packed: bool,
+    pub(crate) sources: Vec<Source>,
+    pub(crate) storages: Vec<StorageReference>,
+}
+
+/// A storage that waits for its place, which depends on how much it can be compressed.
+#[derive(Debug)]
+struct Pending {
+    raw: RawBytes,
+    /// The width of the byte shuffle, if it is to be compressed.
+    shuffle: Option<u8>,
+}
+
+/// Bytes of one leaf: their addresses, and what their first byte must be aligned to.
+struct Span<'a> {
+    start: usize,
+    end: usize,
+    align: usize,
+    bytes: &'a Bytes,
+    is_content: bool,
+    /// The width of the byte shuffle, if it is to be compressed.
+    shuffle: Option<u8>,
+}
+
+/// Spans that overlap, directly or through others: one storage.
+struct Component {
+    start: usize,
+    end: usize,
+    /// In order of their starts.
+    spans: Vec<usize>,
+    /// Its number and its lead, once it has a place.
+    placed: Option<(u32, usize)>,
+}
+
+impl Arranger {
+    pub(crate) fn new() -> Self {
+        Self {
+            cursor: DATA_START,
+            crc_count: 0,
+            pending: Vec::new(),
+            is_packed: false,
+            sources: Vec::new(),
+            storages: Vec::new(),
+        }
+    }
+
+    /// How far the blob reaches.
+    pub(crate) fn cursor(&self) -> u64 {
+        self.cursor
+    }
+
+    /// Gives everything in `value` a storage behind what is placed already, and returns its structure.
+    /// Tensors are tied if their bytes overlap now; earlier calls are not looked at.
+    pub(crate) fn arrange(
+        &mut self,
+        value: &Value,
+        path: &mut ObjectPath,
+        options: &Options,
+    ) -> Result<Node> {
+        let mut spans = Vec::new();
+        walk(value, path, options.allow_opaque, &mut |path, item| {
+            spans.push(Span::of(&item, path, options));
+            Ok(())
+        })?;
+        let (mut components, of_span) = components(&spans);
+        // All that can be refused is refused before anything has its place.
+        for (ordinal, component) in of_span.iter().enumerate() {
+            let Some(component) = component.map(|at| &components[at]) else { continue };
+            lead_of(component, &spans)
+                .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?;
+        }
+        let mut places = Vec::with_capacity(spans.len());
+        for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
+            let Some(component) = component else {
+                places.push((None, 0));
+                continue;
+            };
+            let component = &mut components[component];
+            let (storage, lead) = match component.placed {
+                Some(placed) => placed,
+                None => self
+                    .store(component, &spans, span.shuffle)
+                    .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?,
+            };
+            component.placed = Some((storage, lead));
+            let byte_offset = u64::try_from(span.start - component.start + lead);
+            places.push((Some(storage), byte_offset.expect("usize is at most 64 bits")));
+        }
+        Ok(structure_of(value, &mut places.into_iter()))
+    }
+
+    /// Makes a storage of a component: its number, and its lead.
+    fn store(
+        &mut self,
+        component: &Component,
+        spans: &[Span<'_>],
+        shuffle: Option<u8>,
+    ) -> Result<(u32, usize)> {
+        let lead = lead_of(component, spans)?;
+        let number = u32::try_from(self.storages.len() + self.pending.len());
+        let wide = u64::try_from(lead).expect("at most 15");
+        let raw = RawBytes { lead: wide, segments: segments(component, spans) };
+        let shuffle = shuffle.filter(|_| raw.len() >= MIN_PACKED);
+        self.pending.push(Pending { raw, shuffle });
+        Ok((number.map_err(|_| too_large())?, lead))
+    }
+
+    /// The jobs that compress what has no place yet.
+    pub(crate) fn jobs(&self, options: &Options) -> Vec<Pack> {
+        let mut jobs = Vec::new();
+        for (number, Pending { raw, shuffle }) in self.pending.iter().enumerate() {
+            let Some(shuffle) = *shuffle else { continue };
+            jobs.extend(Pack::jobs(number, raw, shuffle, options.zstd_level, options.digests));
+        }
+        jobs
+    }
+
+    /// Appends what has no place yet to the blob, given what its jobs have made.
+    pub(crate) fn place(
+        &mut self,
+        packed: impl IntoIterator<Item = Packed>,
+        options: &Options,
+    ) -> Result<()> {
+        let mut packed: Vec<Packed> = packed.into_iter().collect();
+        packed.sort_by_key(|packed| packed.place);
+        let mut packed = packed.into_iter().peekable();
+        let pending = std::mem::take(&mut self.pending).into_iter();
+        for (number, Pending { raw, shuffle }) in pending.enumerate() {
+            let mut chunks = Vec::new();
+            while let Some(part) = packed.next_if(|part| part.place.0 == number) {
+                chunks.extend(part.chunks);
+            }
+            match shuffle {
+                Some(shuffle) => self.append_packed(raw, shuffle, chunks, options)?,
+                None => self.append_raw(raw, options)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn append_raw(&mut self, raw: RawBytes, options: &Options) -> Result<()> {
+        let len = raw.len();
+        let chunks = usize::try_from(len.div_ceil(CHUNK_BYTES)).map_err(|_| too_large())?;
+        // Sums are found out on the way into the file.
+        let storage = StorageReference {
+            offset: 0,
+            len,
+            crc32: 0,
+            crcs: vec![0; chunks],
+            align_log2: options.align_log2(len),
+            shard: 0,
+            packing: None,
+            digest: options.digests.then_some([0; 32]),
+        };
+        self.append(storage, Body::Raw { bytes: raw, digest: options.digests })
+    }
+
+    fn append_packed(
+        &mut self,
+        raw: RawBytes,
+        shuffle: u8,
+        chunks: Vec<StoredChunk>,
+        options: &Options,
+    ) -> Result<()> {
+        let len = raw.len();
+        if u64::try_from(chunks.len()) != Ok(len.div_ceil(CHUNK_BYTES)) {
+            return Err(Error::new(ErrorKind::Unfilled));
+        }
+        if chunks.iter().all(|chunk| chunk.frame.is_none()) {
+            return self.append_raw(raw, options);
+        }
+        self.is_packed = true;
+        let crc32 = combine(len, chunks.iter().map(|chunk| chunk.crc));
+        let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
+        let digest = digests.map(|digests| digest::merge(len, &digests));
+        let mut packing = Packing { shuffle, chunks: Vec::with_capacity(chunks.len()) };
+        let mut parts = Vec::with_capacity(chunks.len());
+        let mut offset = 0;
+        for (number, chunk) in (0..).zip(chunks) {
+            let start = number * CHUNK_BYTES;
+            let is_zstd = chunk.frame.is_some();
+            let raw = || raw.part(start..(start + CHUNK_BYTES).min(len));
+            let part = chunk.frame.map_or_else(raw, RawBytes::from);
+            let len = u32::try_from(part.len()).expect("at most 1 MiB");
+            packing.chunks.push(PackedChunk { offset, len, is_zstd });
+            offset += u64::from(len);
+            parts.push(part);
+        }
+        let storage = StorageReference {
+            offset: 0,
+            len,
+            crc32,
+            crcs: vec![0; parts.len()],
+            align_log2: options.align_log2(offset),
+            shard: 0,
+            packing: Some(packing),
+            digest,
+        };
+        self.append(storage, Body::Packed(parts))
+    }
+
+    /// Appends a storage to the blob.
+    fn append(&mut self, mut storage: StorageReference, body: Body) -> Result<()> {
+        let offset = self.cursor.checked_next_multiple_of(1 << storage.align_log2);
+        storage.offset = offset.ok_or_else(too_large)?;
+        let end = storage.offset.checked_add(storage.stored_len());
+        self.cursor = end.ok_or_else(too_large)?;
+        self.sources.push(Source { offset: storage.offset, first_crc: self.crc_count, body });
+        self.crc_count += storage.crcs.len();
+        self.storages.push(storage);
+        Ok(())
+    }
+
+    /// Where the index begins, once all storages have their places.
+    pub(crate) fn index_off(&self) -> Result<u64> {
+        self.cursor.checked_next_multiple_of(INDEX_ALIGN).ok_or_else(too_large)
+    }
+
+    /// Adds what of the options the tables do not tell.
+    pub(crate) fn note(&self, options: &Options, attrs: &mut Attrs) {
+        if self.is_packed {
+            attrs.insert(ZSTD_LEVEL.to_owned(), AttrValue::Int(options.zstd_level.into()));
+        }
+    }
+}
+
+fn too_large() -> Error {
+    Error::new(ErrorKind::TooLarge)
+}
+
+impl<'a> Span<'a> {
+    fn of(item: &Item<'a>, path: &ObjectPath, options: &Options) -> Self {
+        let shuffle = |meta, itemsize| match options.compression(path, meta) {
+            Compression::None => None,
+            compression => Some(compression.shuffle(itemsize)),
+        };
+        match item {
+            Item::Tensor(tensor) => {
+                let meta = tensor.meta();
+                let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
+                let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
+                let bytes = tensor.storage().bytes();
+                let start = bytes.as_ptr().addr() + size(tensor.byte_offset());
+                let end = start + size(meta.span_bytes());
+                let align = size(meta.dtype().itemsize());
+                Self { start, end, align, bytes, is_content: false, shuffle }
+            }
+            Item::Content(bytes) => {
+                let start = bytes.as_ptr().addr();
+                let (end, shuffle) = (start + bytes.len(), shuffle(None, 1));
+                Self { start, end, align: 1, bytes, is_content: true, shuffle }
+            }
+        }
+    }
+}
+
+/// The components of all spans that have bytes, and for each span the number of its own.
+fn components(spans: &[Span<'_>]) -> (Vec<Component>, Vec<Option<usize>>) {
+    let mut components: Vec<Component> = Vec::new();
+    let mut of_span = vec![None; spans.len()];
+    let mut order: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].len() > 0).collect();
+    order.sort_by_key(|at| (spans[*at].is_content, spans[*at].start, *at));
+    for at in order {
+        let span = &spans[at];
+        match components.last_mut() {
+            Some(last) if !span.is_content && span.start < last.end => {
+                last.end = last.end.max(span.end);
+                last.spans.push(at);
+            }
+            _ => components.push(Component {
+                start: span.start,
+                end: span.end,
+                spans: vec![at],
+                placed: None,
+            }),
+        }
+        of_span[at] = Some(components.len() - 1);
+    }
+    (components, of_span)
+}
+
+/// How many zeros in front bring every tensor of a component to its alignment.
+fn lead_of(component: &Component, spans: &[Span<'_>]) -> Result<usize> {
+    let fits = |lead: &usize| {
+        let mut spans = component.spans.iter().map(|span| &spans[*span]);
+        spans.all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
+    };
+    // Elements have at most 16 bytes.
+    (0..16).find(fits).ok_or_else(|| {
+        Error::new(ErrorKind::Misaligned)
+            .note("it overlaps other tensors at odd offsets: copy it first")
+    })
+}
+
+impl Span<'_> {
+    fn len(&self) -> usize {
+        self.end - self.start
+    }
+}
+
+/// The bytes of a component: from one owner where one has them all, else from several in turn.
+fn segments(component: &Component, spans: &[Span<'_>]) -> Vec<Bytes> {
+    let mut segments: Vec<(&Bytes, usize, usize)> = Vec::new();
+    let mut covered = component.start;
+    for span in component.spans.iter().map(|span| &spans[*span]) {
+        if span.end <= covered {
+            continue;
+        }
+        match segments.last_mut() {
+            Some((owner, _, end)) if span.end <= owner.as_ptr().addr() + owner.len() => {
+                *end = span.end;
+            }
+            _ => segments.push((span.bytes, covered, span.end)),
+        }
+        covered = span.end;
+    }
+    let slice = |(owner, start, end): (&Bytes, usize, usize)| {
+        let base = owner.as_ptr().addr();
+        owner.slice(start - base..end - base)
+    };
+    segments.into_iter().map(slice).collect()
+}
+
+/// The path of the item with this number, for errors.
+fn path_of(value: &Value, mut path: ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
+    let mut found = ObjectPath::root();
+    let mut next = 0;
+    let walked = walk(value, &mut path, options.allow_opaque, &mut |path, _| {
+        if next == ordinal {
+            found = path.clone();
+        }
+        next += 1;
+        Ok(())
+    });
+    walked.expect("it was walked before");
+    found
+}

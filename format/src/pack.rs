@@ -1,0 +1,125 @@
+//! Jobs that compress storages, each some chunks, in any order and on any thread.
+
+use bytes::Bytes;
+
+use crate::digest::{ChunkHasher, Digest};
+use crate::error::Result;
+use crate::fill::RawBytes;
+use crate::storage::CHUNK_BYTES;
+
+/// Jobs have at most this many chunks.
+const JOB_CHUNKS: u64 = 4;
+
+/// One job: some chunks of a storage that is to be compressed.
+///
+/// The jobs of a [`Draft`](crate::Draft) are independent of each other.
+#[derive(Clone, Debug)]
+pub struct Pack {
+    storage: usize,
+    raw: RawBytes,
+    chunks: std::ops::Range<u64>,
+    shuffle: u8,
+    level: i32,
+    digest: bool,
+}
+
+/// What a job has made: stored chunks, to be given to [`Draft::place`](crate::Draft::place).
+#[derive(Debug)]
+#[must_use = "the layout needs the chunks of all jobs"]
+pub struct Packed {
+    /// The storage, and its chunk, that the first is.
+    pub(crate) place: (usize, u64),
+    pub(crate) chunks: Vec<StoredChunk>,
+}
+
+/// A chunk as it will be stored, and what is known of its raw bytes.
+#[derive(Debug)]
+pub(crate) struct StoredChunk {
+    /// The frame; `None` if the chunk stays raw.
+    pub(crate) frame: Option<Bytes>,
+    /// CRC-32 of the raw bytes.
+    pub(crate) crc: u32,
+    /// Their part of the digest, if it is wanted.
+    pub(crate) digest: Option<Digest>,
+}
+
+impl Pack {
+    /// The jobs that compress one storage.
+    pub(crate) fn jobs(
+        storage: usize,
+        raw: &RawBytes,
+        shuffle: u8,
+        level: i32,
+        digest: bool,
+    ) -> impl Iterator<Item = Self> {
+        let count = raw.len().div_ceil(CHUNK_BYTES);
+        (0..count).step_by(usize::try_from(JOB_CHUNKS).expect("4")).map(move |first| Self {
+            storage,
+            raw: raw.clone(),
+            chunks: first..(first + JOB_CHUNKS).min(count),
+            shuffle,
+            level,
+            digest,
+        })
+    }
+
+    /// How many raw bytes the job reads.
+    pub fn len(&self) -> u64 {
+        let end = (self.chunks.end * CHUNK_BYTES).min(self.raw.len());
+        end - self.chunks.start * CHUNK_BYTES
+    }
+
+    /// True if the job reads nothing; no job does.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Compresses its chunks.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if zstd fails, which it does only without memory; `FeatureMissing` in a build without zstd.
+    pub fn run(&self) -> Result<Packed> {
+        let mut encoder = encoder(self.level)?;
+        let mut gathered = Vec::new();
+        let mut chunks = Vec::new();
+        for number in self.chunks.clone() {
+            let start = number * CHUNK_BYTES;
+            let part = self.raw.part(start..(start + CHUNK_BYTES).min(self.raw.len()));
+            let raw = part.contiguous(&mut gathered);
+            let digest = self.digest.then(|| {
+                let mut hasher = ChunkHasher::new(number, self.raw.len());
+                hasher.update(raw);
+                hasher.finish()
+            });
+            chunks.push(StoredChunk {
+                frame: encoder.encode(raw, self.shuffle)?.map(Bytes::from),
+                crc: crc32fast::hash(raw),
+                digest,
+            });
+        }
+        Ok(Packed { place: (self.storage, self.chunks.start), chunks })
+    }
+}
+
+#[cfg(feature = "zstd")]
+fn encoder(level: i32) -> Result<crate::codec::Encoder> {
+    crate::codec::Encoder::new(level)
+}
+
+/// Stands in for the encoder of a build without zstd.
+#[cfg(not(feature = "zstd"))]
+enum NoEncoder {}
+
+#[cfg(not(feature = "zstd"))]
+impl NoEncoder {
+    fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
+        match *self {}
+    }
+}
+
+#[cfg(not(feature = "zstd"))]
+fn encoder(_: i32) -> Result<NoEncoder> {
+    use crate::error::{Error, ErrorKind};
+    Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
+}

@@ -1,0 +1,158 @@
+//! Storages: runs of bytes that tensors lie in, and how they are stored. Spec: section 6.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+
+use crate::codec::Decoder;
+use crate::digest::Digest;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Storages are checksummed, and compressed, in pieces of this many raw bytes.
+pub const CHUNK_BYTES: u64 = 1 << 20;
+
+/// One storage: a run of bytes of the blob, or of another file of the shard set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StorageReference {
+    /// Where its stored bytes begin in their file.
+    pub offset: u64,
+    /// How many raw bytes it has.
+    pub len: u64,
+    /// The CRC-32 of the raw bytes.
+    pub crc32: u32,
+    /// The CRC-32 of each stored chunk.
+    pub crcs: Vec<u32>,
+    /// log2 of its alignment.
+    pub align_log2: u8,
+    /// The number of its shard; 0 in a file without shards.
+    pub shard: u32,
+    /// How its chunks are compressed; `None` if the stored bytes are the raw bytes.
+    pub packing: Option<Packing>,
+    /// The BLAKE3 of the raw bytes, if the file has digests.
+    pub digest: Option<Digest>,
+}
+
+/// How the chunks of a compressed storage are stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packing {
+    /// Width of the byte shuffle in bytes; 0 for none.
+    pub shuffle: u8,
+    /// The stored chunks, one after the other.
+    pub chunks: Vec<PackedChunk>,
+}
+
+/// One stored chunk of a compressed storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedChunk {
+    /// Where it begins in the stored bytes of its storage.
+    pub offset: u64,
+    /// How many stored bytes it has.
+    pub len: u32,
+    /// Whether it is a zstd frame; otherwise it is its raw bytes.
+    pub is_zstd: bool,
+}
+
+impl StorageReference {
+    /// How many bytes it takes in its file.
+    pub fn stored_len(&self) -> u64 {
+        self.packing.as_ref().map_or(self.len, |packing| {
+            packing.chunks.last().map_or(0, |chunk| chunk.offset + u64::from(chunk.len))
+        })
+    }
+
+    /// Where its stored bytes are in its file.
+    pub fn stored_range(&self) -> Range<u64> {
+        self.offset..self.offset + self.stored_len()
+    }
+
+    /// Where a chunk lies in the raw bytes.
+    pub fn chunk(&self, number: u64) -> Range<u64> {
+        let start = number.saturating_mul(CHUNK_BYTES).min(self.len);
+        start..start.saturating_add(CHUNK_BYTES).min(self.len)
+    }
+
+    /// The chunks that these raw bytes touch.
+    pub fn chunks(&self, range: &Range<u64>) -> Range<u64> {
+        range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES)
+    }
+
+    /// Where a chunk is in the file of the storage.
+    ///
+    /// # Panics
+    ///
+    /// If the storage has no such chunk.
+    pub fn stored_chunk(&self, number: u64) -> Range<u64> {
+        let within = match &self.packing {
+            None => self.chunk(number),
+            Some(packing) => {
+                let chunk = &packing.chunks[place(number)];
+                chunk.offset..chunk.offset + u64::from(chunk.len)
+            }
+        };
+        self.offset + within.start..self.offset + within.end
+    }
+}
+
+/// Raw bytes of a compressed storage, decoded from the chunks that they touch.
+///
+/// The memory has exactly the length of the range; it and one chunk of 1 MiB are all that decoding
+/// takes, whatever a frame claims.
+pub struct Unpack<'a> {
+    storage: &'a StorageReference,
+    range: Range<u64>,
+    bytes: Vec<u8>,
+    /// A chunk of which the range touches a part.
+    whole: Vec<u8>,
+    decoder: Decoder,
+}
+
+impl<'a> Unpack<'a> {
+    /// For a range of the raw bytes, which must lie in the storage.
+    ///
+    /// # Errors
+    ///
+    /// `TooLarge` if it does not fit into memory; `Io` if zstd has no memory.
+    pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
+        let too_large = || Error::new(ErrorKind::TooLarge);
+        let len = usize::try_from(range.end - range.start).map_err(|_| too_large())?;
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len).map_err(|_| too_large())?;
+        Ok(Self { storage, range, bytes, whole: Vec::new(), decoder: Decoder::new()? })
+    }
+
+    /// Adds a chunk, given its stored bytes; chunks come in order.
+    ///
+    /// # Errors
+    ///
+    /// `FrameCorrupt`; `FeatureMissing` in a build without zstd.
+    pub fn add(&mut self, number: u64, stored: &[u8]) -> Result<()> {
+        let chunk = self.storage.chunk(number);
+        let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
+        let within = place(part.start - chunk.start)..place(part.end - chunk.start);
+        let packing = self.storage.packing.as_ref();
+        match packing.filter(|packing| packing.chunks[place(number)].is_zstd) {
+            None => self.bytes.extend_from_slice(&stored[within]),
+            Some(packing) if part == chunk => {
+                let start = self.bytes.len();
+                self.bytes.resize(start + within.len(), 0);
+                self.decoder.decode(stored, packing.shuffle, &mut self.bytes[start..])?;
+            }
+            Some(packing) => {
+                self.whole.resize(place(chunk.end - chunk.start), 0);
+                self.decoder.decode(stored, packing.shuffle, &mut self.whole)?;
+                self.bytes.extend_from_slice(&self.whole[within]);
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes, once all chunks are added.
+    pub fn finish(self) -> Bytes {
+        self.bytes.into()
+    }
+}
+
+/// Places in one chunk, and chunk numbers that were compared with tables in memory.
+fn place(number: u64) -> usize {
+    usize::try_from(number).expect("a place in memory fits usize")
+}

@@ -1,0 +1,91 @@
+//! The good vectors: archives that show one thing each, as this project's writer writes them.
+
+mod future;
+mod packed;
+mod sets;
+mod shards;
+mod tensors;
+mod values;
+
+use tssd_format::{Dict, Draft, Dtype, Key, Options, Pack, StateDict, Tensor, TensorMeta, Value};
+
+/// One vector.
+#[derive(Debug)]
+pub struct Vector {
+    /// A number and a few words, which are the name of its file.
+    pub name: &'static str,
+    /// What it shows.
+    pub about: &'static str,
+    /// Its bytes.
+    pub content: Content,
+}
+
+/// The bytes of a vector.
+#[derive(Debug)]
+pub enum Content {
+    /// An archive.
+    File(Vec<u8>),
+    /// A shard set: the files of a directory, by name.
+    Set(Vec<(String, Vec<u8>)>),
+}
+
+/// All of them, in the order of their numbers.
+pub fn vectors() -> Vec<Vector> {
+    let mut vectors = values::vectors();
+    vectors.extend(tensors::vectors());
+    vectors.extend(shards::vectors());
+    vectors.extend(packed::vectors());
+    vectors.extend(sets::vectors());
+    vectors.extend(future::vectors());
+    vectors.sort_by_key(|vector| vector.name);
+    vectors
+}
+
+fn file(name: &'static str, about: &'static str, bytes: Vec<u8>) -> Vector {
+    Vector { name, about, content: Content::File(bytes) }
+}
+
+/// The archive of a state dict.
+fn encode(dict: &StateDict, options: &Options) -> Vec<u8> {
+    let draft = Draft::new(dict, options).expect("vectors are legal");
+    let packed = draft.jobs().iter().map(Pack::run).collect::<Result<Vec<_>, _>>();
+    let layout = draft.place(packed.expect("there is memory")).expect("vectors are legal");
+    let mut file = Vec::new();
+    layout.write_to(&mut file).expect("a Vec takes all");
+    file
+}
+
+fn plain(dict: &StateDict) -> Vec<u8> {
+    encode(dict, &Options::new())
+}
+
+fn dict_of(entries: Vec<(Key, Value)>) -> StateDict {
+    StateDict::from_value(Value::Dict(Dict::from_iter(entries))).expect("it is a dict")
+}
+
+fn one(value: impl Into<Value>) -> StateDict {
+    dict_of(vec![("value".into(), value.into())])
+}
+
+fn f32s(values: &[f32], shape: &[u64]) -> Tensor {
+    Tensor::from_slice(values, shape).expect("shapes of vectors fit")
+}
+
+/// Bytes 0, 1, 0, 1 … as a tensor of any dtype.
+fn counting(dtype: Dtype, shape: &[u64]) -> Tensor {
+    of_bytes(dtype, shape, |byte| byte.to_le_bytes()[0] & 1)
+}
+
+/// A tensor whose bytes are given by their places.
+fn of_bytes(dtype: Dtype, shape: &[u64], byte: impl Fn(u64) -> u8) -> Tensor {
+    let meta = TensorMeta::new(dtype, shape).expect("shapes of vectors fit");
+    let bytes: Vec<u8> = (0..meta.nbytes()).map(byte).collect();
+    Tensor::new(meta, bytes.into(), 0).expect("there are as many bytes as it has")
+}
+
+/// The byte of a noise that is the same everywhere.
+fn noise(place: u64) -> u8 {
+    let mixed = (place + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    (mixed >> 56).to_le_bytes()[0]
+}

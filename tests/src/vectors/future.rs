@@ -1,0 +1,76 @@
+//! Files of later writers, which a reader of this version must read all the same.
+
+use tssd_format::{AttrValue, Options};
+
+use super::{Vector, encode, f32s, file, one, plain};
+
+pub(super) fn vectors() -> Vec<Vector> {
+    let today = || plain(&one(f32s(&[1.0, 2.0], &[2])));
+    let vendor = Options::new().attr("x-example.run", AttrValue::Text("a1b2".into()));
+    vec![
+        file("090-minor", "a later minor version", with_head(today(), 10, &7_u16.to_le_bytes())),
+        file(
+            "091-compat",
+            "unknown compat bits",
+            with_head(today(), 32, &0x8001_u64.to_le_bytes()),
+        ),
+        file(
+            "092-ro-compat",
+            "unknown ro_compat bits",
+            with_head(today(), 24, &3_u64.to_le_bytes()),
+        ),
+        file(
+            "093-longer-root",
+            "a root with a table of a later version",
+            with_longer_root(&today(), 8),
+        ),
+        file(
+            "094-much-longer-root",
+            "a later root, with data in front of it",
+            with_longer_root(&today(), 4096),
+        ),
+        file("095-vendor-attr", "an attribute of a vendor", encode(&one(1_i64), &vendor)),
+    ]
+}
+
+/// The file with other bytes in its head, whose checksum is right.
+fn with_head(mut file: Vec<u8>, offset: usize, bytes: &[u8]) -> Vec<u8> {
+    file[offset..offset + bytes.len()].copy_from_slice(bytes);
+    let crc = crc32fast::hash(&file[..60]);
+    file[60..64].copy_from_slice(&crc.to_le_bytes());
+    file
+}
+
+/// The file with `extra` bytes appended to its root, and a table for them in front of it.
+fn with_longer_root(file: &[u8], extra: usize) -> Vec<u8> {
+    let trailer = file.len() - 64;
+    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().expect("four bytes"));
+    let size = |number: u32| usize::try_from(number).expect("usize has 32 bits at least");
+    let start = size(word(trailer));
+    let root_off = size(word(trailer + 16));
+    let index = &file[start..trailer];
+    let (tables, root) = index.split_at(root_off);
+    // What later versions put between the tables of this one and the root, they know.
+    let mut longer = [tables, &[0xEE; 32]].concat();
+    let moved = i32::try_from(longer.len() - root_off).expect("a short table");
+    let new_root_off = longer.len();
+    for field in root.chunks_exact(8) {
+        let (rel, len) = field.split_at(4);
+        let rel = i32::from_le_bytes(rel.try_into().expect("four bytes")) - moved;
+        longer.extend(rel.to_le_bytes());
+        longer.extend(len);
+    }
+    longer.extend(vec![0xDD; extra]);
+    let wide = |len: usize| u64::try_from(len).expect("usize is at most 64 bits");
+    let narrow = |len: usize| u32::try_from(len).expect("a short table");
+    let mut end = file[trailer..].to_vec();
+    let mut put = |at: usize, bytes: &[u8]| end[at..at + bytes.len()].copy_from_slice(bytes);
+    put(8, &wide(longer.len()).to_le_bytes());
+    put(16, &narrow(new_root_off).to_le_bytes());
+    put(20, &narrow(longer.len() - new_root_off).to_le_bytes());
+    put(24, &crc32fast::hash(&longer).to_le_bytes());
+    put(40, &wide(start + longer.len() + 64).to_le_bytes());
+    let crc = crc32fast::hash(&[&end[..52], &end[56..]].concat());
+    end[52..56].copy_from_slice(&crc.to_le_bytes());
+    [&file[..start], &longer, &end].concat()
+}

@@ -1,0 +1,188 @@
+//! Compressed storages, and digests.
+
+use tssd_format::{
+    Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor, TensorMeta, Value,
+};
+
+use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one};
+
+pub(super) fn vectors() -> Vec<Vector> {
+    let zstd = Options::new().compress(Compression::Zstd);
+    let shuffled = Options::new().compress(Compression::ShuffledZstd);
+    let digests = Options::new().digests();
+    let mixed = Options::new().digests().compress_leaves(|path: &ObjectPath, _| {
+        let fqn = path.fqn();
+        if fqn.starts_with("moment") { Compression::ShuffledZstd } else { Compression::None }
+    });
+    vec![
+        file(
+            "060-zstd-zeros",
+            "64 KiB of zeros in one frame",
+            encode(&one(of_bytes(Dtype::Uint8, &[65536], |_| 0)), &zstd),
+        ),
+        file(
+            "061-shuffle-bf16",
+            "bf16 weights, shuffled by 2",
+            encode(&one(weights(Dtype::Bfloat16, 3000)), &shuffled),
+        ),
+        file(
+            "062-shuffle-widths",
+            "shuffles by 2, 4, 8 and 16, and none for single bytes",
+            encode(&widths(), &shuffled),
+        ),
+        file(
+            "063-raw-chunk",
+            "two chunks, of which the noisy one stays raw",
+            encode(&one(half_noise()), &zstd),
+        ),
+        file(
+            "064-three-chunks",
+            "three chunks of zeros, the last one short",
+            encode(&one(of_bytes(Dtype::Float32, &[(2 << 18) + 5], |_| 0)), &shuffled),
+        ),
+        file(
+            "065-zstd-content",
+            "a str, bytes and an opaque leaf in frames",
+            encode(&content(), &zstd.clone().allow_opaque()),
+        ),
+        file(
+            "066-zstd-ties",
+            "tied and transposed views of a compressed storage",
+            encode(&tied(), &shuffled),
+        ),
+        file(
+            "067-digests",
+            "digests of raw storages, one of more than one chunk",
+            encode(&raw_storages(), &digests),
+        ),
+        file(
+            "068-digests-empty",
+            "asked for digests where there is no storage",
+            encode(&one(1_i64), &digests),
+        ),
+        file("069-mixed", "compression leaf by leaf, and digests", encode(&moments(), &mixed)),
+        file(
+            "070-zstd-tail",
+            "a view whose storage is no multiple of the shuffle's width",
+            encode(&one(odd_tail()), &shuffled),
+        ),
+        file(
+            "071-incompressible",
+            "noise, which stays raw",
+            encode(&one(of_bytes(Dtype::Uint8, &[4096], noise)), &zstd),
+        ),
+        file(
+            "072-level",
+            "another level",
+            encode(&one(weights(Dtype::Float32, 2000)), &shuffled.clone().zstd_level(7)),
+        ),
+        file(
+            "073-zstd-aligned",
+            "compressed and aligned to 16 KiB",
+            encode(&moments(), &shuffled.clone().align(16384).expect("a legal alignment")),
+        ),
+        file(
+            "074-small",
+            "storages too small to be worth it",
+            encode(&one(f32s(&[0.0; 100], &[100])), &shuffled),
+        ),
+        file(
+            "075-zstd-shard",
+            "a compressed shard with a digest",
+            encode(&shard(), &shuffled.digests()),
+        ),
+    ]
+}
+
+/// Numbers that look like weights: small, of both signs, with noisy low bits.
+fn weights(dtype: Dtype, count: u64) -> Tensor {
+    let itemsize = dtype.itemsize();
+    of_bytes(dtype, &[count], |place| {
+        let element = place / itemsize;
+        match itemsize - 1 - place % itemsize {
+            0 => 0x3C | (noise(element) & 0x80),
+            1 => noise(element ^ 0xFFFF) & 0x9F,
+            _ => noise(place),
+        }
+    })
+}
+
+fn widths() -> StateDict {
+    let dtypes = [Dtype::Uint8, Dtype::Int16, Dtype::Float32, Dtype::Complex64, Dtype::Complex128];
+    let tensor = |dtype: Dtype| {
+        let itemsize = dtype.itemsize();
+        of_bytes(dtype, &[1024 / itemsize], |place| (place / itemsize).to_le_bytes()[0] / 3)
+    };
+    dict_of(dtypes.iter().map(|dtype| (dtype.name().into(), tensor(*dtype).into())).collect())
+}
+
+fn half_noise() -> Tensor {
+    of_bytes(
+        Dtype::Uint8,
+        &[(1 << 20) + 3000],
+        |place| if place < 1 << 20 { 7 } else { noise(place) },
+    )
+}
+
+fn content() -> StateDict {
+    let opaque = Value::Opaque { media: "text/plain".into(), bytes: vec![b'o'; 6000].into() };
+    dict_of(vec![
+        ("str".into(), "π".repeat(3000).into()),
+        ("bytes".into(), Value::Bytes(vec![9; 6000].into())),
+        ("opaque".into(), opaque),
+    ])
+}
+
+fn tied() -> StateDict {
+    let values: Vec<f32> = (0_u8..240).map(f32::from).collect();
+    let storage = Storage::from(&*values);
+    let view = |shape: &[u64], strides: &[u64], offset| {
+        let meta =
+            TensorMeta::new(Dtype::Float32, shape).and_then(|meta| meta.with_strides(strides));
+        let tensor = Tensor::new(meta.expect("a legal view"), storage.clone(), offset);
+        tensor.expect("it lies inside").into()
+    };
+    dict_of(vec![
+        ("embedding".into(), view(&[24, 10], &[10, 1], 0)),
+        ("head".into(), view(&[24, 10], &[10, 1], 0)),
+        ("transposed".into(), view(&[10, 24], &[1, 10], 0)),
+        ("row".into(), view(&[10], &[1], 40)),
+    ])
+}
+
+fn raw_storages() -> StateDict {
+    dict_of(vec![
+        ("small".into(), f32s(&[1.0, 2.0], &[2]).into()),
+        (
+            "large".into(),
+            of_bytes(Dtype::Uint8, &[(1 << 20) + 1], |place| (place >> 13).to_le_bytes()[0]).into(),
+        ),
+        ("same as small".into(), f32s(&[1.0, 2.0], &[2]).into()),
+    ])
+}
+
+fn moments() -> StateDict {
+    dict_of(vec![
+        ("weight".into(), counting(Dtype::Bfloat16, &[40, 50]).into()),
+        ("moment.0".into(), weights(Dtype::Float32, 2000).into()),
+        ("moment.1".into(), of_bytes(Dtype::Float32, &[2000], |_| 0).into()),
+    ])
+}
+
+/// 1001 bytes under a bf16 view of its first 1000.
+fn odd_tail() -> Value {
+    let storage = Storage::from(vec![5_u8; 1001]);
+    let whole = TensorMeta::new(Dtype::Uint8, &[1001]).expect("a small shape");
+    let pairs = TensorMeta::new(Dtype::Bfloat16, &[500]).expect("a small shape");
+    Value::List(vec![
+        Tensor::new(pairs, storage.clone(), 0).expect("it lies inside").into(),
+        Tensor::new(whole, storage, 0).expect("it lies inside").into(),
+    ])
+}
+
+fn shard() -> StateDict {
+    use tssd_format::{Shard, ShardPlace, TensorSlice};
+    let slice = TensorSlice::new(&[100, 0], &[100, 10], &[200, 10]).expect("a legal slice");
+    let tensor = of_bytes(Dtype::Float32, &[100, 10], |place| (place / 400).to_le_bytes()[0]);
+    one(Shard::new(tensor, ShardPlace::new(slice)).expect("it has the local shape"))
+}

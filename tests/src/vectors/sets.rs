@@ -1,0 +1,154 @@
+//! Manifests, alone and with the archives that they name.
+
+use tssd_format::{
+    Archive, Attrs, Compression, Container, Dtype, Key, Node, Options, ShardFile, ShardPlace,
+    StateDict, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, Value,
+};
+
+use super::{Content, Vector, dict_of, encode, f32s, file, of_bytes};
+
+pub(super) fn vectors() -> Vec<Vector> {
+    vec![
+        file("023-manifest", "a version of two writers: slices in two files", manifest_alone()),
+        file(
+            "024-divergent",
+            "a version whose writers hold different values for one leaf",
+            divergent(),
+        ),
+        set("080-shard-set", "a matrix whose rows two writers hold", &Options::new(), 2),
+        set(
+            "081-shard-set-zstd",
+            "the same in frames",
+            &Options::new().compress(Compression::ShuffledZstd),
+            2,
+        ),
+        set(
+            "082-shard-set-digests",
+            "archives named by their root digests",
+            &Options::new().digests(),
+            3,
+        ),
+        set(
+            "083-shard-set-all",
+            "frames and digests, of four writers",
+            &Options::new().digests().compress(Compression::Zstd),
+            4,
+        ),
+        set("084-shard-set-of-one", "a version of one writer", &Options::new(), 1),
+    ]
+}
+
+/// A file that a manifest names; it need not be there for the manifest to be read.
+fn shard_file(writer: u32) -> ShardFile {
+    ShardFile {
+        name: format!("{writer}.tssd"),
+        file_len: 4672,
+        index_off: 4160,
+        index_crc32: 7,
+        writer,
+        digest: None,
+    }
+}
+
+fn manifest_alone() -> Vec<u8> {
+    let reference = |row: u64, storage: u32| TensorReference {
+        meta: TensorMeta::new(Dtype::Float32, &[1, 2]).expect("a small shape"),
+        storage: Some(storage),
+        byte_offset: 0,
+        place: Some(place(row, &[1, 2], &[2, 2])),
+    };
+    let weight = Node::Tensors(vec![reference(0, 0), reference(1, 1)]);
+    let storage = |shard| StorageReference {
+        offset: 4096,
+        len: 8,
+        crc32: crc32fast::hash(&[0; 8]),
+        crcs: vec![crc32fast::hash(&[0; 8])],
+        align_log2: 8,
+        shard,
+        packing: None,
+        digest: None,
+    };
+    let root = Node::Container(Container::Dict, vec![(Step::Key("weight".into()), weight)]);
+    let shards = [shard_file(0), shard_file(1)];
+    tssd_format::manifest(&root, &[storage(0), storage(1)], &Attrs::new(), &shards)
+        .expect("a legal manifest")
+}
+
+fn divergent() -> Vec<u8> {
+    let own = |writer: u32| {
+        (Step::Key(Key::writer(writer)), Node::Leaf(Value::from(i64::from(writer) * 10)))
+    };
+    let node = Node::Container(Container::Divergent, vec![own(0), own(3)]);
+    let root = Node::Container(Container::Dict, vec![(Step::Key("seed".into()), node)]);
+    tssd_format::manifest(&root, &[], &Attrs::new(), &[shard_file(0), shard_file(3)])
+        .expect("a legal manifest")
+}
+
+fn place(row: u64, local: &[u64], global: &[u64]) -> ShardPlace {
+    let offsets = [row, 0];
+    ShardPlace::new(TensorSlice::new(&offsets, local, global).expect("a legal slice"))
+}
+
+/// What one of several writers holds: some rows of a matrix, and, the first one, a vector and a str.
+fn contribution(writer: u64, writers: u64) -> StateDict {
+    let (rows, global) = (40, [40 * writers, 8]);
+    let place = place(writer * rows, &[rows, 8], &global);
+    let tensor =
+        of_bytes(Dtype::Float32, &[rows, 8], |byte| ((byte / 256) + writer).to_le_bytes()[0]);
+    let shard = tssd_format::Shard::new(tensor, place).expect("it has the local shape");
+    let mut entries = vec![("matrix".into(), shard.into())];
+    if writer == 0 {
+        entries.push(("vector".into(), f32s(&[1.0, 2.0, 3.0], &[3]).into()));
+        entries.push(("text".into(), "long ".repeat(1000).into()));
+    }
+    dict_of(entries)
+}
+
+/// The archives of some writers, and the manifest that makes one of them.
+fn set(name: &'static str, about: &'static str, options: &Options, writers: u64) -> Vector {
+    let mut files = Vec::new();
+    let (mut shards, mut storages) = (Vec::new(), Vec::new());
+    let mut matrix = Vec::new();
+    let mut children = Vec::new();
+    for writer in 0..writers {
+        let bytes = encode(&contribution(writer, writers), options);
+        let archive = Archive::from_bytes(bytes.clone()).expect("it was written just now");
+        let shard = u32::try_from(shards.len()).expect("a few");
+        let first = u32::try_from(storages.len()).expect("a few");
+        storages.extend(
+            (0..archive.storage_count())
+                .map(|number| StorageReference { shard, ..archive.storage(number) }),
+        );
+        let Node::Container(_, own) = archive.structure() else {
+            unreachable!("the root is a dict")
+        };
+        for (step, mut node) in own {
+            match &mut node {
+                Node::Tensors(run) => run.iter_mut().for_each(|each| {
+                    each.storage = each.storage.map(|storage| storage + first);
+                }),
+                Node::Stored(_, storage) => *storage += first,
+                Node::Leaf(_) | Node::Container(..) => {}
+            }
+            match node {
+                Node::Tensors(run) if run[0].place.is_some() => matrix.extend(run),
+                node => children.push((step, node)),
+            }
+        }
+        let file = format!("{writer}.tssd");
+        shards.push(ShardFile {
+            name: file.clone(),
+            file_len: archive.file_len(),
+            index_off: archive.index_range().start,
+            index_crc32: archive.index_crc32(),
+            writer: shard,
+            digest: archive.root_digest(),
+        });
+        files.push((file, bytes));
+    }
+    children.insert(0, (Step::Key("matrix".into()), Node::Tensors(matrix)));
+    let root = Node::Container(Container::Dict, children);
+    let manifest = tssd_format::manifest(&root, &storages, &Attrs::new(), &shards);
+    files.push((tssd_format::MANIFEST.to_owned(), manifest.expect("a legal manifest")));
+    Vector { name, about, content: Content::Set(files) }
+}

@@ -1,0 +1,184 @@
+//! Slices of global tensors: meshes, placements, boxes.
+
+use tssd_format::{
+    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value,
+};
+
+use super::{Vector, dict_of, f32s, file, of_bytes, one, plain};
+
+pub(super) fn vectors() -> Vec<Vector> {
+    vec![
+        file(
+            "015-shard",
+            "shards of a 2 x 2 mesh with ranks, names and placements; an empty one",
+            plain(&shards()),
+        ),
+        file("016-boxes", "two boxes of one global tensor, without a mesh", plain(&one(boxes()))),
+        file(
+            "017-strided-shard",
+            "a _StridedShard on a mesh without names",
+            plain(&one(strided())),
+        ),
+        file(
+            "050-replicate",
+            "a mesh dimension that replicates, one that shards",
+            plain(&one(on(
+                &mesh(&[2, 3], &["dp", "tp"]),
+                4,
+                &[Placement::Replicate, Placement::Shard { dim: 1 }],
+                &[2, 7],
+            ))),
+        ),
+        file(
+            "051-mesh-3d",
+            "three mesh dimensions that shard two of three tensor dimensions",
+            plain(&one(on(
+                &mesh(&[2, 2, 2], &["pp", "dp", "tp"]),
+                5,
+                &[
+                    Placement::Shard { dim: 0 },
+                    Placement::Shard { dim: 2 },
+                    Placement::Shard { dim: 2 },
+                ],
+                &[3, 2, 6],
+            ))),
+        ),
+        file(
+            "052-uneven",
+            "the last rank of a dimension that does not divide gets less, and nothing",
+            plain(&uneven()),
+        ),
+        file(
+            "053-mesh-without-ranks",
+            "slices that know the shape of their mesh, with and without coordinates",
+            plain(&bare_meshes()),
+        ),
+        file(
+            "054-mesh-ranks",
+            "a mesh whose ranks are neither first nor in order",
+            plain(&one(on(
+                &DeviceMesh::new(&[3], &[4_000_000_000, 7, 0]).expect("distinct"),
+                7,
+                &[Placement::Shard { dim: 0 }],
+                &[5],
+            ))),
+        ),
+        file(
+            "055-shared-mesh",
+            "many leaves on one mesh, whose tables hold it once",
+            plain(&shared_mesh()),
+        ),
+        file(
+            "056-scalar-shard",
+            "a replicated 0-dim tensor",
+            plain(&one(on(&mesh(&[2], &["dp"]), 1, &[Placement::Replicate], &[]))),
+        ),
+        file(
+            "057-nested-strided",
+            "_StridedShard over two dimensions: one rank, several boxes",
+            plain(&one(several_boxes())),
+        ),
+    ]
+}
+
+fn mesh(shape: &[u64], names: &[&str]) -> DeviceMesh {
+    let names = names.iter().map(ToString::to_string).collect();
+    DeviceMesh::from_shape(shape).and_then(|mesh| mesh.with_dim_names(names)).expect("a legal mesh")
+}
+
+/// What a rank holds of a global tensor that counts its own elements.
+fn on(mesh: &DeviceMesh, rank: u32, placements: &[Placement], global: &[u64]) -> Shard {
+    let slices = TensorSlice::from_placements(global, mesh, rank, placements);
+    let slice = slices.expect("legal placements").remove(0);
+    placed(mesh, slice, placements)
+}
+
+fn placed(mesh: &DeviceMesh, slice: TensorSlice, placements: &[Placement]) -> Shard {
+    let tensor = counted(slice.local_shape());
+    let place = ShardPlace::new(slice).on_mesh(mesh.clone());
+    let place = place.and_then(|place| place.placed(placements.to_vec()));
+    Shard::new(tensor, place.expect("it fits the mesh")).expect("it has the local shape")
+}
+
+fn counted(shape: &[u64]) -> Tensor {
+    let values: Vec<f32> =
+        (0..shape.iter().product()).zip(0_u16..).map(|(_, at): (u64, _)| at.into()).collect();
+    f32s(&values, shape)
+}
+
+fn shard_of_rank(rank: u32) -> Shard {
+    let mesh = DeviceMesh::new(&[2, 2], &[4, 5, 6, 7]);
+    let mesh = mesh.and_then(|mesh| mesh.with_dim_names(vec!["dp".into(), "tp".into()]));
+    let placements = [Placement::Shard { dim: 0 }, Placement::Shard { dim: 1 }];
+    on(&mesh.expect("a legal mesh"), rank, &placements, &[3, 5])
+}
+
+fn slice(offsets: &[u64], local: &[u64], global: &[u64]) -> TensorSlice {
+    TensorSlice::new(offsets, local, global).expect("a legal slice")
+}
+
+fn shards() -> StateDict {
+    let empty = Shard::new(f32s(&[], &[0, 5]), ShardPlace::new(slice(&[3, 0], &[0, 5], &[3, 5])));
+    dict_of(vec![
+        ("shard".into(), shard_of_rank(4).into()),
+        ("same place".into(), shard_of_rank(4).into()),
+        ("empty shard".into(), empty.expect("it has the local shape").into()),
+    ])
+}
+
+fn boxes() -> Value {
+    let shard = |row| {
+        let place = ShardPlace::new(slice(&[row, 0], &[1, 2], &[4, 2]));
+        Shard::new(f32s(&[1.0, 2.0], &[1, 2]), place).expect("it has the local shape")
+    };
+    Value::Shards(vec![shard(0), shard(3)])
+}
+
+fn strided() -> Shard {
+    let mesh = DeviceMesh::from_shape(&[2, 2]).expect("a legal mesh");
+    let placements =
+        vec![Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard { dim: 0 }];
+    let slices = TensorSlice::from_placements(&[8], &mesh, 1, &placements);
+    let slice = slices.expect("legal placements").remove(0);
+    let place = ShardPlace::new(slice).on_mesh(mesh).and_then(|place| place.placed(placements));
+    Shard::new(f32s(&[4.0, 5.0], &[2]), place.expect("it fits the mesh")).expect("two elements")
+}
+
+fn uneven() -> StateDict {
+    let mesh = mesh(&[4], &["dp"]);
+    let on = |rank| on(&mesh, rank, &[Placement::Shard { dim: 0 }], &[5, 2]).into();
+    dict_of(vec![("of rank 2".into(), on(2)), ("of rank 3".into(), on(3))])
+}
+
+fn bare_meshes() -> StateDict {
+    let shard = |coordinates: Option<&[u64]>| {
+        let slice = slice(&[2], &[2], &[4]).on_mesh(&[2], coordinates).expect("inside the mesh");
+        Shard::new(f32s(&[3.0, 4.0], &[2]), ShardPlace::new(slice)).expect("two elements").into()
+    };
+    dict_of(vec![("known".into(), shard(Some(&[1]))), ("unknown".into(), shard(None))])
+}
+
+fn shared_mesh() -> StateDict {
+    let mesh = mesh(&[2, 2], &["dp", "tp"]);
+    let leaf = |layer: u64| {
+        let placements =
+            [Placement::Replicate, Placement::Shard { dim: u32::from(layer % 2 == 1) }];
+        on(&mesh, 3, &placements, &[4, 2 + layer])
+    };
+    dict_of((0..8).map(|layer| (format!("layers.{layer}").into(), leaf(layer).into())).collect())
+}
+
+/// Rank 0 of two strided shards of one dimension holds boxes that do not touch.
+fn several_boxes() -> Value {
+    let mesh = DeviceMesh::from_shape(&[2, 2]).expect("a legal mesh");
+    let placements =
+        vec![Placement::StridedShard { dim: 0, split_factor: 4 }, Placement::Shard { dim: 0 }];
+    let slices = TensorSlice::from_placements(&[16, 2], &mesh, 0, &placements);
+    let shards = slices.expect("legal placements").into_iter().map(|slice| {
+        let tensor = of_bytes(Dtype::Int16, slice.local_shape(), |place| place.to_le_bytes()[0]);
+        let place = ShardPlace::new(slice).on_mesh(mesh.clone());
+        let place = place.and_then(|place| place.placed(placements.clone()));
+        Shard::new(tensor, place.expect("it fits the mesh")).expect("it has the local shape")
+    });
+    Value::Shards(shards.collect())
+}

@@ -1,0 +1,326 @@
+//! Leaves, keys and containers.
+
+use tssd_format::{
+    ArchiveWriter, AttrValue, Dict, Dtype, Float, Int, Key, Options, StateDict, Text, Value,
+};
+
+use super::{Vector, dict_of, encode, f32s, file, one, plain};
+
+pub(super) fn vectors() -> Vec<Vector> {
+    vec![
+        file("001-empty-dict", "the smallest archive: an empty dict", plain(&StateDict::new())),
+        file("002-empty-ordered-dict", "an empty OrderedDict", plain(&StateDict::ordered())),
+        file(
+            "004-containers",
+            "list, tuple, ordered dict, namedtuple, empty ones",
+            plain(&containers()),
+        ),
+        file("005-keys", "every kind of key", plain(&keys())),
+        file("006-scalars", "every kind of leaf but tensors, ints and strs", plain(&scalars())),
+        file("007-ints", "ints around the ends of i64 and beyond", plain(&ints())),
+        file("008-strs", "strs: empty, other planes, a lone surrogate", plain(&strs())),
+        file(
+            "009-long-content",
+            "str and bytes over 4096 bytes are storages, at 4096 bytes they are not",
+            plain(&one(long_content())),
+        ),
+        file(
+            "014-optimizer",
+            "nested optimizer state with int keys",
+            plain(&dict_of(vec![("state".into(), optimizer().into())])),
+        ),
+        file("018-deep", "64 levels of containers", plain(&one(deep()))),
+        file(
+            "019-opaque",
+            "an opaque leaf",
+            encode(&one(opaque(vec![0x80, 4, b'.'])), &Options::new().allow_opaque()),
+        ),
+        file("020-attrs", "attributes of every kind", encode(&one(1_i64), &attrs())),
+        file("021-streamed", "written as a stream", streamed()),
+        file(
+            "025-floats",
+            "floats and complex numbers at the ends of their range, and NaNs",
+            plain(&floats()),
+        ),
+        file("026-bytes", "no byte, and each of the 256", plain(&bytes())),
+        file("027-dtype-leaves", "every dtype as a value", plain(&dtype_leaves())),
+        file(
+            "028-sizes",
+            "torch.Size: empty, negative entries, 64 entries, one shared",
+            plain(&sizes()),
+        ),
+        file(
+            "029-devices",
+            "devices, an empty name and one with a surrogate among them",
+            plain(&devices()),
+        ),
+        file(
+            "030-namedtuples",
+            "namedtuples in each other, with an empty name, with a surrogate",
+            plain(&namedtuples()),
+        ),
+        file(
+            "031-float-keys",
+            "float keys: -0.0, subnormal, infinite, beyond i64",
+            plain(&float_keys()),
+        ),
+        file(
+            "032-int-keys",
+            "int keys around the ends of i64 and beyond, in by_key order",
+            plain(&int_keys()),
+        ),
+        file(
+            "033-tuple-keys",
+            "tuple keys: empty, 8 deep, 64 elements, of every kind",
+            plain(&tuple_keys()),
+        ),
+        file("034-long-key", "a key of 4096 bytes, which a leaf shares", plain(&long_key())),
+        file(
+            "035-many-keys",
+            "300 keys, inserted in an order that is not by_key's",
+            plain(&many_keys()),
+        ),
+        file(
+            "036-long-surrogates",
+            "a str in a storage that holds a lone surrogate",
+            plain(&long_surrogates()),
+        ),
+        file(
+            "037-long-opaque",
+            "an opaque leaf in a storage",
+            encode(&one(opaque(vec![b'.'; 5000])), &Options::new().allow_opaque()),
+        ),
+        file(
+            "038-shared-text",
+            "one text as key, value, type name and attribute: in the heap once",
+            encode(&shared_text(), &Options::new().attr("text", AttrValue::Text("text".into()))),
+        ),
+        file(
+            "039-equal-looking",
+            "`{\"a.b\"}`, `{\"a\": {\"b\"}}`, `1` and `\"1\"` in one dict",
+            plain(&equal_looking()),
+        ),
+    ]
+}
+
+fn containers() -> StateDict {
+    let list =
+        Value::List(vec![Value::List(vec![]), Value::Tuple(vec![]), Value::Dict(Dict::new())]);
+    let point = Dict::from_iter([("x", Value::from(1_i64)), ("y", Value::None)]);
+    dict_of(vec![
+        ("list".into(), list),
+        ("tuple".into(), Value::Tuple(vec![Value::from(true), Value::from("é")])),
+        ("ordered".into(), Value::OrderedDict(Dict::from_iter([("b", 1_i64), ("a", 2)]))),
+        ("point".into(), Value::NamedTuple("Point".into(), point)),
+    ])
+}
+
+/// A dict with these keys and the values 0, 1, 2 …
+fn with_keys(keys: Vec<Key>) -> StateDict {
+    dict_of((0_i64..).zip(keys).map(|(place, key)| (key, Value::from(place))).collect())
+}
+
+fn keys() -> StateDict {
+    with_keys(vec![
+        Key::from("1"),
+        Key::from(1),
+        Key::from(-1),
+        Key::Float(Float::from(0.5)),
+        Key::None,
+        Key::Bool(false),
+        Key::Bytes(vec![0, 255].into()),
+        Key::from(""),
+        Key::from("a.b"),
+        big("-9223372036854775809"),
+        Key::Tuple([Key::from("a"), Key::Tuple([Key::from(2), Key::None].into())].into()),
+    ])
+}
+
+fn big(digits: &str) -> Key {
+    Key::Int(int(digits))
+}
+
+fn int(digits: &str) -> Int {
+    digits.parse().expect("it is digits")
+}
+
+fn scalars() -> StateDict {
+    let floats = [0.0, -0.0, 1.5, f64::INFINITY, f64::MIN_POSITIVE];
+    let mut entries: Vec<(Key, Value)> = floats
+        .iter()
+        .map(|float| (Key::from(format!("float {float:?}")), Value::from(*float)))
+        .collect();
+    entries
+        .push(("nan with payload".into(), Value::Float(Float::from_bits(0x7FF8_0000_0000_1234))));
+    entries.push(("complex".into(), Value::Complex(1.0.into(), (-0.0).into())));
+    entries.push(("true".into(), Value::from(true)));
+    entries.push(("none".into(), Value::None));
+    entries.push(("size".into(), Value::Size([2, 0, -1].into())));
+    entries.push(("dtype".into(), Value::Dtype(Dtype::Bfloat16)));
+    entries.push(("device".into(), Value::Device("cuda:1".into())));
+    entries.push(("bytes".into(), Value::Bytes(vec![1, 2, 3].into())));
+    dict_of(entries)
+}
+
+fn ints() -> StateDict {
+    let ints = [
+        "0",
+        "-1",
+        "9223372036854775807",
+        "-9223372036854775808",
+        "9223372036854775808",
+        "-9223372036854775809",
+        "340282366920938463463374607431768211456",
+    ];
+    one(Value::List(ints.iter().map(|digits| Value::Int(int(digits))).collect()))
+}
+
+fn surrogate() -> Text {
+    Text::from_generalized_utf8(&b"a\xED\xA0\x80b"[..]).expect("it is generalized UTF-8")
+}
+
+fn strs() -> StateDict {
+    one(Value::List(vec!["".into(), "漢😀".into(), surrogate().into()]))
+}
+
+fn long_content() -> Value {
+    Value::List(vec![
+        "x".repeat(4096).into(),
+        "x".repeat(4097).into(),
+        Value::Bytes(vec![7; 4097].into()),
+    ])
+}
+
+fn optimizer() -> Dict {
+    let state = Dict::from_iter([
+        ("step", Value::from(f32s(&[3.0], &[]))),
+        ("exp_avg", f32s(&[0.1, 0.2], &[2]).into()),
+    ]);
+    Dict::from_iter([(0_i64, state), (1, Dict::new())])
+}
+
+fn deep() -> Value {
+    (1..64).fold(Value::from(1_i64), |value, _| Value::List(vec![value]))
+}
+
+fn opaque(bytes: Vec<u8>) -> Value {
+    Value::Opaque { media: "application/x-python-pickle".into(), bytes: bytes.into() }
+}
+
+fn attrs() -> Options {
+    Options::new()
+        .attr("format", AttrValue::Text("pt".into()))
+        .attr("step", AttrValue::Int(-7))
+        .attr("sum", AttrValue::Bytes([1, 2].into()))
+}
+
+fn streamed() -> Vec<u8> {
+    let write = || {
+        let mut writer = ArchiveWriter::new(Vec::new(), Options::new())?;
+        writer.insert("first", f32s(&[1.0], &[1]))?;
+        writer.insert("second", 2_i64)?;
+        writer.insert("third", f32s(&[3.0; 5], &[5]))?;
+        writer.finish()
+    };
+    write().expect("a Vec takes all")
+}
+
+fn floats() -> StateDict {
+    let bits = [
+        0xFFF0_0000_0000_0000, // -inf
+        0x7FEF_FFFF_FFFF_FFFF, // the largest
+        0x0000_0000_0000_0001, // the smallest subnormal
+        0x7FF0_0000_0000_0001, // a signalling NaN
+        0xFFF8_0000_0000_0000, // a negative NaN
+    ];
+    let float = |bits: &u64| Value::Float(Float::from_bits(*bits));
+    let complex = |bits: &u64| Value::Complex(Float::from_bits(*bits), Float::from(-0.0));
+    one(Value::List(bits.iter().map(float).chain(bits.iter().map(complex)).collect()))
+}
+
+fn bytes() -> StateDict {
+    let all: Vec<u8> = (0..=255).collect();
+    one(Value::List(vec![Value::Bytes(Vec::new().into()), Value::Bytes(all.into())]))
+}
+
+fn dtype_leaves() -> StateDict {
+    one(Value::List(Dtype::ALL.iter().map(|dtype| Value::Dtype(*dtype)).collect()))
+}
+
+fn sizes() -> StateDict {
+    let sizes =
+        [vec![], vec![i64::MIN, -1, 0, i64::MAX], (0..64).collect(), vec![3, 4], vec![3, 4]];
+    one(Value::List(sizes.into_iter().map(|size| Value::Size(size.into())).collect()))
+}
+
+fn devices() -> StateDict {
+    let names = ["cpu".into(), "meta".into(), Text::from(""), surrogate()];
+    one(Value::List(names.into_iter().map(Value::Device).collect()))
+}
+
+fn namedtuples() -> StateDict {
+    let inner = Value::NamedTuple("".into(), Dict::new());
+    let field = Key::Str(surrogate());
+    let outer = Dict::from_iter([(Key::from("inner"), inner), (field, Value::None)]);
+    one(Value::NamedTuple(surrogate(), outer))
+}
+
+fn float_keys() -> StateDict {
+    let keys = [-0.0, 5e-324, f64::INFINITY, -f64::INFINITY, 1e300, -0.5];
+    with_keys(keys.into_iter().map(|key| Key::Float(Float::from(key))).collect())
+}
+
+fn int_keys() -> StateDict {
+    let mut keys: Vec<Key> = [0, -1, 1, i64::MAX, i64::MIN].into_iter().map(Key::from).collect();
+    keys.extend(["9223372036854775808", "-9223372036854775809", "36893488147419103232"].map(big));
+    with_keys(keys)
+}
+
+fn tuple_keys() -> StateDict {
+    let tuple = |keys: Vec<Key>| Key::Tuple(keys.into());
+    let deep = (1..8).fold(tuple(vec![]), |inner, _| tuple(vec![inner]));
+    let kinds = tuple(vec![
+        Key::from("s"),
+        Key::from(-7),
+        big("18446744073709551616"),
+        Key::Bool(true),
+        Key::Float(Float::from(2.5)),
+        Key::None,
+        Key::Bytes(vec![0].into()),
+        tuple(vec![Key::from("")]),
+    ]);
+    with_keys(vec![tuple(vec![]), deep, tuple((0..64).map(Key::from).collect()), kinds])
+}
+
+fn long_key() -> StateDict {
+    let long = "k".repeat(4096);
+    dict_of(vec![(long.as_str().into(), long.as_str().into())])
+}
+
+fn many_keys() -> StateDict {
+    // 7 has no factor in common with 300: each number comes once.
+    with_keys((0..300_i64).map(|place| Key::from(format!("layer.{}", place * 7 % 300))).collect())
+}
+
+fn long_surrogates() -> StateDict {
+    let bytes = [vec![b'x'; 5000], surrogate().as_bytes().to_vec()].concat();
+    one(Text::from_generalized_utf8(bytes).expect("it is generalized UTF-8"))
+}
+
+fn shared_text() -> StateDict {
+    let fields = Dict::from_iter([("text", Value::from("text"))]);
+    dict_of(vec![
+        ("text".into(), Value::NamedTuple("text".into(), fields)),
+        (Key::Bytes(b"text".to_vec().into()), Value::Bytes(b"text".to_vec().into())),
+    ])
+}
+
+fn equal_looking() -> StateDict {
+    let nested = Dict::from_iter([("b", 2_i64)]);
+    dict_of(vec![
+        ("a.b".into(), 1_i64.into()),
+        ("a".into(), nested.into()),
+        (1.into(), 3_i64.into()),
+        ("1".into(), 4_i64.into()),
+    ])
+}

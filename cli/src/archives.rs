@@ -4,9 +4,13 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::is_stream;
 
-/// The file itself; or all archives in and below a directory, in the order of their names.
+/// The file itself, or stdin; or all archives in and below a directory, in the order of their names.
 pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
+    if is_stream(path) {
+        return Ok(vec![path.to_owned()]);
+    }
     let metadata = path.metadata().map_err(|error| Failure::io("read", path, error))?;
     if !metadata.is_dir() {
         return Ok(vec![path.to_owned()]);

@@ -1,7 +1,9 @@
-//! Where words go: results to stdout, progress to stderr.
+//! Where words go: results to stdout, progress to stderr. If a file goes to stdout, all words go to
+//! stderr.
 
 use std::fmt;
 use std::io::{self, Write};
+use std::path::Path;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
@@ -9,16 +11,38 @@ use serde_json::Value as Json;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::is_stream;
+
+/// Where results go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Stream {
+    Stdout,
+    Stderr,
+}
 
 /// Prints results. A reader who has seen enough and closed the pipe is no error.
 pub(crate) fn print(text: impl fmt::Display) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::new(Exit::Refused, format_args!("cannot write to stdout: {error}")))
+    Stream::Stdout.print(text)
+}
+
+impl Stream {
+    fn print(self, text: impl fmt::Display) -> Result<()> {
+        let (name, printed) = match self {
+            Self::Stdout => ("stdout", write_all(io::stdout().lock(), text)),
+            Self::Stderr => ("stderr", write_all(io::stderr().lock(), text)),
+        };
+        match printed {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(Failure::new(Exit::Refused, format_args!("cannot write to {name}: {error}")))
+            }
+            _ => Ok(()),
         }
-        _ => Ok(()),
     }
+}
+
+fn write_all(mut stream: impl Write, text: impl fmt::Display) -> io::Result<()> {
+    write!(stream, "{text}")?;
+    stream.flush()
 }
 
 /// Prints one JSON document.
@@ -35,21 +59,28 @@ pub(crate) struct Console {
     pub(crate) quiet: bool,
     /// Details too.
     pub(crate) verbose: bool,
+    /// Where [`Console::report`] prints.
+    pub(crate) results: Stream,
 }
 
 impl Console {
+    /// The console of a command that writes a file: `-` takes stdout from the words.
+    pub(crate) fn beside(self, output: &Path) -> Self {
+        if is_stream(output) { Self { results: Stream::Stderr, ..self } } else { self }
+    }
+
     /// Prints what was done: as JSON, as a line, as a line with details, or
     /// not at all.
     pub(crate) fn report(self, line: impl fmt::Display, json: &Json) -> Result<()> {
         match self {
-            Self { json: true, .. } => print_json(json),
+            Self { json: true, .. } => self.results.print(format_args!("{json:#}\n")),
             Self { quiet: true, .. } => Ok(()),
             Self { verbose: true, .. } => {
                 let members = json.as_object().into_iter().flatten();
                 let details = members.map(|(name, value)| format!("\n  {name}: {value}"));
-                print(format_args!("{line}{}\n", details.collect::<String>()))
+                self.results.print(format_args!("{line}{}\n", details.collect::<String>()))
             }
-            _ => print(format_args!("{line}\n")),
+            _ => self.results.print(format_args!("{line}\n")),
         }
     }
 

@@ -19,9 +19,9 @@ use crate::value::{self, repr};
 /// Compare two files (.tssd or .safetensors): structure, dtypes, shapes and values.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The one file
+    /// The one file; `-`: stdin
     a: PathBuf,
-    /// The other file
+    /// The other file; `-`: stdin
     b: PathBuf,
     /// Compare dtype, shape and values of each leaf only: not the nesting, the order, strides or flags
     #[arg(long)]

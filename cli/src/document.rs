@@ -1,41 +1,40 @@
 //! Files that hold a state dict: archives, and safetensors files seen as such.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use tssd_format::safetensors::{Entry, HEADER_ATTR, Header, INDEX_ATTR};
 use tssd_format::{
     Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
     TensorReference, Value,
 };
 
-use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{Entry, HEADER_ATTR, Header};
+use crate::input::{open, shown};
 
 /// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
-#[derive(Debug)]
 pub(crate) struct Document {
     path: PathBuf,
     source: Source,
 }
 
-#[derive(Debug)]
 enum Source {
     Archive(Archive),
-    Safetensors(File, Header),
+    Safetensors(Arc<dyn Blob>, Header),
 }
 
 impl Document {
     /// Opens a file, whatever it is: its first bytes tell.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = open_file(path)?;
-        let source = if looks_like_safetensors(&file) {
-            let header = Header::read(&file).map_err(|reject| reject.into_failure(path))?;
+        let file = open(path)?;
+        let path = shown(path);
+        let refused = |error| Failure::format(path, &error);
+        let source = if looks_like_safetensors(&*file) {
+            let header = Header::read(&*file).map_err(refused)?;
             Source::Safetensors(file, header)
         } else {
-            Source::Archive(open_archive(path, file)?)
+            Source::Archive(Archive::from_blob(file).map_err(refused)?)
         };
         Ok(Self { path: path.to_owned(), source })
     }
@@ -57,7 +56,7 @@ impl Document {
     pub(crate) fn file_len(&self) -> u64 {
         match &self.source {
             Source::Archive(archive) => archive.file_len(),
-            Source::Safetensors(file, _) => file.size().unwrap_or_default(),
+            Source::Safetensors(_, header) => header.file_len(),
         }
     }
 
@@ -66,12 +65,12 @@ impl Document {
         let mut attrs = match &self.source {
             Source::Archive(archive) => archive.attrs(),
             Source::Safetensors(_, header) => {
-                let metadata = header.metadata.iter().flatten();
                 let text = |value: &String| AttrValue::Text(value.as_str().into());
+                let metadata = header.metadata().iter();
                 metadata.map(|(name, value)| (name.clone(), text(value))).collect()
             }
         };
-        attrs.remove(HEADER_ATTR);
+        attrs.retain(|name, _| name != HEADER_ATTR && name != INDEX_ATTR);
         attrs
     }
 
@@ -82,14 +81,14 @@ impl Document {
             Source::Safetensors(_, header) => {
                 let child = |(number, entry): (u32, &Entry)| {
                     let reference = TensorReference {
-                        meta: entry.meta.clone(),
-                        storage: (entry.meta.numel() > 0).then_some(number),
+                        meta: entry.meta().clone(),
+                        storage: (entry.meta().numel() > 0).then_some(number),
                         byte_offset: 0,
                         place: None,
                     };
-                    (Step::Key(Key::from(&*entry.name)), Node::Tensors(vec![reference]))
+                    (Step::Key(Key::from(entry.name())), Node::Tensors(vec![reference]))
                 };
-                Node::Container(Container::Dict, (0..).zip(&header.tensors).map(child).collect())
+                Node::Container(Container::Dict, (0..).zip(header.tensors()).map(child).collect())
             }
         }
     }
@@ -102,8 +101,10 @@ impl Document {
             }
             Source::Safetensors(file, header) => {
                 let index = usize::try_from(number).expect("a number of this structure");
-                load(file, &header.tensors[index])
-                    .map_err(|error| Failure::io("read", &self.path, error))
+                let tensor = header.tensors()[index].tensor(&**file);
+                tensor
+                    .map(|tensor| tensor.storage().bytes().clone())
+                    .map_err(|error| Failure::format(&self.path, &error))
             }
         }
     }
@@ -121,14 +122,12 @@ impl Document {
             Source::Archive(archive) => {
                 archive.to_state_dict().map_err(|error| Failure::format(&self.path, &error))
             }
-            Source::Safetensors(_, header) => {
+            Source::Safetensors(file, header) => {
                 let mut dict = StateDict::new();
-                let references = self.structure().into_leaves().into_iter();
-                for (entry, (_, node)) in header.tensors.iter().zip(references) {
-                    let Node::Tensors(run) = node else { continue };
-                    for reference in run {
-                        dict.insert(&*entry.name, Value::from(self.tensor(&reference)?));
-                    }
+                for entry in header.tensors() {
+                    let tensor = entry.tensor(&**file);
+                    let tensor = tensor.map_err(|error| Failure::format(&self.path, &error))?;
+                    dict.insert(entry.name(), Value::from(tensor));
                 }
                 Ok(dict)
             }
@@ -136,31 +135,8 @@ impl Document {
     }
 }
 
-/// Opens a file for reading; a directory is none.
-pub(crate) fn open_file(path: &Path) -> Result<File> {
-    let file = File::open(path).map_err(|error| Failure::io("read", path, error))?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-        return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
-            .help("name a file; `tssd inspect` and `tssd verify` take directories too"));
-    }
-    Ok(file)
-}
-
-/// Opens a file as an archive.
-pub(crate) fn open_archive(path: &Path, file: File) -> Result<Archive> {
-    Archive::from_blob(Arc::new(file)).map_err(|error| Failure::format(path, &error))
-}
-
-/// A tensor of a safetensors file, in memory of its own.
-pub(crate) fn load(file: &File, entry: &Entry) -> std::io::Result<Bytes> {
-    let len = entry.range.end - entry.range.start;
-    let mut bytes = vec![0; usize::try_from(len).map_err(std::io::Error::other)?];
-    file.read_exact_at(&mut bytes, entry.range.start)?;
-    Ok(bytes.into())
-}
-
 /// Safetensors files have no magic: they begin with the length of a JSON object.
-fn looks_like_safetensors(file: &File) -> bool {
+fn looks_like_safetensors(file: &dyn Blob) -> bool {
     let mut start = [0; 9];
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
     let [len @ .., brace] = start;

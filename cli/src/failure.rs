@@ -138,6 +138,21 @@ fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
             Exit::Refused,
             Some("this is a manifest: name the archives beside it, or `tssd get` the version"),
         ),
+        ErrorKind::NotSafetensors => (
+            Exit::Differs,
+            Some("the file is damaged, incomplete or of another format: take another copy of it"),
+        ),
+        ErrorKind::WeightMap => (
+            Exit::Differs,
+            Some("the directory is damaged, incomplete or of two models: take another copy of it"),
+        ),
+        ErrorKind::NotImportable => {
+            (Exit::Refused, Some("rename or convert it in the safetensors file first"))
+        }
+        ErrorKind::NotExportable => (
+            Exit::Refused,
+            Some("safetensors holds named tensors and text: keep this state dict as .tssd"),
+        ),
         kind if kind.rule().starts_with("F-") => {
             (Exit::Differs, Some("the file is damaged or incomplete: take another copy of it"))
         }

@@ -11,18 +11,19 @@ use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::is_stream;
 
 /// Show what is in an archive or a safetensors file: the tree with dtypes, shapes, slices and ties.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A file; or a directory: every archive in it, one line each (with -v: the trees)
+    /// A file; `-`: stdin; a directory: every archive in it, one line each (with -v: the trees)
     path: PathBuf,
 }
 
 /// A directory gives one line per archive, a file gives its tree.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let files = archives_in(&args.path)?;
-    let is_directory = args.path.is_dir();
+    let is_directory = !is_stream(&args.path) && args.path.is_dir();
     let mut views = Map::new();
     for path in &files {
         let document = Document::open(path)?;
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             print(format_args!("{}: {}\n", path.display(), tree.summary))?;
         } else {
             let tree::Tree { lines, summary, attributes } = tree;
-            let path = path.display();
+            let path = document.path().display();
             print(format_args!("{path}  {lines}\n\n{attributes}{summary}\n"))?;
         }
     }

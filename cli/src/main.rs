@@ -15,7 +15,7 @@ mod value;
 // Files.
 mod archives;
 mod document;
-mod header;
+mod input;
 mod output;
 
 // Commands on files.
@@ -33,7 +33,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::console::Console;
+use crate::console::{Console, Stream};
 use crate::exit::Exit;
 use crate::failure::Result;
 
@@ -81,7 +81,8 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> Result<Exit> {
-    let console = Console { json: cli.json, quiet: cli.quiet, verbose: cli.verbose };
+    let (json, quiet, verbose) = (cli.json, cli.quiet, cli.verbose);
+    let console = Console { json, quiet, verbose, results: Stream::Stdout };
     interrupt::install()?;
     match &cli.command {
         Command::Pack(args) => pack::run(args, console),

@@ -1,6 +1,8 @@
-//! Output files: whole or not at all.
+//! Output files: whole or not at all; and stdout where a command says `-`.
 
-use std::io::{self, BufWriter, Write};
+mod directory;
+
+use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
@@ -8,30 +10,48 @@ use tempfile::NamedTempFile;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::is_stream;
 use crate::interrupt::Unfinished;
+
+pub(crate) use directory::OutputDirectory;
 
 /// A file that appears under its name once it is complete and on the disk. Until then it has a
 /// temporary name beside it; whatever had the name before is there until then, and stays after an
-/// error or an interrupt.
+/// error or an interrupt. What goes to stdout is there at once.
 #[derive(Debug)]
 pub(crate) struct Output {
-    target: PathBuf,
-    stream: BufWriter<NamedTempFile>,
-    // Dropped after the file, so that its path is known for as long as it exists.
-    unfinished: Unfinished,
+    sink: Sink,
+    written: u64,
     bar: ProgressBar,
+}
+
+#[derive(Debug)]
+enum Sink {
+    File {
+        target: PathBuf,
+        stream: BufWriter<NamedTempFile>,
+        // Dropped after the file, so that its path is known for as long as it exists.
+        unfinished: Unfinished,
+    },
+    Stdout(BufWriter<StdoutLock<'static>>),
+}
+
+/// Writes to the disk and to pipes are of this many bytes.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// What people are told that is written.
+pub(crate) fn shown(target: &Path) -> &Path {
+    if is_stream(target) { Path::new("<stdout>") } else { target }
 }
 
 impl Output {
     /// Begins the file that will be at `target`, which `bar` shows growing.
     pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
+        if is_stream(target) {
+            return Ok(Self { sink: Sink::stdout()?, written: 0, bar });
+        }
         let failed = |error| Failure::io("write", target, error);
-        // A link stays a link: what it points to is replaced.
-        let target = match target.canonicalize() {
-            Ok(real) => real,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => target.to_owned(),
-            Err(error) => return Err(failed(error)),
-        };
+        let target = resolve(target).map_err(failed)?;
         let old = target.metadata().ok();
         if old.as_ref().is_some_and(|old| !old.is_file()) {
             let message = format_args!("{} is no regular file", target.display());
@@ -43,33 +63,67 @@ impl Output {
         if let Some(old) = old {
             temporary.as_file().set_permissions(old.permissions()).map_err(failed)?;
         }
-        Ok(Self { target, unfinished, stream: BufWriter::with_capacity(1 << 20, temporary), bar })
+        let stream = BufWriter::with_capacity(BUFFER_BYTES, temporary);
+        Ok(Self { sink: Sink::File { target, stream, unfinished }, written: 0, bar })
     }
 
     /// Lets the file appear, and returns its length in bytes.
     pub(crate) fn commit(self) -> Result<u64> {
-        let Self { target, unfinished, stream, bar } = self;
-        let failed = |error| Failure::io("write", &target, error);
-        let file = stream.into_inner().map_err(|error| failed(error.into_error()))?;
-        file.as_file().sync_all().map_err(failed)?;
-        let len = file.as_file().metadata().map_err(failed)?.len();
-        file.persist(&target).map_err(|error| failed(error.error))?;
-        drop(unfinished);
-        sync_directory(directory_of(&target)).map_err(failed)?;
-        bar.finish_and_clear();
-        Ok(len)
+        match self.sink {
+            Sink::File { target, stream, unfinished } => {
+                let failed = |error| Failure::io("write", &target, error);
+                let file = stream.into_inner().map_err(|error| failed(error.into_error()))?;
+                file.as_file().sync_all().map_err(failed)?;
+                file.persist(&target).map_err(|error| failed(error.error))?;
+                drop(unfinished);
+                sync_directory(directory_of(&target)).map_err(failed)?;
+            }
+            Sink::Stdout(mut stream) => stream
+                .flush()
+                .map_err(|error| Failure::io("write", Path::new("<stdout>"), error))?,
+        }
+        self.bar.finish_and_clear();
+        Ok(self.written)
+    }
+}
+
+impl Sink {
+    /// A terminal is no place for tensors.
+    fn stdout() -> Result<Self> {
+        let stdout = io::stdout();
+        if stdout.is_terminal() {
+            return Err(Failure::new(Exit::Usage, "stdout is a terminal, the output is binary")
+                .help("send it into a pipe or a file, or name a file in place of `-`"));
+        }
+        Ok(Self::Stdout(BufWriter::with_capacity(BUFFER_BYTES, stdout.lock())))
     }
 }
 
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.stream.write(bytes)?;
-        self.bar.inc(u64::try_from(written).unwrap_or_default());
+        let written = match &mut self.sink {
+            Sink::File { stream, .. } => stream.write(bytes),
+            Sink::Stdout(stream) => stream.write(bytes),
+        }?;
+        let count = u64::try_from(written).unwrap_or_default();
+        self.written += count;
+        self.bar.inc(count);
         Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.stream.flush()
+        match &mut self.sink {
+            Sink::File { stream, .. } => stream.flush(),
+            Sink::Stdout(stream) => stream.flush(),
+        }
+    }
+}
+
+/// A link stays a link: what it points to is replaced.
+fn resolve(target: &Path) -> io::Result<PathBuf> {
+    match target.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(target.to_owned()),
+        resolved => resolved,
     }
 }
 
@@ -85,10 +139,7 @@ fn temporary_in(directory: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".tssd-").suffix(".tmp");
     #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        builder.permissions(std::fs::Permissions::from_mode(0o666));
-    }
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     builder.tempfile_in(directory)
 }
 

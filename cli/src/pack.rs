@@ -1,79 +1,78 @@
-//! `tssd pack`: a safetensors file becomes an archive.
+//! `tssd pack`: safetensors files become an archive.
+
+mod directory;
+mod source;
 
 use std::io::Write;
 use std::path::PathBuf;
 
 use serde_json::json;
-use tssd_format::{ArchiveWriter, AttrValue, Options, Storage, Tensor, TensorMeta};
+use tssd_format::{ArchiveWriter, Options};
 
+use self::source::Source;
 use crate::console::Console;
-use crate::document::{load, open_file};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{self, HEADER_ATTR, Header};
-use crate::output::Output;
+use crate::output::{Output, shown};
 use crate::size::{Size, count};
 
-/// Pack a safetensors file into an archive.
+/// Pack a safetensors file, or the files of a Hugging Face model, into an archive.
+///
+/// `tssd unpack` gives the same files back, byte for byte. Of a directory, the files that
+/// model.safetensors.index.json names are packed, or model.safetensors; all others are left alone.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The safetensors file
+    /// A safetensors file; a directory with a model; `-`: stdin
     input: PathBuf,
-    /// The archive to write
+    /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
 }
 
 /// Tensor by tensor, so that memory holds one of them at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let file = open_file(&args.input)?;
-    let header = Header::read(&file).map_err(|reject| reject.into_failure(&args.input))?;
-    let options = options_of(&header)?;
-    let bytes = header.tensors.iter().map(|entry| entry.meta.nbytes()).sum();
+    let console = console.beside(&args.output);
+    let source = Source::open(&args.input)?;
+    let (tensors, bytes) = (source.tensors(), source.bytes());
+    let left_alone = source.left_alone.clone();
     let output = Output::create(&args.output, console.bytes_bar("packing", bytes))?;
 
-    let refused = |error| Failure::format(&args.output, &error);
+    let target = shown(&args.output);
+    let refused = |error| Failure::format(target, &error);
+    let attrs = source.attrs.iter();
+    let options =
+        attrs.fold(Options::new(), |options, (name, value)| options.attr(name, value.clone()));
     let mut writer = ArchiveWriter::new(output, options).map_err(refused)?;
-    for entry in &header.tensors {
-        let bytes = load(&file, entry).map_err(|error| Failure::io("read", &args.input, error))?;
-        let tensor = Tensor::new(entry.meta.clone(), Storage::from(bytes), 0).map_err(refused)?;
-        writer.insert(&*entry.name, tensor).map_err(refused)?;
-    }
+    source.read(&mut |name, tensor| writer.insert(name, tensor).map_err(refused))?;
     let mut output = writer.finish().map_err(refused)?;
-    output.flush().map_err(|error| Failure::io("write", &args.output, error))?;
+    output.flush().map_err(|error| Failure::io("write", target, error))?;
     let file_len = output.commit()?;
 
-    let tensors = header.tensors.len();
-    let line = format!(
+    let mut line = format!(
         "{}: {}, {}, file {}",
-        args.output.display(),
+        target.display(),
         count(tensors, "tensor"),
         Size(bytes),
         Size(file_len)
     );
+    if !left_alone.is_empty() {
+        let others = count(left_alone.len(), "other file");
+        line = format!("{line}\nleft alone: {others} ({})", listed(&left_alone));
+    }
     let json = json!({
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
+        "left_alone": left_alone,
     });
     console.report(line, &json)?;
     Ok(Exit::Ok)
 }
 
-/// The metadata of the file as attributes.
-fn options_of(header: &Header) -> Result<Options> {
-    let mut options = Options::new();
-    for (name, value) in header.metadata.iter().flatten() {
-        if name.starts_with("tssd.") {
-            let message = format_args!("metadata `{name}` has a name that tssd keeps for itself");
-            return Err(Failure::new(Exit::Refused, message).help("rename or remove the entry"));
-        }
-        options = options.attr(name, AttrValue::Text(value.as_str().into()));
+/// A few names are enough to know which.
+fn listed(names: &[String]) -> String {
+    const SHOWN_MAX: usize = 4;
+    let shown = names[..names.len().min(SHOWN_MAX)].join(", ");
+    match names.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
+        Some(more) => format!("{shown} and {more} more"),
+        None => shown,
     }
-    let named = |entry: &header::Entry| (entry.name.clone(), entry.meta.clone());
-    let tensors: Vec<(String, TensorMeta)> = header.tensors.iter().map(named).collect();
-    let metadata = header.metadata.as_ref().filter(|metadata| !metadata.is_empty());
-    let (canonical, _) = header::canonical(metadata, &tensors)?;
-    if canonical != header.text {
-        options = options.attr(HEADER_ATTR, AttrValue::Text(header.text.as_str().into()));
-    }
-    Ok(options)
 }

@@ -1,212 +1,130 @@
-//! `tssd unpack`: an archive becomes a safetensors file.
+//! `tssd unpack`: an archive becomes a safetensors file, or a directory of them.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use bytes::Bytes;
 use serde_json::json;
-use tssd_format::{
-    Archive, AttrValue, Container, Node, ObjectPath, Runs, TensorMeta, TensorReference,
-};
+use tssd_format::safetensors::{Directory, Export, INDEX_NAME};
+use tssd_format::{Error, ErrorKind};
 
 use crate::console::Console;
-use crate::document::{open_archive, open_file};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::header::{self, HEADER_ATTR, Header};
-use crate::output::Output;
+use crate::input::{is_stream, open_archive, shown};
+use crate::output::{Output, OutputDirectory, shown as shown_output};
 use crate::size::{Size, count};
 
-/// Unpack an archive of tensors into a safetensors file.
+/// Unpack an archive of tensors into a safetensors file, or into a directory as Hugging Face has it.
+///
+/// What was packed comes back byte for byte. The output is a directory if its path ends in `/`, if it
+/// is an empty directory, or with --shard-size.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The archive
+    /// The archive; `-`: stdin
     input: PathBuf,
-    /// The safetensors file to write
-    #[arg(short, long, value_name = "OUT.safetensors")]
+    /// The safetensors file to write, `-`: stdout; or a new or empty directory
+    #[arg(short, long, value_name = "OUT.safetensors|DIR/")]
     output: PathBuf,
-}
-
-/// What a safetensors file is made of, in the order in which it is written.
-struct Plan {
-    header: String,
-    tensors: Vec<TensorReference>,
-    bytes: u64,
+    /// Write a directory anew, with files of this many bytes of tensors at most, and an index
+    #[arg(long, value_name = "SIZE")]
+    shard_size: Option<Size>,
 }
 
 /// Storage by storage, so that memory holds one of them at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let archive = open_archive(&args.input, open_file(&args.input)?)?;
-    let plan = plan(&archive)?;
-    let mut output = Output::create(&args.output, console.bytes_bar("unpacking", plan.bytes))?;
-    let failed = |error| Failure::io("write", &args.output, error);
-    let header_len = u64::try_from(plan.header.len()).expect("usize is at most 64 bits");
-    output.write_all(&header_len.to_le_bytes()).map_err(failed)?;
-    output.write_all(plan.header.as_bytes()).map_err(failed)?;
-    let mut loaded = None;
-    for reference in &plan.tensors {
-        let Some(number) = reference.storage else { continue };
-        // Views of one storage that follow each other read it once.
-        let bytes = match loaded.take() {
-            Some((last, bytes)) if last == number => bytes,
-            _ => read_storage(&archive, number, &args.input)?,
-        };
-        write_elements(reference, &bytes, &mut output).map_err(failed)?;
-        loaded = Some((number, bytes));
+    let console = console.beside(&args.output);
+    if args.shard_size.is_some_and(|size| size.0 == 0) {
+        return Err(Failure::new(Exit::Usage, "--shard-size 0 leaves no room for a tensor"));
     }
-    let file_len = output.commit()?;
-
-    let tensors = plan.tensors.len();
-    let line = format!(
-        "{}: {}, {}, file {}",
-        args.output.display(),
-        count(tensors, "tensor"),
-        Size(plan.bytes),
-        Size(file_len)
-    );
-    let json = json!({
-        "output": args.output, "tensors": tensors, "bytes": plan.bytes, "file_len": file_len,
-    });
-    console.report(line, &json)?;
+    if args.shard_size.is_some() && is_stream(&args.output) {
+        return Err(Failure::new(Exit::Usage, "--shard-size writes a directory, `-` is none")
+            .help("name a new or empty directory, or leave out --shard-size"));
+    }
+    let archive = open_archive(&args.input)?;
+    let refused = |error| Failure::format(shown(&args.input), &error);
+    let export = Export::of_archive(&archive).map_err(refused)?;
+    let bar = console.bytes_bar("unpacking", export.nbytes());
+    if names_directory(args) {
+        let directory = match args.shard_size {
+            Some(Size(max)) => export.shards(max),
+            None => export.directory(),
+        };
+        let mut output = OutputDirectory::create(&args.output, bar)?;
+        let (names, len) = write(args, &directory.map_err(refused)?, &mut output)?;
+        output.commit()?;
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        report(args, console, &export, &names, len)?;
+    } else {
+        let file = export.file().map_err(refused)?;
+        let mut output = Output::create(&args.output, bar)?;
+        file.write_to(&mut output).map_err(|error| failure(args, &args.output, &error))?;
+        report(args, console, &export, &[], output.commit()?)?;
+    }
     Ok(Exit::Ok)
 }
 
-fn read_storage(archive: &Archive, number: u32, path: &Path) -> Result<Bytes> {
-    archive.storage_bytes(number).map_err(|error| Failure::format(path, &error))
+fn names_directory(args: &Args) -> bool {
+    let is_named_so = args.output.as_os_str().as_encoded_bytes().ends_with(b"/");
+    args.shard_size.is_some() || is_named_so || !is_stream(&args.output) && args.output.is_dir()
 }
 
-/// Row by row if need be: safetensors has no strides.
-fn write_elements(
-    reference: &TensorReference,
-    storage: &[u8],
-    output: &mut impl Write,
-) -> io::Result<()> {
-    let meta = &reference.meta;
-    let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
-    let span = &storage[size(reference.byte_offset)..];
-    let mut written = Ok(());
-    Runs::to_row_major(meta.dtype().itemsize(), meta.shape(), &meta.strides()).for_each(
-        |source, _, run| {
-            if written.is_ok() {
-                written = output.write_all(&span[size(source)..][..size(run)]);
-            }
-        },
-    );
-    written
-}
-
-fn plan(archive: &Archive) -> Result<Plan> {
-    let mut leaves = Vec::new();
-    tensors_of(archive.structure(), ObjectPath::root(), &mut leaves)?;
-    let mut names = BTreeSet::new();
-    let mut tensors = Vec::with_capacity(leaves.len());
-    for (path, reference) in &leaves {
-        let name = path.fqn();
-        if name == header::METADATA {
-            return Err(refused(path, "the name is taken by the metadata"));
-        }
-        if !names.insert(name.clone()) {
-            return Err(refused(path, format_args!("another leaf is `{name}` too")));
-        }
-        let dtype = reference.meta.dtype();
-        if dtype.safetensors().is_none() {
-            return Err(refused(path, format_args!("it has no dtype for torch's {dtype}")));
-        }
-        tensors.push((name, reference.meta.clone()));
+/// Writes all files, the index last; returns their names, and how many bytes they have together.
+fn write(
+    args: &Args,
+    directory: &Directory<'_>,
+    output: &mut OutputDirectory,
+) -> Result<(Vec<String>, u64)> {
+    let (mut names, mut len) = (Vec::new(), 0);
+    for file in &directory.files {
+        let path = args.output.join(file.name());
+        let failed = |error| Failure::io("write", &path, error);
+        let mut stream = output.file(file.name()).map_err(failed)?;
+        file.write_to(&mut stream).map_err(|error| failure(args, &path, &error))?;
+        len += stream.finish().map_err(failed)?;
+        names.push(file.name().to_owned());
     }
-    let bytes = tensors.iter().map(|(_, meta)| meta.nbytes()).sum::<u64>();
-    // An expanded tensor takes no room in an archive and any amount of it here.
-    if bytes > archive.file_len().saturating_mul(64).max(1 << 30) {
-        let message = format_args!("its tensors would take {} when written out", Size(bytes));
-        return Err(Failure::new(Exit::Refused, message)
-            .help("the archive has expanded tensors (stride 0): store them as they are"));
+    if let Some(index) = &directory.index {
+        let path = args.output.join(INDEX_NAME);
+        let failed = |error| Failure::io("write", &path, error);
+        let mut stream = output.file(INDEX_NAME).map_err(failed)?;
+        stream.write_all(index.as_bytes()).map_err(failed)?;
+        len += stream.finish().map_err(failed)?;
+        names.push(INDEX_NAME.to_owned());
     }
-    let (header, order) = match remembered(archive, &tensors) {
-        Some(remembered) => remembered,
-        None => header::canonical(metadata_of(archive)?.as_ref(), &tensors)?,
-    };
-    let tensors = order.into_iter().map(|place| leaves[place].1.clone()).collect();
-    Ok(Plan { header, tensors, bytes })
+    Ok((names, len))
 }
 
-/// The header that the archive was packed from, if it still describes its tensors; and the order in
-/// which it has their bytes.
-fn remembered(archive: &Archive, tensors: &[(String, TensorMeta)]) -> Option<(String, Vec<usize>)> {
-    let attrs = archive.attrs();
-    let AttrValue::Text(text) = attrs.get(HEADER_ATTR)? else { return None };
-    let (header, _) = Header::parse(text.as_str()?.to_owned(), 0).ok()?;
-    let same = header.metadata.clone().unwrap_or_default()
-        == metadata_of(archive).ok()?.unwrap_or_default()
-        && header.tensors.len() == tensors.len();
-    let place_of: BTreeMap<&str, usize> =
-        tensors.iter().zip(0..).map(|((name, _), place)| (&**name, place)).collect();
-    let mut order = Vec::with_capacity(tensors.len());
-    for entry in &header.tensors {
-        let place = *place_of.get(&*entry.name)?;
-        let meta = &tensors[place].1;
-        if meta.dtype() != entry.meta.dtype() || meta.shape() != entry.meta.shape() {
-            return None;
-        }
-        order.push((entry.range.start, entry.range.end, place));
-    }
-    order.sort_unstable();
-    same.then(|| (header.text, order.into_iter().map(|(.., place)| place).collect()))
+/// What the system refuses is about the output, what the format refuses about the input.
+fn failure(args: &Args, output: &Path, error: &Error) -> Failure {
+    let is_io = error.kind() == ErrorKind::Io;
+    Failure::format(if is_io { shown_output(output) } else { shown(&args.input) }, error)
 }
 
-/// The attributes as safetensors has them: text only, and `None` if there are none.
-fn metadata_of(archive: &Archive) -> Result<Option<BTreeMap<String, String>>> {
-    let mut metadata = BTreeMap::new();
-    for (name, value) in archive.attrs() {
-        if name.starts_with("tssd.") {
-            continue;
-        }
-        let text = match &value {
-            AttrValue::Text(text) => text.as_str(),
-            AttrValue::Int(_) | AttrValue::Bytes(_) => None,
-        };
-        let text = text.ok_or_else(|| {
-            Failure::new(Exit::Refused, format_args!("attribute `{name}` is no text"))
-                .help("the metadata of safetensors is text only")
-        })?;
-        metadata.insert(name, text.to_owned());
-    }
-    Ok((!metadata.is_empty()).then_some(metadata))
-}
-
-/// All tensors of the tree; whatever safetensors cannot hold is an error.
-fn tensors_of(
-    node: Node,
-    path: ObjectPath,
-    tensors: &mut Vec<(ObjectPath, TensorReference)>,
+/// The names are those of the files of a directory.
+fn report(
+    args: &Args,
+    console: Console,
+    export: &Export,
+    names: &[&str],
+    file_len: u64,
 ) -> Result<()> {
-    match node {
-        Node::Container(Container::Divergent, _) => {
-            Err(refused(&path, "the writers disagree on it")
-                .help("`tssd get` it as one of the writers has it"))
-        }
-        Node::Container(_, children) => {
-            if children.is_empty() && !path.steps().is_empty() {
-                return Err(refused(&path, "it is an empty container"));
-            }
-            for (step, child) in children {
-                tensors_of(child, path.clone().step(step), tensors)?;
-            }
-            Ok(())
-        }
-        Node::Tensors(mut run) => match run.pop() {
-            Some(reference) if run.is_empty() && reference.place.is_none() => {
-                tensors.push((path, reference));
-                Ok(())
-            }
-            _ => Err(refused(&path, "it is a shard of a larger tensor")
-                .help("put all shards into a store, then `tssd get` the whole")),
-        },
-        Node::Leaf(_) | Node::Stored(..) => Err(refused(&path, "it is no tensor")),
+    let (tensors, bytes) = (export.len(), export.nbytes());
+    let files = if names.is_empty() {
+        format!("file {}", Size(file_len))
+    } else {
+        format!("{}, {}", count(names.len(), "file"), Size(file_len))
+    };
+    let line = format!(
+        "{}: {}, {}, {files}",
+        shown_output(&args.output).display(),
+        count(tensors, "tensor"),
+        Size(bytes),
+    );
+    let mut json = json!({
+        "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
+    });
+    if !names.is_empty() {
+        json["files"] = json!(names);
     }
-}
-
-fn refused(path: &ObjectPath, why: impl std::fmt::Display) -> Failure {
-    Failure::new(Exit::Refused, format_args!("safetensors cannot hold {path}: {why}"))
-        .help("safetensors holds named tensors only: keep this state dict as .tssd")
+    console.report(line, &json)
 }

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use indicatif::ProgressBar;
@@ -12,9 +12,10 @@ use tssd_format::{Archive, Error};
 
 use crate::archives::archives_in;
 use crate::console::{Console, print, print_json};
-use crate::document::{open_archive, open_file};
+
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::{open, shown};
 use crate::size::{Size, count};
 
 /// A file with more damage than this is not worth more lines.
@@ -23,7 +24,7 @@ const SHOWN_MAX: usize = 10;
 /// Prove archives: the index by opening them, the payload by reading every byte.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Archives, or directories with archives in them
+    /// Archives, or directories with archives in them; `-`: stdin
     #[arg(required = true)]
     paths: Vec<PathBuf>,
 }
@@ -71,7 +72,7 @@ struct Damage {
 
 impl Verdict {
     fn lines(&self, path: &Path) -> String {
-        let path = path.display();
+        let path = shown(path).display();
         if self.damage.is_empty() {
             return format!("ok       {path}  {}\n", self.what);
         }
@@ -110,8 +111,8 @@ impl TryFrom<Error> for Damage {
 
 /// Damage is a verdict; a file that cannot be read is a failure.
 fn verify(path: &Path, console: Console) -> Result<Verdict> {
-    let failed = |error| Failure::format(path, &error);
-    let archive = match Archive::from_blob(Arc::new(open_file(path)?)) {
+    let failed = |error| Failure::format(shown(path), &error);
+    let archive = match Archive::from_blob(open(path)?) {
         Ok(archive) => archive,
         Err(error) => {
             let damage = vec![error.try_into().map_err(failed)?];
@@ -167,7 +168,7 @@ fn missing_shards(manifest: &Archive, path: &Path) -> Result<Vec<Damage>> {
             wrong("is not there");
             continue;
         }
-        let Ok(archive) = open_archive(&beside, open_file(&beside)?) else {
+        let Ok(archive) = Archive::from_blob(open(&beside)?) else {
             wrong("is no valid archive");
             continue;
         };

@@ -261,5 +261,9 @@ kinds! {
     "reshard" Uncovered "region is covered by no stored slice",
     "reshard" Overlap "slices overlap without being equal",
     "reshard" NotABox "shard is not one box of the global tensor",
+    "safetensors" NotSafetensors "file is no valid safetensors file",
+    "safetensors" WeightMap "index of safetensors files is wrong",
+    "safetensors" NotImportable "archives cannot hold this from safetensors",
+    "safetensors" NotExportable "safetensors cannot hold this",
     "io" Io "reading or writing failed",
 }

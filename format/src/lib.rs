@@ -77,6 +77,10 @@ mod tssd;
 mod validate;
 mod views;
 
+// Other files.
+#[cfg(feature = "safetensors")]
+pub mod safetensors;
+
 mod error;
 
 pub use archive::{Archive, Verify};

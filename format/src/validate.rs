@@ -11,6 +11,9 @@ mod storages;
 mod tensors;
 mod tree;
 
+#[cfg(feature = "safetensors")]
+pub(crate) use self::files::is_base_name;
+
 use self::claims::{Claims, HeapClaims};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};

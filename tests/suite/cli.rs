@@ -11,7 +11,7 @@ use tssd_format::{
 };
 
 /// The binary: `TSSD_BIN`, or where cargo puts it beside this test.
-fn binary() -> PathBuf {
+pub(crate) fn binary() -> PathBuf {
     let path = std::env::var_os("TSSD_BIN").map_or_else(beside_this_test, PathBuf::from);
     assert!(path.is_file(), "no {}: run `cargo build -p tssd`, or set TSSD_BIN", path.display());
     path
@@ -24,31 +24,31 @@ fn beside_this_test() -> PathBuf {
 }
 
 /// A directory in which the command runs.
-struct Place(TempDir);
+pub(crate) struct Place(TempDir);
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(TempDir::new().unwrap())
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn command(&self) -> Command {
+    pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(binary());
         command.current_dir(self.0.path()).env_remove("TSSD_STORE").env("NO_COLOR", "1");
         command.env("TMPDIR", self.0.path());
         command
     }
 
-    fn run(&self, args: &str) -> Output {
+    pub(crate) fn run(&self, args: &str) -> Output {
         self.command().args(args.split_whitespace()).output().unwrap()
     }
 
     /// Runs the command, which must end with this code; returns what it said, results first.
     #[track_caller]
-    fn expect(&self, code: i32, args: &str) -> String {
+    pub(crate) fn expect(&self, code: i32, args: &str) -> String {
         let output = self.run(args);
         let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
         let said = said.concat();
@@ -56,20 +56,20 @@ impl Place {
         said
     }
 
-    fn read(&self, name: &str) -> Vec<u8> {
+    pub(crate) fn read(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.path(name)).unwrap()
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) {
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
         std::fs::write(self.path(name), bytes).unwrap();
     }
 
-    fn write_dict(&self, name: &str, dict: &StateDict) {
+    pub(crate) fn write_dict(&self, name: &str, dict: &StateDict) {
         self.write(name, TorchStoreStateDict::from_state_dict(dict).unwrap().as_bytes());
     }
 
     /// The names of all files, to see that nothing temporary stays.
-    fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).unwrap();
         let mut names: Vec<String> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -79,7 +79,7 @@ impl Place {
 }
 
 /// A file as the safetensors library writes it, with a tensor of each dtype that torch has too.
-fn library_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
+pub(crate) fn library_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
     let bytes: Vec<u8> = (0..=255).cycle().take(4096).collect();
     let mut tensors = Vec::new();
     for dtype in Dtype::ALL.iter().filter_map(|dtype| dtype.safetensors()) {

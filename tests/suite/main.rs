@@ -26,6 +26,8 @@ mod readme;
 mod reshard;
 /// State dicts to bytes and back.
 mod roundtrip;
+/// Safetensors files and directories of them, in memory and by the command, byte for byte.
+mod safetensors;
 /// The byte tables of the spec, its rules, and the vectors as the reader takes them.
 mod spec;
 /// Versions, refusals, damage, several processes, crashes.

@@ -4,10 +4,13 @@ Usage: python safetensors_demo.py TSSD
 
 TSSD is the built command-line tool. What it unpacks must be the file that it packed, byte for byte,
 and `tssd demo --model` must find every byte of it again after it has been sharded and resharded.
+Two of the files are packed once more as a directory with an index, as Hugging Face has models.
 
 Exits 0 if all of that holds for all files, 1 if not, 2 if it was called in another way.
 """
 
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,8 +44,11 @@ def main() -> int:
             problem = check(tssd, path)
             failed += problem is not None
             print(f"{name} ({path.stat().st_size:,} bytes): {problem or 'ok'}")
+        problem = check_directory(tssd, Path(folder))
+        failed += problem is not None
+        print(f"directory: {problem or 'ok'}")
     print(f"safetensors {safetensors_version}, torch {torch.__version__}")
-    print(f"{len(FILES) - failed} passed, {failed} failed")
+    print(f"{len(FILES) + 1 - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
@@ -56,6 +62,44 @@ def check(tssd: Path, source: Path) -> str | None:
     ]
     if source.stem not in NO_MODELS:
         commands.append(["demo", "--model", source])
+    problem = run_all(tssd, commands)
+    if problem is not None:
+        return problem
+    return first_difference(source.read_bytes(), unpacked.read_bytes())
+
+
+def check_directory(tssd: Path, folder: Path) -> str | None:
+    """The same of a directory that is made of two of the files: their tensors have distinct names."""
+    model, packed, unpacked = folder / "model", folder / "model.tssd", folder / "unpacked"
+    model.mkdir()
+    weight_map = {}
+    for name in ("dtypes.safetensors", "large.safetensors"):
+        shutil.copyfile(folder / name, model / name)
+        content = (model / name).read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        weight_map |= {tensor: name for tensor in header if tensor != "__metadata__"}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    commands = [
+        ["pack", model, "-o", packed],
+        ["verify", packed],
+        ["unpack", packed, "-o", f"{unpacked}/"],
+    ]
+    problem = run_all(tssd, commands)
+    if problem is not None:
+        return problem
+    names = sorted(path.name for path in unpacked.iterdir())
+    if names != sorted(path.name for path in model.iterdir()):
+        return f"became {names}"
+    for name in names:
+        difference = first_difference((model / name).read_bytes(), (unpacked / name).read_bytes())
+        if difference is not None:
+            return f"{name} {difference}"
+    return None
+
+
+def run_all(tssd: Path, commands: list[list[str | Path]]) -> str | None:
+    """Runs commands until one fails; says how it does."""
     for command in commands:
         try:
             run = subprocess.run(
@@ -72,11 +116,6 @@ def check(tssd: Path, source: Path) -> str | None:
             return f"tssd {command[0]} takes more than {TIMEOUT_SECONDS} s"
         if run.returncode != 0:
             return f"tssd {command[0]} exits {run.returncode}:\n{run.stdout.strip()}"
-        if command[0] == "unpack":
-            written = unpacked.read_bytes() if unpacked.exists() else b""
-            difference = first_difference(source.read_bytes(), written)
-            if difference is not None:
-                return difference
     return None
 
 

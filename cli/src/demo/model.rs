@@ -8,6 +8,7 @@ use tssd_format::{Dict, Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::shown;
 use crate::size::{Size, count};
 
 /// Elements of `head_dim` in all Qwen3 models.
@@ -122,7 +123,7 @@ impl Model {
             let message = format_args!("{} holds no tensors", path.display());
             return Err(Failure::new(Exit::Refused, message).help("name a file with a model"));
         }
-        Ok(Self { title: path.display().to_string(), parameters })
+        Ok(Self { title: shown(path).display().to_string(), parameters })
     }
 
     /// Bytes of all parameters, tied ones once.

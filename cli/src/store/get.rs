@@ -10,7 +10,7 @@ use super::{Address, failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::output::Output;
+use crate::output::{Output, shown};
 use crate::size::{Size, speed};
 
 /// Get a version of a key from a store, whole, as an archive.
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     store: Address,
     /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
     key: KeyVersion,
-    /// The archive to write
+    /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
     /// Whose values to take where writers hold different ones
@@ -34,6 +34,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return Err(Failure::new(Exit::Usage, "get writes archives")
             .help("name the output .tssd, then `tssd unpack` it"));
     }
+    let console = console.beside(&args.output);
     let store = args.store.connect()?;
     // What is wrong with the output is said before anything is read.
     let bar = console.bytes_bar("writing", 0);
@@ -44,7 +45,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (dict, report) = store.get_state_dict(key, &options).map_err(|error| failure(&error))?;
     spinner.finish_and_clear();
 
-    let refused = |error| Failure::format(&args.output, &error);
+    let refused = |error| Failure::format(shown(&args.output), &error);
     // Whoever put an opaque leaf has allowed it; it stays what it is.
     let attrs = report.attrs.iter();
     let options = attrs.fold(Options::new().allow_opaque(), |options, (name, value)| {
@@ -57,7 +58,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 
     let line = format!(
         "{}: {key}@{}, {}, read in {:.2} s, {}",
-        args.output.display(),
+        shown(&args.output).display(),
         report.version,
         Size(file_len),
         report.seconds,

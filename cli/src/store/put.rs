@@ -20,7 +20,7 @@ pub(crate) struct Args {
     store: Address,
     /// The key, and optionally the number of the version: KEY or KEY@VERSION
     key: KeyVersion,
-    /// The state dict (.tssd or .safetensors)
+    /// The state dict (.tssd or .safetensors); `-`: stdin
     file: PathBuf,
     /// The global rank that the shards in the file belong to, if they do not say it themselves
     #[arg(long, value_name = "RANK")]

@@ -37,7 +37,7 @@ impl Validator<'_> {
             let fits = index_off >= DATA_START
                 && index_off.is_multiple_of(INDEX_ALIGN)
                 && end.is_some_and(|end| end <= shard.file_len.to_native());
-            let fits = fits && is_base_name(name);
+            let fits = fits && is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST);
             if !fits || !names.insert(name.to_ascii_lowercase()) {
                 return Err(Error::new(ErrorKind::ShardTable).at(name.escape_ascii()));
             }
@@ -49,11 +49,13 @@ impl Validator<'_> {
 /// A root and a trailer, in bytes.
 const SMALLEST_TAIL: u64 = 168;
 
-/// The names that a manifest may open beside itself.
-fn is_base_name(name: &[u8]) -> bool {
+/// A manifest names no manifest.
+const MANIFEST: &[u8] = b"manifest.tssd";
+
+/// The names that a file may open beside itself.
+pub(crate) fn is_base_name(name: &[u8]) -> bool {
     let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
     (1..=255).contains(&name.len())
         && name.first().is_some_and(is_word)
         && name.iter().all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
-        && !name.eq_ignore_ascii_case(b"manifest.tssd")
 }

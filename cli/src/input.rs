@@ -1,0 +1,59 @@
+//! What commands read: files, and stdin where they say `-`.
+
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, StdinLock};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bytes::Bytes;
+use tssd_format::{Archive, Blob};
+
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+
+/// True if a command is to read stdin, or to write stdout.
+pub(crate) fn is_stream(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// What people are told that they read.
+pub(crate) fn shown(path: &Path) -> &Path {
+    if is_stream(path) { Path::new("<stdin>") } else { path }
+}
+
+/// Opens a file; a directory is none. Stdin is read to its end: what archives are is said there.
+pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
+    if is_stream(path) {
+        let mut bytes = Vec::new();
+        let read = stdin()?.read_to_end(&mut bytes);
+        read.map_err(|error| Failure::io("read", shown(path), error))?;
+        return Ok(Arc::new(Bytes::from(bytes)));
+    }
+    let file = File::open(path).map_err(|error| Failure::io("read", path, error))?;
+    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
+            .help("name a file; `tssd pack`, `inspect` and `verify` take directories too"));
+    }
+    Ok(Arc::new(file))
+}
+
+/// Opens a file as an archive.
+pub(crate) fn open_archive(path: &Path) -> Result<Archive> {
+    Archive::from_blob(open(path)?).map_err(|error| Failure::format(shown(path), &error))
+}
+
+/// Stdin, which there is once.
+pub(crate) fn stdin() -> Result<StdinLock<'static>> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::Relaxed) {
+        return Err(Failure::new(Exit::Usage, "stdin is named twice")
+            .help("it can be read once: name a file in one of the two places"));
+    }
+    let stdin = io::stdin();
+    if stdin.is_terminal() {
+        return Err(Failure::new(Exit::Usage, "stdin is a terminal")
+            .help("pipe a file into the command, or name one in place of `-`"));
+    }
+    Ok(stdin.lock())
+}

@@ -17,11 +17,10 @@ use crate::key::ObjectPath;
 use crate::layout::combine;
 
 use crate::state_dict::{StateDict, Value};
-use crate::structure::{
-    CHUNK_BYTES, Node, StorageReference, TensorReference, state_dict_of, tensor_of, value_of,
-};
+use crate::structure::{CHUNK_BYTES, Node, StorageReference, TensorReference, tensor_of};
 use crate::tensor::Tensor;
 use crate::text::is_text;
+use crate::views::{Views, native};
 
 /// An archive whose index is proven: an `Archive` that exists is valid. Its payload is proven by
 /// [`Archive::verify`].
@@ -132,8 +131,7 @@ impl Archive {
     /// `BlobElsewhere` for a manifest; `Io` if the file cannot be read; `NotText` for a long str that
     /// is none.
     pub fn to_state_dict(&self) -> Result<StateDict> {
-        let mut loaded = BTreeMap::new();
-        state_dict_of(&self.structure(), &mut |number| self.load_once(&mut loaded, number))
+        StateDict::from_value(self.load(0)?)
     }
 
     /// The value at an exact path.
@@ -172,22 +170,24 @@ impl Archive {
     ///
     /// As [`Archive::to_state_dict`].
     pub fn tensor_of(&self, reference: &TensorReference) -> Result<Tensor> {
-        tensor_of(reference, &mut |number| self.storage_bytes(number))
+        tensor_of(reference.clone(), &mut |number| self.storage_bytes(number))
     }
 
     fn load(&self, node: usize) -> Result<Value> {
-        let mut loaded = BTreeMap::new();
-        value_of(&self.index.node(node), &mut |number| self.load_once(&mut loaded, number))
-    }
-
-    /// Tensors that share a storage share its memory, so it is read once.
-    fn load_once(&self, loaded: &mut BTreeMap<u32, Bytes>, number: u32) -> Result<Bytes> {
-        if let Some(bytes) = loaded.get(&number) {
-            return Ok(bytes.clone());
-        }
-        let bytes = self.storage_bytes(number)?;
-        loaded.insert(number, bytes.clone());
-        Ok(bytes)
+        let views = self.index.views();
+        // Tensors that share a storage share its memory, so it is read once.
+        let mut read = BTreeMap::new();
+        self.index.value(node, &mut |number| {
+            if self.blob.bytes().is_some() {
+                return self.bytes_of(&views, number);
+            }
+            if let Some(bytes) = read.get(&number) {
+                return Ok(Bytes::clone(bytes));
+            }
+            let bytes = self.bytes_of(&views, number)?;
+            read.insert(number, bytes.clone());
+            Ok(bytes)
+        })
     }
 
     /// The bytes of a storage: a view if the archive is in memory, else read.
@@ -196,11 +196,16 @@ impl Archive {
     ///
     /// `BlobElsewhere` for a manifest; `Io` if the file cannot be read.
     pub fn storage_bytes(&self, number: u32) -> Result<Bytes> {
-        let storage = self.storage(number);
-        if !self.index.views().shards.is_empty() {
+        self.bytes_of(&self.index.views(), number)
+    }
+
+    fn bytes_of(&self, views: &Views<'_>, number: u32) -> Result<Bytes> {
+        if !views.shards.is_empty() {
             return Err(Error::new(ErrorKind::BlobElsewhere).at(format_args!("storage {number}")));
         }
-        self.read(storage.offset..storage.offset + storage.len)
+        let storage = &views.storages[native(number)];
+        let offset = storage.offset.to_native();
+        self.read(offset..offset + storage.stored_len.to_native())
     }
 
     fn read(&self, range: Range<u64>) -> Result<Bytes> {

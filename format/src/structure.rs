@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Key, ObjectPath, Step};
 use crate::record::is_inline;
 use crate::shard::{Shard, ShardPlace};
-use crate::state_dict::{Dict, MAX_DEPTH, StateDict, Value};
+use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
 
@@ -266,66 +266,11 @@ fn listed(container: Container, values: &[Value], places: &mut Places) -> Node {
     Node::Container(container, (0..).zip(values).map(child).collect())
 }
 
-/// The state dict of a structure, given the bytes of its storages.
-///
-/// # Errors
-///
-/// What `storage` returns; `ShapeMismatch` if a storage is shorter than its reference says;
-/// `NotText` for a str in a storage that is none.
-pub(crate) fn state_dict_of(
-    root: &Node,
-    storage: &mut impl FnMut(u32) -> Result<Bytes>,
-) -> Result<StateDict> {
-    StateDict::from_value(value_of(root, storage)?)
-}
-
-/// As [`state_dict_of`], for any node.
-pub(crate) fn value_of(
-    node: &Node,
-    storage: &mut impl FnMut(u32) -> Result<Bytes>,
-) -> Result<Value> {
-    Ok(match node {
-        Node::Leaf(value) => value.clone(),
-        Node::Stored(kind, number) => {
-            let bytes = storage(*number)?;
-            match kind {
-                Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
-                Stored::Bytes => Value::Bytes(bytes),
-                Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
-            }
-        }
-        Node::Tensors(references) => match references.as_slice() {
-            [TensorReference { place: None, .. }] => {
-                Value::Tensor(tensor_of(&references[0], storage)?)
-            }
-            _ => Value::Shards(
-                references
-                    .iter()
-                    .filter_map(|each| each.place.clone().map(|place| (each, place)))
-                    .map(|(each, place)| Shard::new(tensor_of(each, storage)?, place))
-                    .collect::<Result<_>>()?,
-            ),
-        },
-        Node::Container(container, children) => {
-            let mut dict = Dict::new();
-            let mut values = Vec::new();
-            for (step, child) in children {
-                let value = value_of(child, storage)?;
-                match step {
-                    Step::Key(key) => drop(dict.insert(key.clone(), value)),
-                    Step::Index(_) => values.push(value),
-                }
-            }
-            container.value(dict, values)
-        }
-    })
-}
-
 /// The tensor of a reference, sharing the bytes of its storage.
 pub(crate) fn tensor_of(
-    reference: &TensorReference,
+    reference: TensorReference,
     storage: &mut impl FnMut(u32) -> Result<Bytes>,
 ) -> Result<Tensor> {
     let bytes = reference.storage.map(storage).transpose()?.unwrap_or_default();
-    Tensor::new(reference.meta.clone(), bytes.into(), reference.byte_offset)
+    Tensor::new(reference.meta, bytes.into(), reference.byte_offset)
 }

@@ -247,7 +247,7 @@ impl<'a> Reader<'a> {
 
     /// A string of the heap, without a copy of its own.
     fn text(&self, range: u64) -> Text {
-        Text::from_generalized_utf8(self.bytes(range)).expect("the validator has proven the text")
+        Text::from_proven(self.bytes(range))
     }
 
     fn bytes(&self, range: u64) -> Bytes {

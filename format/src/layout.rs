@@ -1,6 +1,7 @@
 //! Where everything goes: an archive planned from metadata alone, then filled.
 
 use std::io::Write;
+use std::ops::Range;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
@@ -11,7 +12,7 @@ use crate::fill::{Fill, Filled, Source, jobs, length};
 use crate::frame::{self, DATA_START, INDEX_ALIGN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::state_dict::{StateDict, Value};
-use crate::structure::{CHUNK_BYTES, Item, Node, StorageReference, structure_of, walk};
+use crate::structure::{CHUNK_BYTES, Item, Node, StorageReference, Trail, structure_of, walk};
 use crate::table::{ROOT_LEN, Tables};
 
 /// What a writer may choose.
@@ -87,7 +88,7 @@ impl Layout {
     /// in memory at offsets that no alignment fits.
     pub fn plan(dict: &StateDict, options: &Options) -> Result<Self> {
         let mut planner = Planner::new();
-        let root = planner.place(dict.as_value(), &mut ObjectPath::root(), options)?;
+        let root = planner.place(dict.as_value(), &ObjectPath::root(), options)?;
         planner.finish(&root, &options.attrs)
     }
 
@@ -213,6 +214,9 @@ pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
 
 /// The CRC-32 of `len` bytes, given that of each of their chunks.
 pub(crate) fn combine(len: u64, crcs: &[u32]) -> u32 {
+    if let [only] = crcs {
+        return *only;
+    }
     let mut whole = Hasher::new();
     let mut rest = len;
     for crc in crcs {
@@ -245,10 +249,12 @@ struct Span<'a> {
 struct Component {
     start: usize,
     end: usize,
-    /// In order of their starts.
-    spans: Vec<usize>,
-    /// Its number and its lead, once it has a place.
-    placed: Option<(u32, usize)>,
+    /// Its spans, in order of their starts: a range of what [`components`] returns.
+    spans: Range<usize>,
+    /// Zeros in front that bring every tensor to its alignment, once they are known.
+    lead: Option<usize>,
+    /// Its number, once it has a place.
+    storage: Option<u32>,
 }
 
 impl Planner {
@@ -265,20 +271,23 @@ impl Planner {
     pub(crate) fn place(
         &mut self,
         value: &Value,
-        path: &mut ObjectPath,
+        path: &ObjectPath,
         options: &Options,
     ) -> Result<Node> {
         let mut spans = Vec::new();
-        walk(value, path, options.allow_opaque, &mut |_, item| {
+        walk(value, &Trail::Start(path), options.allow_opaque, &mut |_, item| {
             spans.push(Span::of(&item));
             Ok(())
         })?;
-        let (mut components, of_span) = components(&spans);
+        let (ordered, mut components, of_span) = components(&spans);
         // All that can be refused is refused before anything has its place.
         for (ordinal, component) in of_span.iter().enumerate() {
-            let Some(component) = component.map(|at| &components[at]) else { continue };
-            lead_of(component, &spans)
-                .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?;
+            let Some(component) = component.map(|at| &mut components[at]) else { continue };
+            if component.lead.is_none() {
+                let lead = lead_of(&ordered[component.spans.clone()]);
+                component.lead =
+                    Some(lead.map_err(|error| error.at(path_of(value, path, options, ordinal)))?);
+            }
         }
         let mut places = Vec::with_capacity(spans.len());
         for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
@@ -287,13 +296,14 @@ impl Planner {
                 continue;
             };
             let component = &mut components[component];
-            let (storage, lead) = match component.placed {
-                Some(placed) => placed,
+            let lead = component.lead.expect("found above");
+            let storage = match component.storage {
+                Some(storage) => storage,
                 None => self
-                    .store(component, &spans)
-                    .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?,
+                    .store(component, lead, &ordered[component.spans.clone()])
+                    .map_err(|error| error.at(path_of(value, path, options, ordinal)))?,
             };
-            component.placed = Some((storage, lead));
+            component.storage = Some(storage);
             let byte_offset = u64::try_from(span.start - component.start + lead);
             places.push((Some(storage), byte_offset.expect("usize is at most 64 bits")));
         }
@@ -301,9 +311,8 @@ impl Planner {
     }
 
     /// Appends a storage to the blob.
-    fn store(&mut self, component: &Component, spans: &[Span<'_>]) -> Result<(u32, usize)> {
-        let lead = lead_of(component, spans)?;
-        let segments = segments(component, spans);
+    fn store(&mut self, component: &Component, lead: usize, spans: &[&Span<'_>]) -> Result<u32> {
+        let segments = segments(spans);
         let wide = |len: usize| u64::try_from(len).expect("usize is at most 64 bits");
         let len = wide(component.end - component.start + lead);
         let align_log2 = align_log2(len);
@@ -329,7 +338,7 @@ impl Planner {
         });
         self.crc_count += chunks;
         self.cursor = offset.checked_add(len).ok_or_else(too_large)?;
-        Ok((number, lead))
+        Ok(number)
     }
 
     pub(crate) fn finish(self, root: &Node, attrs: &Attrs) -> Result<Layout> {
@@ -363,36 +372,39 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The components of all spans that have bytes, and for each span the number of its own.
-fn components(spans: &[Span<'_>]) -> (Vec<Component>, Vec<Option<usize>>) {
+/// The spans that have bytes, in order of their starts; their components; for each span the number of
+/// its own.
+fn components<'s, 'a>(
+    spans: &'s [Span<'a>],
+) -> (Vec<&'s Span<'a>>, Vec<Component>, Vec<Option<usize>>) {
     let mut components: Vec<Component> = Vec::new();
     let mut of_span = vec![None; spans.len()];
     let mut order: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].len() > 0).collect();
     order.sort_by_key(|at| (spans[*at].is_content, spans[*at].start, *at));
-    for at in order {
+    for (place, &at) in order.iter().enumerate() {
         let span = &spans[at];
         match components.last_mut() {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
-                last.spans.push(at);
+                last.spans.end = place + 1;
             }
             _ => components.push(Component {
                 start: span.start,
                 end: span.end,
-                spans: vec![at],
-                placed: None,
+                spans: place..place + 1,
+                lead: None,
+                storage: None,
             }),
         }
         of_span[at] = Some(components.len() - 1);
     }
-    (components, of_span)
+    (order.into_iter().map(|at| &spans[at]).collect(), components, of_span)
 }
 
 /// How many zeros in front bring every tensor of a component to its alignment.
-fn lead_of(component: &Component, spans: &[Span<'_>]) -> Result<usize> {
+fn lead_of(spans: &[&Span<'_>]) -> Result<usize> {
     let fits = |lead: &usize| {
-        let mut spans = component.spans.iter().map(|span| &spans[*span]);
-        spans.all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
+        spans.iter().all(|span| (span.start - spans[0].start + lead).is_multiple_of(span.align))
     };
     // Elements have at most 16 bytes.
     (0..16).find(fits).ok_or_else(|| {
@@ -408,10 +420,10 @@ impl Span<'_> {
 }
 
 /// The bytes of a component: from one owner where one has them all, else from several in turn.
-fn segments(component: &Component, spans: &[Span<'_>]) -> Vec<Bytes> {
+fn segments(spans: &[&Span<'_>]) -> Vec<Bytes> {
     let mut segments: Vec<(&Bytes, usize, usize)> = Vec::new();
-    let mut covered = component.start;
-    for span in component.spans.iter().map(|span| &spans[*span]) {
+    let mut covered = spans[0].start;
+    for span in spans {
         if span.end <= covered {
             continue;
         }
@@ -431,12 +443,12 @@ fn segments(component: &Component, spans: &[Span<'_>]) -> Vec<Bytes> {
 }
 
 /// The path of the item with this number, for errors.
-fn path_of(value: &Value, mut path: ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
+fn path_of(value: &Value, path: &ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
     let mut found = ObjectPath::root();
     let mut next = 0;
-    let walked = walk(value, &mut path, options.allow_opaque, &mut |path, _| {
+    let walked = walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, _| {
         if next == ordinal {
-            found = path.clone();
+            found = path.to_path();
         }
         next += 1;
         Ok(())

@@ -108,6 +108,8 @@ impl<'a> Encoder<'a> {
             record.key_kind = key_kind;
             record.key = key.into();
             if let Node::Container(_, children) = node {
+                queue.reserve(children.len());
+                self.heap.reserve(children.len());
                 for (step, child) in children {
                     let key = match step {
                         Step::Index(_) => index_key(),

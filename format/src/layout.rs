@@ -421,25 +421,21 @@ impl Span<'_> {
 
 /// The bytes of a component: from one owner where one has them all, else from several in turn.
 fn segments(spans: &[&Span<'_>]) -> Vec<Bytes> {
-    let mut segments: Vec<(&Bytes, usize, usize)> = Vec::new();
-    let mut covered = spans[0].start;
-    for span in spans {
-        if span.end <= covered {
-            continue;
-        }
-        match segments.last_mut() {
-            Some((owner, _, end)) if span.end <= owner.as_ptr().addr() + owner.len() => {
-                *end = span.end;
-            }
-            _ => segments.push((span.bytes, covered, span.end)),
-        }
-        covered = span.end;
-    }
-    let slice = |(owner, start, end): (&Bytes, usize, usize)| {
+    let slice = |owner: &Bytes, start: usize, end: usize| {
         let base = owner.as_ptr().addr();
         owner.slice(start - base..end - base)
     };
-    segments.into_iter().map(slice).collect()
+    let mut segments = Vec::with_capacity(1);
+    let (mut owner, mut start, mut end) = (spans[0].bytes, spans[0].start, spans[0].end);
+    for span in spans {
+        if span.end > owner.as_ptr().addr() + owner.len() {
+            segments.push(slice(owner, start, end));
+            (owner, start) = (span.bytes, end);
+        }
+        end = end.max(span.end);
+    }
+    segments.push(slice(owner, start, end));
+    segments
 }
 
 /// The path of the item with this number, for errors.

@@ -16,11 +16,13 @@ use crate::frame::{DATA_START, FRAME_LEN, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::layout::combine;
+use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
 use crate::storage::{StorageReference, Unpack};
-use crate::structure::{Node, TensorReference, state_dict_of, value_of};
+use crate::structure::{Node, TensorReference};
 use crate::tensor::Tensor;
 use crate::text::is_text;
+use crate::views::{Views, native};
 
 /// An archive whose index is proven: an `Archive` that exists is valid. Its payload is proven by
 /// [`Archive::verify`].
@@ -115,7 +117,7 @@ impl Archive {
     ///
     /// If there is no such shard, or the manifest was opened alone.
     pub fn blob(&self, shard: u32) -> &Arc<dyn Blob> {
-        &self.blobs[crate::views::native(shard)]
+        &self.blobs[native(shard)]
     }
 
     /// The digest that names everything that the file means, if each of its storages has one (spec:
@@ -191,8 +193,7 @@ impl Archive {
     /// `BlobElsewhere` for a manifest; `Io` if the file cannot be read; `NotText` for a long str that
     /// is none.
     pub fn to_state_dict(&self) -> Result<StateDict> {
-        let mut loaded = BTreeMap::new();
-        state_dict_of(&self.structure(), &mut |number| self.load_once(&mut loaded, number))
+        StateDict::from_value(self.load(0)?)
     }
 
     /// The value at an exact path.
@@ -237,26 +238,37 @@ impl Archive {
         Tensor::new(reference.meta.clone(), bytes.unwrap_or_default().into(), 0)
     }
 
-    fn load(&self, number: usize) -> Result<Value> {
-        let node = self.index.node(number);
-        if let Node::Tensors(run) = &node
-            && let [reference] = run.as_slice()
-            && reference.place.is_none()
+    fn load(&self, node: usize) -> Result<Value> {
+        let views = self.index.views();
+        if views.nodes[node].kind == kind::TENSOR
+            && let Node::Tensors(run) = self.index.node(node)
+            && let [reference @ TensorReference { place: None, .. }] = run.as_slice()
         {
             return self.tensor_of(reference).map(Value::Tensor);
         }
-        let mut loaded = BTreeMap::new();
-        value_of(&node, &mut |number| self.load_once(&mut loaded, number))
+        // Tensors that share a storage share its memory, so it is read once.
+        let mut read = BTreeMap::new();
+        self.index.value(node, &mut |number| {
+            if let Some(bytes) = self.view(&views, number) {
+                return Ok(bytes);
+            }
+            if let Some(bytes) = read.get(&number) {
+                return Ok(Bytes::clone(bytes));
+            }
+            let bytes = self.storage_bytes(number)?;
+            read.insert(number, bytes.clone());
+            Ok(bytes)
+        })
     }
 
-    /// Tensors that share a storage share its memory, so it is read once.
-    fn load_once(&self, loaded: &mut BTreeMap<u32, Bytes>, number: u32) -> Result<Bytes> {
-        if let Some(bytes) = loaded.get(&number) {
-            return Ok(bytes.clone());
-        }
-        let bytes = self.storage_bytes(number)?;
-        loaded.insert(number, bytes.clone());
-        Ok(bytes)
+    /// The bytes of a storage that are in memory as they are.
+    fn view(&self, views: &Views<'_>, number: u32) -> Option<Bytes> {
+        let storage = &views.storages[native(number)];
+        let blob = self.blobs.get(native(storage.shard.to_native()))?.bytes()?;
+        let offset = storage.offset.to_native();
+        let place = |at: u64| usize::try_from(at).expect("it is in memory");
+        let range = place(offset)..place(offset + storage.stored_len.to_native());
+        (storage.codec == 0).then(|| blob.slice(range))
     }
 
     /// The raw bytes of a storage: a view if they are in memory as they are, else read and decoded.
@@ -305,7 +317,7 @@ impl Archive {
 
     /// Stored bytes of a file.
     fn read(&self, shard: u32, range: Range<u64>) -> Result<Bytes> {
-        let blob = self.blobs.get(crate::views::native(shard));
+        let blob = self.blobs.get(native(shard));
         let blob = blob.ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))?;
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::new(ErrorKind::TooLarge));
         if let Some(bytes) = blob.bytes() {

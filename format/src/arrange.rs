@@ -1,5 +1,7 @@
 //! Which bytes share a storage, and where each storage goes.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 
 use crate::digest::{self, Digest};
@@ -13,7 +15,7 @@ use crate::options::{Compression, Options, ZSTD_LEVEL};
 use crate::pack::{Pack, Packed, StoredChunk};
 use crate::state_dict::Value;
 use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
-use crate::structure::{Item, Node, structure_of, walk};
+use crate::structure::{Item, Node, Trail, structure_of, walk};
 
 /// Storages of fewer bytes than this are not compressed: their records would take what is won.
 const MIN_PACKED: u64 = 512;
@@ -53,10 +55,12 @@ struct Span<'a> {
 struct Component {
     start: usize,
     end: usize,
-    /// In order of their starts.
-    spans: Vec<usize>,
-    /// Its number and its lead, once it has a place.
-    placed: Option<(u32, usize)>,
+    /// Its spans, in order of their starts: a range of what [`components`] returns.
+    spans: Range<usize>,
+    /// Zeros in front that bring every tensor to its alignment, once they are known.
+    lead: Option<usize>,
+    /// Its number, once it has a place.
+    storage: Option<u32>,
 }
 
 impl Arranger {
@@ -81,20 +85,23 @@ impl Arranger {
     pub(crate) fn arrange(
         &mut self,
         value: &Value,
-        path: &mut ObjectPath,
+        path: &ObjectPath,
         options: &Options,
     ) -> Result<Node> {
         let mut spans = Vec::new();
-        walk(value, path, options.allow_opaque, &mut |path, item| {
+        walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, item| {
             spans.push(Span::of(&item, path, options));
             Ok(())
         })?;
-        let (mut components, of_span) = components(&spans);
+        let (ordered, mut components, of_span) = components(&spans);
         // All that can be refused is refused before anything has its place.
         for (ordinal, component) in of_span.iter().enumerate() {
-            let Some(component) = component.map(|at| &components[at]) else { continue };
-            lead_of(component, &spans)
-                .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?;
+            let Some(component) = component.map(|at| &mut components[at]) else { continue };
+            if component.lead.is_none() {
+                let lead = lead_of(&ordered[component.spans.clone()]);
+                component.lead =
+                    Some(lead.map_err(|error| error.at(path_of(value, path, options, ordinal)))?);
+            }
         }
         let mut places = Vec::with_capacity(spans.len());
         for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
@@ -103,33 +110,28 @@ impl Arranger {
                 continue;
             };
             let component = &mut components[component];
-            let (storage, lead) = match component.placed {
-                Some(placed) => placed,
+            let lead = component.lead.expect("found above");
+            let storage = match component.storage {
+                Some(storage) => storage,
                 None => self
-                    .store(component, &spans, span.shuffle)
-                    .map_err(|error| error.at(path_of(value, path.clone(), options, ordinal)))?,
+                    .store(lead, &ordered[component.spans.clone()], span.shuffle)
+                    .map_err(|error| error.at(path_of(value, path, options, ordinal)))?,
             };
-            component.placed = Some((storage, lead));
+            component.storage = Some(storage);
             let byte_offset = u64::try_from(span.start - component.start + lead);
             places.push((Some(storage), byte_offset.expect("usize is at most 64 bits")));
         }
         Ok(structure_of(value, &mut places.into_iter()))
     }
 
-    /// Makes a storage of a component: its number, and its lead.
-    fn store(
-        &mut self,
-        component: &Component,
-        spans: &[Span<'_>],
-        shuffle: Option<u8>,
-    ) -> Result<(u32, usize)> {
-        let lead = lead_of(component, spans)?;
+    /// Makes a storage of the spans of a component, and returns its number.
+    fn store(&mut self, lead: usize, spans: &[&Span<'_>], shuffle: Option<u8>) -> Result<u32> {
         let number = u32::try_from(self.storages.len() + self.pending.len());
-        let wide = u64::try_from(lead).expect("at most 15");
-        let raw = RawBytes { lead: wide, segments: segments(component, spans) };
+        let lead = u64::try_from(lead).expect("at most 15");
+        let raw = RawBytes { lead, segments: segments(spans) };
         let shuffle = shuffle.filter(|_| raw.len() >= MIN_PACKED);
         self.pending.push(Pending { raw, shuffle });
-        Ok((number.map_err(|_| too_large())?, lead))
+        number.map_err(|_| too_large())
     }
 
     /// The jobs that compress what has no place yet.
@@ -256,7 +258,7 @@ fn too_large() -> Error {
 }
 
 impl<'a> Span<'a> {
-    fn of(item: &Item<'a>, path: &ObjectPath, options: &Options) -> Self {
+    fn of(item: &Item<'a>, path: &Trail<'_>, options: &Options) -> Self {
         let shuffle = |meta, itemsize| match options.compression(path, meta) {
             Compression::None => None,
             compression => Some(compression.shuffle(itemsize)),
@@ -281,36 +283,39 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The components of all spans that have bytes, and for each span the number of its own.
-fn components(spans: &[Span<'_>]) -> (Vec<Component>, Vec<Option<usize>>) {
+/// The spans that have bytes, in order of their starts; their components; for each span the number of
+/// its own.
+fn components<'s, 'a>(
+    spans: &'s [Span<'a>],
+) -> (Vec<&'s Span<'a>>, Vec<Component>, Vec<Option<usize>>) {
     let mut components: Vec<Component> = Vec::new();
     let mut of_span = vec![None; spans.len()];
     let mut order: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].len() > 0).collect();
     order.sort_by_key(|at| (spans[*at].is_content, spans[*at].start, *at));
-    for at in order {
+    for (place, &at) in order.iter().enumerate() {
         let span = &spans[at];
         match components.last_mut() {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
-                last.spans.push(at);
+                last.spans.end = place + 1;
             }
             _ => components.push(Component {
                 start: span.start,
                 end: span.end,
-                spans: vec![at],
-                placed: None,
+                spans: place..place + 1,
+                lead: None,
+                storage: None,
             }),
         }
         of_span[at] = Some(components.len() - 1);
     }
-    (components, of_span)
+    (order.into_iter().map(|at| &spans[at]).collect(), components, of_span)
 }
 
 /// How many zeros in front bring every tensor of a component to its alignment.
-fn lead_of(component: &Component, spans: &[Span<'_>]) -> Result<usize> {
+fn lead_of(spans: &[&Span<'_>]) -> Result<usize> {
     let fits = |lead: &usize| {
-        let mut spans = component.spans.iter().map(|span| &spans[*span]);
-        spans.all(|span| (span.start - component.start + lead).is_multiple_of(span.align))
+        spans.iter().all(|span| (span.start - spans[0].start + lead).is_multiple_of(span.align))
     };
     // Elements have at most 16 bytes.
     (0..16).find(fits).ok_or_else(|| {
@@ -326,35 +331,31 @@ impl Span<'_> {
 }
 
 /// The bytes of a component: from one owner where one has them all, else from several in turn.
-fn segments(component: &Component, spans: &[Span<'_>]) -> Vec<Bytes> {
-    let mut segments: Vec<(&Bytes, usize, usize)> = Vec::new();
-    let mut covered = component.start;
-    for span in component.spans.iter().map(|span| &spans[*span]) {
-        if span.end <= covered {
-            continue;
-        }
-        match segments.last_mut() {
-            Some((owner, _, end)) if span.end <= owner.as_ptr().addr() + owner.len() => {
-                *end = span.end;
-            }
-            _ => segments.push((span.bytes, covered, span.end)),
-        }
-        covered = span.end;
-    }
-    let slice = |(owner, start, end): (&Bytes, usize, usize)| {
+fn segments(spans: &[&Span<'_>]) -> Vec<Bytes> {
+    let slice = |owner: &Bytes, start: usize, end: usize| {
         let base = owner.as_ptr().addr();
         owner.slice(start - base..end - base)
     };
-    segments.into_iter().map(slice).collect()
+    let mut segments = Vec::with_capacity(1);
+    let (mut owner, mut start, mut end) = (spans[0].bytes, spans[0].start, spans[0].end);
+    for span in spans {
+        if span.end > owner.as_ptr().addr() + owner.len() {
+            segments.push(slice(owner, start, end));
+            (owner, start) = (span.bytes, end);
+        }
+        end = end.max(span.end);
+    }
+    segments.push(slice(owner, start, end));
+    segments
 }
 
 /// The path of the item with this number, for errors.
-fn path_of(value: &Value, mut path: ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
+fn path_of(value: &Value, path: &ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
     let mut found = ObjectPath::root();
     let mut next = 0;
-    let walked = walk(value, &mut path, options.allow_opaque, &mut |path, _| {
+    let walked = walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, _| {
         if next == ordinal {
-            found = path.clone();
+            found = path.to_path();
         }
         next += 1;
         Ok(())

@@ -6,15 +6,16 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::key::{self, Key, Step};
 use crate::mesh::DeviceMesh;
 use crate::number::{Float, Int};
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, kind, split_heap_range};
-use crate::shard::ShardPlace;
+use crate::shard::{Shard, ShardPlace};
 use crate::slice::TensorSlice;
-use crate::state_dict::Value;
-use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::state_dict::{Dict, Value};
+use crate::structure::{Container, Node, Stored, TensorReference, tensor_of};
 use crate::tensor::{TensorFlags, TensorMeta};
 use crate::text::Text;
 use crate::views::{Views, native};
@@ -24,6 +25,20 @@ use crate::views::{Views, native};
 /// Strings and bytes are slices of `heap`, which is that of the tables.
 pub(crate) fn decode(views: &Views<'_>, heap: Bytes, node: usize) -> Node {
     Reader::new(views, heap).node(node)
+}
+
+/// As [`decode`], with bytes in place of references to storages.
+///
+/// # Errors
+///
+/// What `storage` returns; `NotText` for a str in a storage that is none.
+pub(crate) fn value(
+    views: &Views<'_>,
+    heap: Bytes,
+    node: usize,
+    storage: &mut impl FnMut(u32) -> Result<Bytes>,
+) -> Result<Value> {
+    Reader::new(views, heap).value(node, storage)
 }
 
 /// Reads proven tables into owned values.
@@ -42,18 +57,80 @@ impl<'a> Reader<'a> {
 
     /// At most 64 levels deep, as the validator has proven.
     fn node(&mut self, number: usize) -> Node {
-        let views = self.views;
-        let record = &views.nodes[number];
-        let (a, b) = (record.a.to_native(), record.b.to_native());
-        if record.flags == STORED {
-            let stored = match record.kind {
+        let record = &self.views.nodes[number];
+        if let Some(storage) = stored(record) {
+            let kind = match record.kind {
                 kind::STR => Stored::Str,
                 kind::BYTES => Stored::Bytes,
-                _ => Stored::Opaque(self.text(b)),
+                _ => Stored::Opaque(self.text(record.b.to_native())),
             };
-            return Node::Stored(stored, u32::try_from(a).expect("proven to be in storages"));
+            return Node::Stored(kind, storage);
         }
-        Node::Leaf(match record.kind {
+        match record.kind {
+            kind::TENSOR => {
+                Node::Tensors(self.run(record).iter().map(|tensor| self.tensor(tensor)).collect())
+            }
+            kind if kind::is_container(kind) => {
+                let container = self.container(record);
+                let children = self.views.children(number).enumerate();
+                let child = |(place, child)| (self.step(kind, child, place), self.node(child));
+                Node::Container(container, children.map(child).collect())
+            }
+            _ => Node::Leaf(self.leaf(record)),
+        }
+    }
+
+    fn value(
+        &mut self,
+        number: usize,
+        storage: &mut impl FnMut(u32) -> Result<Bytes>,
+    ) -> Result<Value> {
+        let record = &self.views.nodes[number];
+        if let Some(number) = stored(record) {
+            let bytes = storage(number)?;
+            return Ok(match record.kind {
+                kind::STR => Value::Str(Text::from_generalized_utf8(bytes)?),
+                kind::BYTES => Value::Bytes(bytes),
+                _ => Value::Opaque { media: self.text(record.b.to_native()), bytes },
+            });
+        }
+        Ok(match record.kind {
+            kind::TENSOR => match self.run(record) {
+                [tensor] if tensor.slice == NONE => {
+                    Value::Tensor(tensor_of(self.tensor(tensor), storage)?)
+                }
+                run => Value::Shards(
+                    run.iter()
+                        .map(|tensor| {
+                            let mut reference = self.tensor(tensor);
+                            let place = reference.place.take().expect("proven to have a slice");
+                            Shard::new(tensor_of(reference, storage)?, place)
+                        })
+                        .collect::<Result<_>>()?,
+                ),
+            },
+            kind if kind::is_container(kind) => {
+                let children = self.views.children(number);
+                let mut dict = Dict::with_capacity(children.len());
+                let mut values = Vec::new();
+                for (place, child) in children.enumerate() {
+                    let value = self.value(child, storage)?;
+                    match self.step(kind, child, place) {
+                        Step::Key(key) => drop(dict.insert(key, value)),
+                        Step::Index(_) => values.push(value),
+                    }
+                }
+                self.container(record).value(dict, values)
+            }
+            _ => self.leaf(record),
+        })
+    }
+
+    /// The value of a leaf that is neither a tensor nor in a storage.
+    fn leaf(&self, record: &record::Node) -> Value {
+        let views = self.views;
+        let (a, b) = (record.a.to_native(), record.b.to_native());
+        match record.kind {
             kind::NONE => Value::None,
             kind::BOOL => Value::Bool(a == 1),
             kind::INT => Value::Int(a.cast_signed().into()),
@@ -71,31 +148,25 @@ impl<'a> Reader<'a> {
                 Value::Size(sizes.iter().map(|size| size.cast_signed()).collect())
             }
             kind::DEVICE => Value::Device(self.text(a)),
-            kind::OPAQUE => Value::Opaque { media: self.text(b), bytes: self.bytes(a) },
-            kind::TENSOR => {
-                let first = usize::try_from(a).expect("proven to be in tensors");
-                let run = &views.tensors[first..first + native(record.count.to_native())];
-                return Node::Tensors(run.iter().map(|tensor| self.tensor(tensor)).collect());
-            }
-            container => return self.container(container, number),
-        })
+            _ => Value::Opaque { media: self.text(b), bytes: self.bytes(a) },
+        }
     }
 
-    fn container(&mut self, kind: u8, number: usize) -> Node {
-        let views = self.views;
-        let container = match kind {
+    fn container(&self, record: &record::Node) -> Container {
+        match record.kind {
             kind::DICT => Container::Dict,
             kind::ORDERED_DICT => Container::OrderedDict,
             kind::LIST => Container::List,
             kind::TUPLE => Container::Tuple,
-            kind::NAMEDTUPLE => Container::NamedTuple(self.text(views.nodes[number].b.to_native())),
+            kind::NAMEDTUPLE => Container::NamedTuple(self.text(record.b.to_native())),
             _ => Container::Divergent,
-        };
-        let children = views.children(number).enumerate();
-        let child = |(place, child): (usize, usize)| {
-            (self.step(kind, &views.nodes[child], place), self.node(child))
-        };
-        Node::Container(container, children.map(child).collect())
+        }
+    }
+
+    /// The records of a tensor leaf.
+    fn run(&self, record: &record::Node) -> &'a [record::Tensor] {
+        let first = usize::try_from(record.a.to_native()).expect("proven to be in tensors");
+        &self.views.tensors[first..first + native(record.count.to_native())]
     }
 
     fn tensor(&mut self, tensor: &record::Tensor) -> TensorReference {
@@ -176,7 +247,7 @@ impl<'a> Reader<'a> {
 
     /// A string of the heap, without a copy of its own.
     fn text(&self, range: u64) -> Text {
-        Text::from_generalized_utf8(self.bytes(range)).expect("the validator has proven the text")
+        Text::from_proven(self.bytes(range))
     }
 
     fn bytes(&self, range: u64) -> Bytes {
@@ -184,7 +255,8 @@ impl<'a> Reader<'a> {
         if len == 0 { Bytes::new() } else { self.heap.slice(native(offset)..native(offset + len)) }
     }
 
-    fn step(&self, container: u8, child: &record::Node, place: usize) -> Step {
+    fn step(&self, container: u8, child: usize, place: usize) -> Step {
+        let child = &self.views.nodes[child];
         if !kind::is_keyed(container) {
             return Step::Index(u32::try_from(place).expect("fewer than 2^32 records"));
         }
@@ -199,6 +271,12 @@ impl<'a> Reader<'a> {
             }
         })
     }
+}
+
+/// The storage that holds the content of a leaf, if one does.
+fn stored(record: &record::Node) -> Option<u32> {
+    let number = || u32::try_from(record.a.to_native()).expect("proven to be in storages");
+    (record.flags == STORED).then(number)
 }
 
 fn placement(record: &record::Placement) -> Placement {

@@ -1,11 +1,14 @@
 //! A structure to the tables of an index. Spec: sections 3 to 7.
 
+use std::borrow::Cow;
+
 use indexmap::IndexMap;
+use indexmap::map::Entry;
 use rend::{u32_le, u64_le};
 
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, ObjectPath, Step, python_twins};
+use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, Step, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
@@ -75,7 +78,7 @@ pub(crate) fn encode(
 #[derive(Default)]
 struct Encoder<'a> {
     tables: Tables,
-    heap: IndexMap<Box<[u8]>, u32>,
+    heap: IndexMap<Cow<'a, [u8]>, u32>,
     dims: IndexMap<Box<[u64]>, u32>,
     slices: IndexMap<&'a ShardPlace, u32>,
     placements: IndexMap<&'a [Placement], u32>,
@@ -101,7 +104,7 @@ impl<'a> Encoder<'a> {
         while let Some(queued) = queue.get(next) {
             let node = queued.node;
             let (key_kind, key) = (queued.key.kind, queued.key.content.clone());
-            let key = self.content(&key)?;
+            let key = self.content(key)?;
             let first_child = queue.len();
             let mut record = self
                 .node(node, &mut tensors, first_child)
@@ -109,6 +112,8 @@ impl<'a> Encoder<'a> {
             record.key_kind = key_kind;
             record.key = key.into();
             if let Node::Container(_, children) = node {
+                queue.reserve(children.len());
+                self.heap.reserve(children.len());
                 for (step, child) in children {
                     let key = match step {
                         Step::Index(_) => index_key(),
@@ -177,12 +182,12 @@ impl<'a> Encoder<'a> {
             Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
             Value::Int(int) => match int.as_i64() {
                 Some(small) => (kind::INT, 0, small.cast_unsigned(), 0),
-                None => (kind::BIGINT, 0, self.intern(&int.big_bytes().unwrap_or_default())?, 0),
+                None => (kind::BIGINT, 0, self.intern(int.big_bytes().unwrap_or_default())?, 0),
             },
             Value::Float(float) => (kind::FLOAT, 0, float.to_bits(), 0),
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
-            Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
+            Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(&**bytes)?, 0),
             Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
@@ -194,7 +199,7 @@ impl<'a> Encoder<'a> {
             }
             Value::Device(name) => (kind::DEVICE, 0, self.intern(name.as_bytes())?, 0),
             Value::Opaque { media, bytes } => {
-                let a = self.intern(bytes)?;
+                let a = self.intern(&**bytes)?;
                 (kind::OPAQUE, 0, a, self.intern(media.as_bytes())?)
             }
             Value::Tensor(_)
@@ -214,28 +219,28 @@ impl<'a> Encoder<'a> {
 
     /// Sorts the keys of the container whose children begin at `first`, the last ones queued.
     fn by_key(&mut self, queue: &[Queued<'_>], first: usize) -> Result<()> {
-        let key = |child: usize| &queue[child].key;
         let path = |child: usize| path_of(queue, child);
-        let mut order: Vec<usize> = (first..queue.len()).collect();
-        let is_listed =
-            order.first().is_some_and(|child| matches!(queue[*child].step, Some(Step::Index(_))));
+        let keys = queue[first..].iter().map(|queued| queued.key.order());
+        let mut order: Vec<(KeyOrder<'_>, usize)> = keys.zip(first..).collect();
+        let is_listed = order
+            .first()
+            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Step::Index(_))));
         if !is_listed {
-            order.sort_by(|left, right| key(*left).cmp(key(*right)));
-            if let Some(pair) = order.windows(2).find(|pair| key(pair[0]) == key(pair[1])) {
-                return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1])));
+            order.sort();
+            if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+                return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
             }
-            for &child in &order {
-                let Content::Word(word) = key(child).content else { continue };
-                for twin in python_twins(key(child).kind, word) {
-                    if let Ok(at) = order.binary_search_by(|other| key(*other).cmp(&twin)) {
+            for &((kind, _, word), child) in &order {
+                for twin in python_twins(kind, word) {
+                    if let Ok(at) = order.binary_search_by(|(other, _)| other.cmp(&twin.order())) {
                         return Err(Error::new(ErrorKind::KeysCollide)
                             .at(path(child))
-                            .note(path(order[at])));
+                            .note(path(order[at].1)));
                     }
                 }
             }
         }
-        for child in order {
+        for (_, child) in order {
             self.tables.by_key.push(u32_le::from_native(number(child)?));
         }
         Ok(())
@@ -303,7 +308,7 @@ impl<'a> Encoder<'a> {
     }
 
     /// Mesh dimension names are a vector of heap ranges.
-    fn names(&mut self, names: &[String]) -> Result<u32> {
+    fn names(&mut self, names: &'a [String]) -> Result<u32> {
         let ranges = names.iter().map(|name| self.intern(name.as_bytes()));
         let ranges: Vec<u64> = ranges.collect::<Result<_>>()?;
         self.vector(&ranges)
@@ -368,13 +373,13 @@ impl<'a> Encoder<'a> {
         number(self.tables.storages.len()).map(drop)
     }
 
-    fn attrs(&mut self, attrs: &Attrs) -> Result<()> {
+    fn attrs(&mut self, attrs: &'a Attrs) -> Result<()> {
         for (name, value) in attrs {
             let name = self.intern(name.as_bytes())?;
             let (kind, value) = match value {
                 AttrValue::Int(int) => (kind::INT, int.cast_unsigned()),
                 AttrValue::Text(text) => (kind::STR, self.intern(text.as_bytes())?),
-                AttrValue::Bytes(bytes) => (kind::BYTES, self.intern(bytes)?),
+                AttrValue::Bytes(bytes) => (kind::BYTES, self.intern(&**bytes)?),
             };
             self.tables.attrs.push(record::Attr {
                 name: name.into(),
@@ -386,7 +391,7 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn shards(&mut self, shards: &[ShardFile]) -> Result<()> {
+    fn shards(&mut self, shards: &'a [ShardFile]) -> Result<()> {
         for shard in shards {
             let name = self.intern(shard.name.as_bytes())?;
             self.tables.shards.push(record::Shard {
@@ -401,29 +406,34 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn content(&mut self, content: &Content<'_>) -> Result<u64> {
+    fn content(&mut self, content: Content<'a>) -> Result<u64> {
         match content {
-            Content::Word(word) => Ok(*word),
+            Content::Word(word) => Ok(word),
             Content::Heap(bytes) => self.intern(bytes),
         }
     }
 
     /// The heap range of these bytes, which are in the heap once.
-    fn intern(&mut self, bytes: &[u8]) -> Result<u64> {
+    fn intern(&mut self, bytes: impl Into<Cow<'a, [u8]>>) -> Result<u64> {
+        let bytes = bytes.into();
         if bytes.is_empty() {
             return Ok(0);
         }
         let len = number(bytes.len())?;
-        if let Some(offset) = self.heap.get(bytes) {
-            return Ok(heap_range(*offset, len));
-        }
-        let offset = number(self.tables.heap.len())?;
-        self.tables.heap.extend_from_slice(bytes);
+        let next = number(self.tables.heap.len())?;
         // What is long may not be shared.
         if record::is_inline(bytes.len()) {
-            self.heap.insert(bytes.into(), offset);
+            match self.heap.entry(bytes) {
+                Entry::Occupied(known) => return Ok(heap_range(*known.get(), len)),
+                Entry::Vacant(new) => {
+                    self.tables.heap.extend_from_slice(new.key());
+                    new.insert(next);
+                }
+            }
+        } else {
+            self.tables.heap.extend_from_slice(&bytes);
         }
-        Ok(heap_range(offset, len))
+        Ok(heap_range(next, len))
     }
 
     /// The dims range of these words, which are in dims once.

@@ -2,13 +2,14 @@
 
 use bytes::Bytes;
 
-use crate::decode::decode;
+use crate::decode::{decode, value};
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::IndexPlace;
 use crate::key::ObjectPath;
 use crate::lookup::leaves_named;
 use crate::record::{self, STORED, kind};
+use crate::state_dict::Value;
 use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
 use crate::structure::Node;
 use crate::table::{self, TableMap};
@@ -57,6 +58,15 @@ impl Index {
     /// Everything below one node.
     pub(crate) fn node(&self, number: usize) -> Node {
         decode(&self.views(), self.bytes.slice(self.map.heap()), number)
+    }
+
+    /// As [`Index::node`], with bytes in place of references to storages.
+    pub(crate) fn value(
+        &self,
+        number: usize,
+        storage: &mut impl FnMut(u32) -> Result<Bytes>,
+    ) -> Result<Value> {
+        value(&self.views(), self.bytes.slice(self.map.heap()), number, storage)
     }
 
     pub(crate) fn storage_count(&self) -> u32 {

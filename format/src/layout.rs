@@ -60,7 +60,7 @@ impl Draft {
     /// As [`Layout::plan`].
     pub fn new(dict: &StateDict, options: &Options) -> Result<Self> {
         let mut arranger = Arranger::new();
-        let root = arranger.arrange(dict.as_value(), &mut ObjectPath::root(), options)?;
+        let root = arranger.arrange(dict.as_value(), &ObjectPath::root(), options)?;
         Ok(Self { arranger, root, options: options.clone() })
     }
 

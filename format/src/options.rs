@@ -7,6 +7,7 @@ use crate::archive::Archive;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
+use crate::structure::Trail;
 use crate::tensor::TensorMeta;
 
 /// The attribute with the level of all frames.
@@ -195,10 +196,10 @@ impl Options {
         self
     }
 
-    pub(crate) fn compression(&self, path: &ObjectPath, meta: Option<&TensorMeta>) -> Compression {
+    pub(crate) fn compression(&self, path: &Trail<'_>, meta: Option<&TensorMeta>) -> Compression {
         match &self.compression {
             Choice::All(compression) => *compression,
-            Choice::Each(choose) => choose(path, meta),
+            Choice::Each(choose) => choose(&path.to_path(), meta),
         }
     }
 

@@ -96,6 +96,10 @@ impl Dict {
         Self::default()
     }
 
+    pub(crate) fn with_capacity(entries: usize) -> Self {
+        Self(IndexMap::with_capacity(entries))
+    }
+
     /// Sets an entry; a key that is there keeps its place. Returns the value that was there.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
         self.0.insert(key.into(), value.into())

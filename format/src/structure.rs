@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Key, ObjectPath, Step};
 use crate::record::is_inline;
 use crate::shard::{Shard, ShardPlace};
-use crate::state_dict::{Dict, MAX_DEPTH, StateDict, Value};
+use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
 
@@ -122,6 +122,31 @@ pub(crate) enum Item<'a> {
     Content(&'a Bytes),
 }
 
+/// The path of a value that [`walk`] is at: steps that are borrowed, for it is seldom asked for.
+pub(crate) enum Trail<'a> {
+    Start(&'a ObjectPath),
+    Key(&'a Self, &'a Key),
+    Index(&'a Self, u32),
+}
+
+impl Trail<'_> {
+    pub(crate) fn to_path(&self) -> ObjectPath {
+        match self {
+            Self::Start(path) => ObjectPath::clone(path),
+            Self::Key(above, key) => above.to_path().key(Key::clone(key)),
+            Self::Index(above, index) => above.to_path().index(*index),
+        }
+    }
+
+    /// How many steps it has.
+    fn len(&self) -> usize {
+        match self {
+            Self::Start(path) => path.steps().len(),
+            Self::Key(above, _) | Self::Index(above, _) => above.len() + 1,
+        }
+    }
+}
+
 /// Calls `item` for everything of `value` that has bytes in the blob, depth first in insertion
 /// order, and proves depth and leaf types.
 ///
@@ -130,25 +155,29 @@ pub(crate) enum Item<'a> {
 /// `TooDeep`, `UntypedLeaf`; whatever `item` refuses.
 pub(crate) fn walk<'a>(
     value: &'a Value,
-    path: &mut ObjectPath,
+    path: &Trail<'_>,
     allow_opaque: bool,
-    item: &mut impl FnMut(&ObjectPath, Item<'a>) -> Result<()>,
+    item: &mut impl FnMut(&Trail<'_>, Item<'a>) -> Result<()>,
 ) -> Result<()> {
     match value {
         Value::Tensor(tensor) => item(path, Item::Tensor(tensor)),
         Value::Shards(shards) => {
             if shards.is_empty() {
-                return Err(Error::new(ErrorKind::TensorRun).at(&*path).note("no shard at all"));
+                return Err(Error::new(ErrorKind::TensorRun)
+                    .at(path.to_path())
+                    .note("no shard at all"));
             }
             let what = |shard: &Shard| {
                 (shard.tensor().meta().dtype(), shard.slice().global_shape().to_vec())
             };
             if shards.iter().any(|shard| what(shard) != what(&shards[0])) {
-                return Err(Error::new(ErrorKind::MixedRun).at(&*path));
+                return Err(Error::new(ErrorKind::MixedRun).at(path.to_path()));
             }
             shards.iter().try_for_each(|shard| item(path, Item::Tensor(shard.tensor())))
         }
-        Value::Opaque { .. } if !allow_opaque => Err(Error::new(ErrorKind::UntypedLeaf).at(&*path)),
+        Value::Opaque { .. } if !allow_opaque => {
+            Err(Error::new(ErrorKind::UntypedLeaf).at(path.to_path()))
+        }
         Value::Bytes(bytes) | Value::Opaque { bytes, .. } => {
             if is_inline(bytes.len()) {
                 Ok(())
@@ -161,26 +190,24 @@ pub(crate) fn walk<'a>(
             None => Ok(()),
         },
         Value::Divergent(_) => Err(Error::new(ErrorKind::ShardTable)
-            .at(&*path)
+            .at(path.to_path())
             .note("what writers hold each their own of is for a store to write")),
         Value::NamedTuple(_, dict) if !dict.iter().all(|(key, _)| matches!(key, Key::Str(_))) => {
-            Err(Error::new(ErrorKind::KeyKind).at(&*path).note("a field whose name is no str"))
+            Err(Error::new(ErrorKind::KeyKind)
+                .at(path.to_path())
+                .note("a field whose name is no str"))
         }
         Value::Dict(dict) | Value::OrderedDict(dict) | Value::NamedTuple(_, dict) => {
             check_depth(path)?;
             for (key, value) in dict.iter() {
-                path.push(Step::Key(key.clone()));
-                walk(value, path, allow_opaque, item)?;
-                path.pop();
+                walk(value, &Trail::Key(path, key), allow_opaque, item)?;
             }
             Ok(())
         }
         Value::List(values) | Value::Tuple(values) => {
             check_depth(path)?;
             for (index, value) in (0..).zip(values) {
-                path.push(Step::Index(index));
-                walk(value, path, allow_opaque, item)?;
-                path.pop();
+                walk(value, &Trail::Index(path, index), allow_opaque, item)?;
             }
             Ok(())
         }
@@ -189,9 +216,9 @@ pub(crate) fn walk<'a>(
 }
 
 /// A container at this path would be the 65th level.
-fn check_depth(path: &ObjectPath) -> Result<()> {
-    if path.steps().len() >= MAX_DEPTH {
-        return Err(Error::new(ErrorKind::TooDeep).at(path));
+fn check_depth(path: &Trail<'_>) -> Result<()> {
+    if path.len() >= MAX_DEPTH {
+        return Err(Error::new(ErrorKind::TooDeep).at(path.to_path()));
     }
     Ok(())
 }
@@ -248,66 +275,11 @@ fn listed(container: Container, values: &[Value], places: &mut Places) -> Node {
     Node::Container(container, (0..).zip(values).map(child).collect())
 }
 
-/// The state dict of a structure, given the bytes of its storages.
-///
-/// # Errors
-///
-/// What `storage` returns; `ShapeMismatch` if a storage is shorter than its reference says;
-/// `NotText` for a str in a storage that is none.
-pub(crate) fn state_dict_of(
-    root: &Node,
-    storage: &mut impl FnMut(u32) -> Result<Bytes>,
-) -> Result<StateDict> {
-    StateDict::from_value(value_of(root, storage)?)
-}
-
-/// As [`state_dict_of`], for any node.
-pub(crate) fn value_of(
-    node: &Node,
-    storage: &mut impl FnMut(u32) -> Result<Bytes>,
-) -> Result<Value> {
-    Ok(match node {
-        Node::Leaf(value) => value.clone(),
-        Node::Stored(kind, number) => {
-            let bytes = storage(*number)?;
-            match kind {
-                Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
-                Stored::Bytes => Value::Bytes(bytes),
-                Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
-            }
-        }
-        Node::Tensors(references) => match references.as_slice() {
-            [TensorReference { place: None, .. }] => {
-                Value::Tensor(tensor_of(&references[0], storage)?)
-            }
-            _ => Value::Shards(
-                references
-                    .iter()
-                    .filter_map(|each| each.place.clone().map(|place| (each, place)))
-                    .map(|(each, place)| Shard::new(tensor_of(each, storage)?, place))
-                    .collect::<Result<_>>()?,
-            ),
-        },
-        Node::Container(container, children) => {
-            let mut dict = Dict::new();
-            let mut values = Vec::new();
-            for (step, child) in children {
-                let value = value_of(child, storage)?;
-                match step {
-                    Step::Key(key) => drop(dict.insert(key.clone(), value)),
-                    Step::Index(_) => values.push(value),
-                }
-            }
-            container.value(dict, values)
-        }
-    })
-}
-
 /// The tensor of a reference, sharing the bytes of its storage.
 pub(crate) fn tensor_of(
-    reference: &TensorReference,
+    reference: TensorReference,
     storage: &mut impl FnMut(u32) -> Result<Bytes>,
 ) -> Result<Tensor> {
     let bytes = reference.storage.map(storage).transpose()?.unwrap_or_default();
-    Tensor::new(reference.meta.clone(), bytes.into(), reference.byte_offset)
+    Tensor::new(reference.meta, bytes.into(), reference.byte_offset)
 }

@@ -34,6 +34,12 @@ impl Text {
         if is_text(&bytes) { Ok(Self(bytes)) } else { Err(Error::new(ErrorKind::NotText)) }
     }
 
+    /// Takes generalized UTF-8 that is proven to be such.
+    pub(crate) fn from_proven(bytes: Bytes) -> Self {
+        debug_assert!(is_text(&bytes));
+        Self(bytes)
+    }
+
     /// The generalized UTF-8.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0

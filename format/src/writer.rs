@@ -78,7 +78,7 @@ impl<W: Write> ArchiveWriter<W> {
     /// stream fails, after which the archive cannot be finished.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Result<()> {
         let key = key.into();
-        let mut path = ObjectPath::root().key(key.clone());
+        let path = ObjectPath::root().key(key.clone());
         if self.keys.contains(&key) {
             return Err(Error::new(ErrorKind::DuplicateKey).at(path));
         }
@@ -86,8 +86,8 @@ impl<W: Write> ArchiveWriter<W> {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
         let value = value.into();
-        check(&key, &value, &mut path.clone(), &self.options)?;
-        let node = self.arranger.arrange(&value, &mut path, &self.options)?;
+        check(&key, &value, &path, &self.options)?;
+        let node = self.arranger.arrange(&value, &path, &self.options)?;
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
@@ -147,7 +147,7 @@ impl<W: Write> ArchiveWriter<W> {
 }
 
 /// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
-fn check(key: &Key, value: &Value, path: &mut ObjectPath, options: &Options) -> Result<()> {
+fn check(key: &Key, value: &Value, path: &ObjectPath, options: &Options) -> Result<()> {
     let node = Arranger::new().arrange(value, path, options)?;
     let children = vec![(Step::Key(key.clone()), node)];
     encode(&Node::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::runs::Runs;
 use crate::state_dict::StateDict;
-use crate::structure::{Container, Item, Node, TensorReference, structure_of, walk};
+use crate::structure::{Container, Item, Node, TensorReference, Trail, structure_of, walk};
 use crate::tensor::TensorMeta;
 
 /// Expanded tensors take no room in an archive and any amount of it in safetensors: what is written
@@ -72,7 +72,7 @@ impl Export {
     pub fn of_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
         let (mut storages, mut places) = (Vec::new(), Vec::new());
         // What is no tensor is refused with its path later; here it counts, so that places fit.
-        walk(dict.as_value(), &mut ObjectPath::root(), true, &mut |_, item| {
+        walk(dict.as_value(), &Trail::Start(&ObjectPath::root()), true, &mut |_, item| {
             let (bytes, byte_offset) = match item {
                 Item::Tensor(tensor) => (tensor.storage().bytes(), tensor.byte_offset()),
                 Item::Content(bytes) => (bytes, 0),

@@ -28,6 +28,8 @@ The exit status is 0 if all is as expected, 1 if not, 2 if COMMAND cannot be run
     conformance.py -- python3 reader.py {file}
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -10,7 +10,7 @@
     reader.py --self-test             tries its own parts: BLAKE3, the byte shuffle, frame headers
 
 PATH is a file, or a directory that holds a shard set: `manifest.tssd` and the archives that it names.
-With `--limit BYTES` it decodes and prints no more than so many bytes.
+It decodes and prints no more than 2^30 bytes, or as many as `--limit BYTES` says.
 
 The exit status is 0 and the JSON view is on stdout; or it is 1 and the last line on stderr says
 `KIND RULE where`, such as `HeapRange F-030 heap, range 0+3`. Status 2 is no verdict: the file cannot
@@ -23,6 +23,8 @@ because it looks at the same things in the same order. It is slow and holds the 
 but the work of its checks is linear in the size of the file, whatever the file says: what many records
 share is looked at once, and nothing is allocated for a length before it is compared with what is there.
 """
+
+from __future__ import annotations
 
 import argparse
 import ctypes
@@ -45,6 +47,9 @@ from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+# Bytes that are decoded and printed at most, unless the caller says otherwise.
+LIMIT = 1 << 30
 
 # A record of a table, with the fields of TABLES below; one of a single field is that field.
 Record = Any
@@ -579,7 +584,7 @@ def is_canonical(bigint: bytes) -> bool:
 
 def check_leaf(walk: Walk, node: Record, where: str) -> None:
     file = walk.file
-    require("F-047", node.flags & ~(node.kind in STORABLE) == 0, where)
+    require("F-047", node.flags <= int(node.kind in STORABLE), where)
     require("F-040", node.kind <= OPAQUE, f"{where}, kind {node.kind}")
     require("F-047", node.count == 0 or node.kind in (SIZE, TENSOR), where)
     require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE), where)
@@ -815,7 +820,7 @@ def check_slices(file: Archive) -> None:
     placements.check_complete()
 
 
-def check_mesh(file: Archive, where: str, piece: Record, meshes: "Meshes") -> None:
+def check_mesh(file: Archive, where: str, piece: Record, meshes: Meshes) -> None:
     require("F-071", piece.mesh != NONE and piece.mesh_rank <= MAX_RANK, where)
     # The shape says how many ranks follow it in the range, so it is read before that is claimed.
     mesh = file.dims_at(piece.mesh, piece.mesh_rank)
@@ -844,11 +849,11 @@ class Meshes:
             return
         self.file.dims_claims.claim(start, end - start)
         place = bisect(self.starts, start)
-        before, after = self.starts[:place][-1:], self.starts[place : place + 1]
-        clear = all(self.ends[other] <= start for other in before) and all(
-            end <= other for other in after
-        )
-        require("F-071", clear, f"{where}, mesh at {start}")
+        before = self.starts[max(place - 1, 0) : place]
+        after = self.starts[place : place + 1]
+        fits = all(self.ends[other] <= start for other in before)
+        fits = fits and all(end <= other for other in after)
+        require("F-071", fits, f"{where}, mesh at {start}")
         self.starts.insert(place, start)
         self.ends[start] = end
         ranks = self.file.dims[first:end]
@@ -903,7 +908,7 @@ def check_shards(file: Archive) -> None:
         require("F-082", shard.index_off + ROOT_LEN + 64 <= shard.file_len, where)
 
 
-def open_archive(data: bytes, limit: int = 1 << 34) -> Archive:
+def open_archive(data: bytes, limit: int = LIMIT) -> Archive:
     """Proves all of a file but its payload: F-001 to F-082."""
     file = Archive(data, check_head_and_trailer(data), limit)
     check_nodes(file)
@@ -918,7 +923,7 @@ def open_archive(data: bytes, limit: int = 1 << 34) -> Archive:
     return file
 
 
-def open_shard_set(folder: str | Path, limit: int = 1 << 34) -> Archive:
+def open_shard_set(folder: str | Path, limit: int = LIMIT) -> Archive:
     """Opens a manifest and the archives that it names, all of which lie in one directory."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -1601,7 +1606,7 @@ def prove(file: Archive, stage: str) -> None:
         verify_deeply(file)
 
 
-def open_path(path: Path, limit: int = 1 << 34) -> Archive:
+def open_path(path: Path, limit: int = LIMIT) -> Archive:
     if path.is_dir():
         return open_shard_set(path, limit)
     return open_archive(path.read_bytes(), limit)
@@ -1820,7 +1825,7 @@ def main(arguments: list[str]) -> int:
     if options.vectors:
         return check_vectors(options.path)
     stage = "open" if options.open else "verify" if options.verify and not options.deep else "deep"
-    return print_view(options.path, stage, options.limit or 1 << 34)
+    return print_view(options.path, stage, options.limit or LIMIT)
 
 
 def print_view(path: Path, stage: str, limit: int) -> int:

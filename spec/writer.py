@@ -13,6 +13,8 @@ dtypes, sizes, devices, opaque leaves, attributes, compression, digests and mani
 of other types, since it could not give them back as they are.
 """
 
+from __future__ import annotations
+
 import json
 import struct
 import sys

@@ -935,6 +935,13 @@ def of_shard_sets():
         ("link", "a link to a shard", shard_set().link(names[1], "c.tssd")),
     ):
         yield f"083-{name}/", f"a shard set: {about}", files
+    elsewhere = runs(1).storage(bytes(164)).tensor((2, 50)).build()
+    same_length = shard_set().replace(names[0], elsewhere)
+    assert len(elsewhere) == len(other()), "only the place of the index is another"
+    yield "083-other-index-off/", "a shard set: an archive with the index elsewhere", same_length
+    dangling = shard_set().remove(names[0])
+    dangling.links[names[0]] = "c.tssd"
+    yield "083-link-dangling/", "a shard set: a link to a file that is not there", dangling
     hurt = shard_set().replace(names[1], half_with(b"3" * 100))
     yield "090-in-shard/", "a shard set: a shard whose bytes are not those of the manifest", hurt
 

@@ -357,36 +357,55 @@ impl Archive {
         let mut job = |number, storage: &Arc<StorageReference>, part| {
             jobs.push(Verify { archive: self, number, storage: storage.clone(), part });
         };
-        // In a shard set, what lies between storages may belong to others: it is not looked at.
+        let storages: Vec<Arc<StorageReference>> =
+            (0..self.storage_count()).map(|number| Arc::new(self.storage(number))).collect();
+        let is_alone = self.is_manifest_alone();
         let owns_blob = self.shards().is_empty();
+        if !is_alone {
+            for number in self.stored_texts(false) {
+                job(number, &storages[native(number)], Part::Text);
+            }
+        }
         let mut end = DATA_START;
-        let mut last = None;
-        for number in 0..self.storage_count() {
-            let storage = Arc::new(self.storage(number));
+        for (number, storage) in (0..).zip(&storages) {
             if owns_blob {
-                job(number, &storage, Part::Padding(end..storage.offset));
+                job(number, storage, Part::Padding(end..storage.offset));
             }
             end = storage.stored_range().end;
             if storage.packing.is_none() {
-                job(number, &storage, Part::Checksum);
+                job(number, storage, Part::Checksum);
             }
-            for chunk in storage.chunks(&(0..storage.len)) {
-                if !self.is_manifest_alone() {
-                    job(number, &storage, Part::Chunk(chunk));
-                }
-            }
-            last = Some(storage);
+            let chunks = storage.chunks(&(0..storage.len)).filter(|_| !is_alone);
+            chunks.for_each(|chunk| job(number, storage, Part::Chunk(chunk)));
         }
-        if !self.is_manifest_alone() {
-            for number in self.index.stored_texts() {
-                job(number, &Arc::new(self.storage(number)), Part::Text);
-            }
-        }
-        if let Some(storage) = last.filter(|_| owns_blob) {
+        if let Some(storage) = storages.last().filter(|_| owns_blob) {
             let number = self.storage_count() - 1;
-            job(number, &storage, Part::Padding(end..self.index_range().start));
+            job(number, storage, Part::Padding(end..self.index_range().start));
+        }
+        if !owns_blob && !is_alone {
+            jobs.extend(self.shard_jobs(&storages));
         }
         jobs
+    }
+
+    /// One job for each archive of a shard set.
+    fn shard_jobs(&self, storages: &[Arc<StorageReference>]) -> Vec<Verify<'_>> {
+        let count = u32::try_from(self.blobs.len()).expect("a manifest names fewer");
+        let own = |shard| {
+            let all = storages.iter().filter(move |storage| storage.shard == shard);
+            Part::Archive(shard, all.cloned().collect())
+        };
+        let none = Arc::new(StorageReference::default());
+        let job =
+            |shard| Verify { archive: self, number: 0, storage: none.clone(), part: own(shard) };
+        (0..count).map(job).collect()
+    }
+
+    /// The storages that are strs, compressed ones or others.
+    fn stored_texts(&self, packed: bool) -> Vec<u32> {
+        let mut texts = self.index.stored_texts();
+        texts.retain(|number| self.index.raw_place(*number).is_none() == packed);
+        texts
     }
 
     /// The jobs that [`Archive::verify_deep`] has besides, independent of each other.
@@ -395,6 +414,10 @@ impl Archive {
             return Vec::new();
         }
         let mut jobs = Vec::new();
+        for number in self.stored_texts(true) {
+            let storage = Arc::new(self.storage(number));
+            jobs.push(Verify { archive: self, number, storage, part: Part::Text });
+        }
         for number in 0..self.storage_count() {
             let storage = Arc::new(self.storage(number));
             if storage.packing.is_some() || storage.digest.is_some() {
@@ -439,6 +462,9 @@ enum Part {
     Text,
     /// The raw bytes: that they can be decoded, their checksum and their digest.
     Meaning,
+    /// An archive of a shard set, which must have these storages: its index, and what of its blob the
+    /// manifest does not name.
+    Archive(u32, Vec<Arc<StorageReference>>),
 }
 
 impl Verify<'_> {
@@ -449,6 +475,8 @@ impl Verify<'_> {
             Part::Chunk(chunk) => self.storage.stored_chunk(*chunk),
             Part::Checksum => 0..0,
             Part::Text | Part::Meaning => self.storage.stored_range(),
+            // Its index, and little more.
+            Part::Archive(shard, _) => 0..self.archive.shards()[native(*shard)].index_len(),
         };
         range.end - range.start
     }
@@ -470,6 +498,11 @@ impl Verify<'_> {
             let at = range.start + length(&bytes[..at]);
             return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
         }
+        if let Part::Archive(shard, storages) = &self.part {
+            let name = &self.archive.shards()[native(*shard)].name;
+            let proven = prove_shard(self.archive.blob(*shard), storages);
+            return proven.map_err(|error| error.at(name));
+        }
         self.prove().map_err(|error| {
             let at = error.offset().unwrap_or(self.storage.offset);
             error.at(self.archive.leaf_in(self.number)).byte(at)
@@ -480,7 +513,7 @@ impl Verify<'_> {
         let Self { archive, number, storage, part } = self;
         let all = || storage.chunks(&(0..storage.len));
         match part {
-            Part::Padding(_) => Ok(()),
+            Part::Padding(_) | Part::Archive(..) => unreachable!("run has done these"),
             Part::Chunk(chunk) => {
                 let place = storage.stored_chunk(*chunk);
                 let stored = archive.read(storage.shard, place.clone())?;
@@ -528,6 +561,33 @@ fn prove_chunk(storage: &StorageReference, chunk: u64, stored: &[u8]) -> Result<
 
 fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {
     if crc == storage.crc32 { Ok(()) } else { Err(Error::new(ErrorKind::StorageCorrupt)) }
+}
+
+/// Proves the index of an archive of a shard set, that it has the storages that the manifest says, and the
+/// rest of its blob.
+fn prove_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>]) -> Result<()> {
+    let archive = Archive::from_blob(blob.clone())?;
+    let by_offset: BTreeMap<u64, &StorageReference> =
+        named.iter().map(|storage| (storage.offset, &**storage)).collect();
+    let mut found = 0;
+    for job in archive.verify_jobs() {
+        let own = &*job.storage;
+        let is_named = by_offset.get(&own.offset).is_some_and(|named| named.same_bytes(own));
+        match job.part {
+            // What the manifest names is proven by jobs of its own.
+            Part::Chunk(_) | Part::Text if is_named => {}
+            _ => job.run()?,
+        }
+    }
+    for number in 0..archive.storage_count() {
+        let own = archive.storage(number);
+        found +=
+            usize::from(by_offset.get(&own.offset).is_some_and(|named| named.same_bytes(&own)));
+    }
+    if found == named.len() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::ShardMismatch).note("it has other storages than the manifest says"))
 }
 
 /// Proves that an archive is the one that a manifest names (F-083).

@@ -51,6 +51,13 @@ pub struct ShardFile {
     pub digest: Option<Digest>,
 }
 
+impl ShardFile {
+    /// How many bytes its index has.
+    pub(crate) fn index_len(&self) -> u64 {
+        self.file_len.saturating_sub(self.index_off + 64)
+    }
+}
+
 /// Encodes a structure.
 ///
 /// # Errors

@@ -83,12 +83,13 @@ fn node(archive: &Archive, each: &Node) -> Result<Json> {
         Node::Leaf(value) => leaf(value),
         Node::Stored(stored, storage) => {
             if archive.is_manifest_alone() {
-                let member = match stored {
-                    Stored::Str => "str",
-                    Stored::Bytes => "bytes",
-                    Stored::Opaque(_) => "opaque",
-                };
-                return Ok(json!({ member: null }));
+                return Ok(match stored {
+                    Stored::Str => json!({ "str": null }),
+                    Stored::Bytes => json!({ "bytes": null }),
+                    Stored::Opaque(media) => {
+                        json!({ "opaque": { "media": string(media), "bytes": null } })
+                    }
+                });
             }
             let bytes = archive.storage_bytes(*storage)?;
             match stored {

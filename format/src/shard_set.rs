@@ -30,12 +30,16 @@ pub const MANIFEST: &str = "manifest.tssd";
 pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
     let path = directory.as_ref();
     let directory = Directory::open(path).map_err(|error| Error::io(error).at(path.display()))?;
-    let open = |name: &str| -> Result<Arc<dyn Blob>> {
-        let file = directory.open_file(name);
-        Ok(Arc::new(file.map_err(|error| Error::io(error).at(path.join(name).display()))?))
-    };
-    let manifest = open(MANIFEST)?;
-    let set = Archive::from_shard_set(manifest, |shard| open(&shard.name));
+    let at = |error: Error, name: &str| error.at(path.join(name).display());
+    let manifest = directory.open_file(MANIFEST);
+    let manifest = manifest.map_err(|error| at(Error::io(error), MANIFEST))?;
+    let set = Archive::from_shard_set(Arc::new(manifest), |shard| -> Result<Arc<dyn Blob>> {
+        match directory.open_file(&shard.name) {
+            Ok(file) => Ok(Arc::new(file)),
+            Err(error) if is_of_the_system(&error) => Err(at(Error::io(error), &shard.name)),
+            Err(error) => Err(at(Error::new(ErrorKind::ShardMismatch).note(error), &shard.name)),
+        }
+    });
     let set = set.map_err(|error: Error| error.at(path.join(MANIFEST).display()))?;
     if set.shards().is_empty() {
         let error = Error::new(ErrorKind::ShardTable).note("no shard at all");
@@ -76,15 +80,25 @@ impl Directory {
     fn open_file(&self, name: &str) -> io::Result<File> {
         let path = self.0.join(name);
         if path.symlink_metadata()?.is_symlink() {
-            return Err(io::Error::other("it is a link"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a link"));
         }
         regular(File::open(path)?)
     }
+}
+
+/// Whether the file may be what it should be, and only cannot be read; else it is not there, a link, a
+/// directory.
+fn is_of_the_system(error: &io::Error) -> bool {
+    #[cfg(unix)]
+    let is_link = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
+    #[cfg(not(unix))]
+    let is_link = false;
+    !is_link && !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput)
 }
 
 fn regular(file: File) -> io::Result<File> {
     if file.metadata()?.is_file() {
         return Ok(file);
     }
-    Err(io::Error::other("it is no regular file"))
+    Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"))
 }

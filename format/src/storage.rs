@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub const CHUNK_BYTES: u64 = 1 << 20;
 
 /// One storage: a run of bytes of the blob, or of another file of the shard set.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StorageReference {
     /// Where its stored bytes begin in their file.
     pub offset: u64,
@@ -53,6 +53,14 @@ pub struct PackedChunk {
 }
 
 impl StorageReference {
+    /// Whether both are stored alike, at the same place of their files.
+    pub(crate) fn same_bytes(&self, other: &Self) -> bool {
+        // A manifest leaves digests out if not all of its archives have them.
+        let digests = self.digest.is_none() || other.digest.is_none();
+        *self == Self { shard: self.shard, digest: self.digest, ..other.clone() }
+            && (digests || self.digest == other.digest)
+    }
+
     /// How many bytes it takes in its file.
     pub fn stored_len(&self) -> u64 {
         self.packing.as_ref().map_or(self.len, |packing| {

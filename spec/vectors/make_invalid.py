@@ -10,6 +10,7 @@ with a slash is a directory, with a manifest and its shards. Those that lie syst
 of each table, are in lies.py; builder.py makes the archives.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -1024,13 +1025,13 @@ class Link(str):
     """The target of a symbolic link."""
 
 
-def read_folder(folder):
+def read_folder(folder, suffix=""):
     """The vectors that are there, as `make_vectors` gives them."""
     found = {}
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
             found[f"{path.name}/"] = {each.name: read_file(each) for each in path.iterdir()}
-        else:
+        elif path.name.endswith(suffix):
             found[path.name.removesuffix(".tssd")] = read_file(path)
     return found
 
@@ -1051,13 +1052,52 @@ def write_vector(folder, name, content):
             (folder / name / each).write_bytes(part)
 
 
+def digest(content):
+    """SHA-256 of a file; for a shard set, of each of its files by name, links left out."""
+    if isinstance(content, dict):
+        parts = {each: digest(part) for each, part in content.items() if not isinstance(part, Link)}
+        return dict(sorted(parts.items()))
+    return hashlib.sha256(content).hexdigest()
+
+
+def valid_entries(listed):
+    """The entries of the valid vectors, with the digests of what is there."""
+    found = read_folder(HERE / "valid", suffix=".tssd")
+    entries = []
+    for each in listed:
+        name, directory = each["name"], f"{each['name']}/"
+        content = found[directory] if directory in found else found[name]
+        entries.append(
+            {
+                "name": name,
+                "about": each["about"],
+                "file": f"valid/{directory if directory in found else name + '.tssd'}",
+                "sha256": digest(content),
+                "verdict": "valid",
+                "json": f"valid/{name}.json",
+            }
+        )
+    return entries
+
+
+def invalid_entries(listed, files):
+    """The same of those that are made here. The name of a shard set loses its slash."""
+    entries = []
+    for each in listed:
+        name = each["name"]
+        file = f"invalid/{name if name.endswith('/') else name + '.tssd'}"
+        told = {"file": file, "sha256": digest(files[name]), "verdict": "invalid"}
+        entries.append({**each, "name": name.removesuffix("/"), **told})
+    return entries
+
+
 def main(arguments):
     if arguments not in ([], ["--check"]):
         sys.exit(__doc__)
     files, listed = make_vectors()
     path = HERE / "manifest.json"
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"valid": []}
-    wanted = {"valid": written["valid"], "invalid": listed}
+    wanted = {"valid": valid_entries(written["valid"]), "invalid": invalid_entries(listed, files)}
     folder = HERE / "invalid"
     if arguments:
         present = read_folder(folder)

@@ -57,7 +57,7 @@ impl<'a> Validator<'a> {
         check_shape(dtype.itemsize(), shape)?;
         let span = span_bytes(dtype.itemsize(), shape, strides)?;
         let byte_offset = tensor.byte_offset.to_native();
-        let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT);
+        let end = byte_offset.checked_add(span).filter(|end| span == 0 || *end < SIZE_LIMIT);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
         self.bytes_of(tensor, span, end)?;
         if !byte_offset.is_multiple_of(dtype.itemsize()) {

@@ -7,14 +7,14 @@ use indexmap::map::Entry;
 use rend::{u32_le, u64_le};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, Step, python_twins};
+use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
 use crate::shape::MAX_RANK;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
-use crate::structure::{Container, Node, StorageReference, Stored, TensorReference};
+use crate::structure::{Branch, Container, Placed, StorageReference, Stored, Tree};
 use crate::table::Tables;
 use crate::text::Text;
 
@@ -54,15 +54,15 @@ pub struct ShardFile {
 /// Whatever a reader would refuse: duplicate keys, keys that are equal in Python, NaN keys,
 /// tables that grow too large.
 pub(crate) fn encode(
-    root: &Node,
+    root: &Tree<'_>,
     storages: &[StorageReference],
     attrs: &Attrs,
     shards: &[ShardFile],
 ) -> Result<Tables> {
     let mut encoder = Encoder::default();
     let tensors = encoder.nodes(root)?;
-    for reference in tensors {
-        encoder.tensor(reference)?;
+    for tensor in tensors {
+        encoder.tensor(tensor)?;
     }
     encoder.slices()?;
     encoder.storages(storages)?;
@@ -82,16 +82,16 @@ struct Encoder<'a> {
 
 /// A node that waits for its turn: breadth first, so the queue is the node table.
 struct Queued<'a> {
-    node: &'a Node,
+    node: &'a Tree<'a>,
     key: FileKey<'a>,
     /// The number of its container; of no use for the root.
     parent: usize,
-    step: Option<&'a Step>,
+    step: Option<Branch<'a>>,
 }
 
 impl<'a> Encoder<'a> {
     /// Fills `nodes` and `by_key`; returns the tensor references in the order of the nodes.
-    fn nodes(&mut self, root: &'a Node) -> Result<Vec<&'a TensorReference>> {
+    fn nodes(&mut self, root: &'a Tree<'a>) -> Result<Vec<Placed<'a>>> {
         let index_key = || FileKey::word(crate::key::kind::INDEX, 0);
         let mut tensors = Vec::new();
         let mut queue = vec![Queued { node: root, key: index_key(), parent: 0, step: None }];
@@ -107,16 +107,17 @@ impl<'a> Encoder<'a> {
                 .map_err(|error| error.at(path_of(&queue, next)))?;
             record.key_kind = key_kind;
             record.key = key.into();
-            if let Node::Container(_, children) = node {
+            if let Tree::Container(_, children) = node {
                 queue.reserve(children.len());
                 self.heap.reserve(children.len());
                 for (step, child) in children {
                     let key = match step {
-                        Step::Index(_) => index_key(),
-                        Step::Key(key) => FileKey::of(key)
-                            .map_err(|error| error.at(path_of(&queue, next).step(step.clone())))?,
+                        Branch::Index(_) => index_key(),
+                        Branch::Key(key) => FileKey::of(key).map_err(|error| {
+                            error.at(path_of(&queue, next).step(step.to_step()))
+                        })?,
                     };
-                    queue.push(Queued { node: child, key, parent: next, step: Some(step) });
+                    queue.push(Queued { node: child, key, parent: next, step: Some(*step) });
                 }
                 self.by_key(&queue, first_child)?;
             }
@@ -129,14 +130,14 @@ impl<'a> Encoder<'a> {
     /// The record of a node, without its key.
     fn node(
         &mut self,
-        node: &'a Node,
-        tensors: &mut Vec<&'a TensorReference>,
+        node: &'a Tree<'a>,
+        tensors: &mut Vec<Placed<'a>>,
         first_child: usize,
     ) -> Result<record::Node> {
         let mut record: record::Node = bytemuck::Zeroable::zeroed();
         let (kind, count, a, b) = match node {
-            Node::Leaf(value) => self.leaf(value)?,
-            Node::Stored(stored, storage) => {
+            Tree::Leaf(value) => self.leaf(value)?,
+            Tree::Stored(stored, storage) => {
                 record.flags = STORED.into();
                 let (kind, b) = match stored {
                     Stored::Str => (kind::STR, 0),
@@ -145,12 +146,16 @@ impl<'a> Encoder<'a> {
                 };
                 (kind, 0, u64::from(*storage), b)
             }
-            Node::Tensors(references) => {
-                let first = tensors.len();
-                tensors.extend(references);
-                (kind::TENSOR, references.len(), word(first)?, 0)
+            Tree::Tensor(placed) => {
+                tensors.push(*placed);
+                (kind::TENSOR, 1, word(tensors.len() - 1)?, 0)
             }
-            Node::Container(container, children) => {
+            Tree::Shards(run) => {
+                let first = tensors.len();
+                tensors.extend(run);
+                (kind::TENSOR, run.len(), word(first)?, 0)
+            }
+            Tree::Container(container, children) => {
                 let (kind, b) = match container {
                     Container::Dict => (kind::DICT, 0),
                     Container::OrderedDict => (kind::ORDERED_DICT, 0),
@@ -220,9 +225,9 @@ impl<'a> Encoder<'a> {
         let mut order: Vec<(KeyOrder<'_>, usize)> = keys.zip(first..).collect();
         let is_listed = order
             .first()
-            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Step::Index(_))));
+            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Branch::Index(_))));
         if !is_listed {
-            order.sort();
+            order.sort_unstable();
             if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
                 return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
             }
@@ -242,11 +247,11 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn tensor(&mut self, reference: &'a TensorReference) -> Result<()> {
-        let TensorReference { meta, storage, byte_offset, place } = reference;
+    fn tensor(&mut self, tensor: Placed<'a>) -> Result<()> {
+        let Placed { meta, storage, byte_offset, place } = tensor;
         let shape = self.vector(meta.shape())?;
         let strides = meta.explicit_strides().map(|strides| self.vector(strides)).transpose()?;
-        let slice = place.as_ref().map(|place| {
+        let slice = place.map(|place| {
             let next = self.slices.len();
             number(next).map(|next| *self.slices.entry(place).or_insert(next))
         });
@@ -259,7 +264,7 @@ impl<'a> Encoder<'a> {
             strides: strides.unwrap_or(NONE).into(),
             slice: slice.transpose()?.unwrap_or(NONE).into(),
             reserved: 0.into(),
-            byte_offset: (*byte_offset).into(),
+            byte_offset: byte_offset.into(),
         });
         Ok(())
     }
@@ -439,7 +444,7 @@ impl<'a> Encoder<'a> {
 fn path_of(queue: &[Queued<'_>], mut node: usize) -> ObjectPath {
     let mut steps = Vec::new();
     while let Some(step) = queue[node].step {
-        steps.push(step.clone());
+        steps.push(step.to_step());
         node = queue[node].parent;
     }
     steps.into_iter().rev().collect()

@@ -12,7 +12,9 @@ use crate::fill::{Fill, Filled, Source, jobs, length};
 use crate::frame::{self, DATA_START, INDEX_ALIGN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::state_dict::{StateDict, Value};
-use crate::structure::{CHUNK_BYTES, Item, Node, StorageReference, Trail, structure_of, walk};
+use crate::structure::{
+    CHUNK_BYTES, Item, Node, StorageReference, Trail, Tree, structure_of, walk,
+};
 use crate::table::{ROOT_LEN, Tables};
 
 /// What a writer may choose.
@@ -185,7 +187,7 @@ pub fn manifest(
     attrs: &Attrs,
     shards: &[ShardFile],
 ) -> Result<Vec<u8>> {
-    let tables = encode(root, storages, attrs, shards)?;
+    let tables = encode(&root.as_tree(), storages, attrs, shards)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
     file.extend(tail(&tables, DATA_START)?);
@@ -268,12 +270,12 @@ impl Planner {
 
     /// Gives everything in `value` a place behind what is placed already, and returns its structure.
     /// Tensors are tied if their bytes overlap now; earlier calls are not looked at.
-    pub(crate) fn place(
+    pub(crate) fn place<'a>(
         &mut self,
-        value: &Value,
+        value: &'a Value,
         path: &ObjectPath,
         options: &Options,
-    ) -> Result<Node> {
+    ) -> Result<Tree<'a>> {
         let mut spans = Vec::new();
         walk(value, &Trail::Start(path), options.allow_opaque, &mut |_, item| {
             spans.push(Span::of(&item));
@@ -341,7 +343,7 @@ impl Planner {
         Ok(number)
     }
 
-    pub(crate) fn finish(self, root: &Node, attrs: &Attrs) -> Result<Layout> {
+    pub(crate) fn finish(self, root: &Tree<'_>, attrs: &Attrs) -> Result<Layout> {
         let tables = encode(root, &self.storages, attrs, &[])?;
         let index_len = tables.index_len()?;
         let index_off = self.cursor.checked_next_multiple_of(INDEX_ALIGN);

@@ -9,7 +9,7 @@ use crate::frame::{self, INDEX_ALIGN};
 use crate::key::{Key, ObjectPath, Step};
 use crate::layout::{Options, Planner, combine, tail};
 use crate::state_dict::Value;
-use crate::structure::{Container, Node};
+use crate::structure::{Branch, Container, Node, Tree};
 
 /// Writes one archive to a stream, entry by entry.
 ///
@@ -83,7 +83,7 @@ impl<W: Write> ArchiveWriter<W> {
         }
         let value = value.into();
         check(&key, &value, &path, &self.options)?;
-        let node = self.planner.place(&value, &path, &self.options)?;
+        let node = self.planner.place(&value, &path, &self.options)?.to_node();
         // What follows is written or not: if it is not, nothing after it can be.
         self.is_broken = true;
         let sources = std::mem::take(&mut self.planner.sources);
@@ -122,7 +122,7 @@ impl<W: Write> ArchiveWriter<W> {
             storage.crcs = crcs.by_ref().take(storage.crcs.len()).collect();
             storage.crc32 = combine(storage.len, &storage.crcs);
         }
-        let tables = encode(&root, &self.planner.storages, &self.attrs, &[])?;
+        let tables = encode(&root.as_tree(), &self.planner.storages, &self.attrs, &[])?;
         let index_off = self.planner.cursor().checked_next_multiple_of(INDEX_ALIGN);
         let index_off = index_off.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
         for job in jobs(self.written..index_off, None, &[]) {
@@ -135,7 +135,6 @@ impl<W: Write> ArchiveWriter<W> {
 
 /// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
 fn check(key: &Key, value: &Value, path: &ObjectPath, options: &Options) -> Result<()> {
-    let node = Planner::new().place(value, path, options)?;
-    let children = vec![(Step::Key(key.clone()), node)];
-    encode(&Node::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)
+    let children = vec![(Branch::Key(key), Planner::new().place(value, path, options)?)];
+    encode(&Tree::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)
 }

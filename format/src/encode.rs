@@ -227,7 +227,7 @@ impl<'a> Encoder<'a> {
             .first()
             .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Branch::Index(_))));
         if !is_listed {
-            order.sort_unstable();
+            order.sort();
             if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
                 return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
             }

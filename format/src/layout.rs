@@ -5,17 +5,18 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
+use rend::u32_le;
 
 use crate::encode::{AttrValue, Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Fill, Filled, Source, jobs, length};
-use crate::frame::{self, DATA_START, INDEX_ALIGN, IndexPlace};
+use crate::frame::{self, DATA_START, FRAME_LEN, INDEX_ALIGN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::state_dict::{StateDict, Value};
 use crate::structure::{
     CHUNK_BYTES, Item, Node, StorageReference, Trail, Tree, structure_of, walk,
 };
-use crate::table::{ROOT_LEN, Tables};
+use crate::table::{ROOT_LEN, Tables, Views};
 
 /// What a writer may choose.
 #[derive(Clone, Debug)]
@@ -116,6 +117,13 @@ impl Layout {
     ///
     /// `Unfilled` if a job has not.
     pub fn seal(&self, filled: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
+        let len = usize::try_from(self.file_len() - self.index_off).expect("at most 1 GiB");
+        let mut tail = vec![0; len];
+        self.seal_into(filled, &mut tail)?;
+        Ok(tail)
+    }
+
+    fn seal_into(&self, filled: impl IntoIterator<Item = Filled>, target: &mut [u8]) -> Result<()> {
         let mut crcs = vec![None; self.tables.crcs.len()];
         for (entry, crc) in filled.into_iter().flat_map(|filled| filled.crcs) {
             if let Some(slot) = crcs.get_mut(entry) {
@@ -124,17 +132,18 @@ impl Layout {
         }
         let crcs: Option<Vec<u32>> = crcs.into_iter().collect();
         let crcs = crcs.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
-        let mut tables = self.tables.clone();
+        let mut storages = self.tables.storages.clone();
         let mut rest = crcs.as_slice();
-        for storage in &mut tables.storages {
+        for storage in &mut storages {
             let len = storage.stored_len.to_native();
             let count = usize::try_from(len.div_ceil(CHUNK_BYTES)).unwrap_or(rest.len());
             let (own, others) = rest.split_at(count);
             storage.crc32 = combine(len, own).into();
             rest = others;
         }
-        tables.crcs = crcs.into_iter().map(Into::into).collect();
-        tail(&tables, self.index_off)
+        let crcs: Vec<u32_le> = crcs.into_iter().map(Into::into).collect();
+        let views = Views { storages: &storages, crcs: &crcs, ..self.tables.views() };
+        write_tail(&views, self.index_off, target)
     }
 
     /// Writes the archive into memory of its exact length.
@@ -158,8 +167,7 @@ impl Layout {
             filled.push(job.run(part)?);
             rest = tail;
         }
-        rest.copy_from_slice(&self.seal(filled)?);
-        Ok(())
+        self.seal_into(filled, rest)
     }
 
     /// Writes the archive to a stream.
@@ -190,7 +198,7 @@ pub fn manifest(
     let tables = encode(&root.as_tree(), storages, attrs, shards)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
-    file.extend(tail(&tables, DATA_START)?);
+    file.extend(tail(&tables.views(), DATA_START)?);
     Ok(file)
 }
 
@@ -199,8 +207,16 @@ fn head() -> Bytes {
 }
 
 /// Index and trailer.
-pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
-    let mut index = tables.to_bytes()?;
+pub(crate) fn tail(views: &Views<'_>, index_off: u64) -> Result<Vec<u8>> {
+    let len = usize::try_from(views.index_len()?).expect("at most 1 GiB");
+    let mut tail = vec![0; len + FRAME_LEN];
+    write_tail(views, index_off, &mut tail)?;
+    Ok(tail)
+}
+
+fn write_tail(views: &Views<'_>, index_off: u64, target: &mut [u8]) -> Result<()> {
+    let (index, trailer) = target.split_at_mut(target.len() - FRAME_LEN);
+    views.write_into(index)?;
     let root_len = u32::try_from(ROOT_LEN).expect("104");
     let index_len = u32::try_from(index.len()).map_err(|_| Error::new(ErrorKind::TooLarge))?;
     let place = IndexPlace {
@@ -208,10 +224,10 @@ pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
         index_len: index_len.into(),
         root_off: index_len - root_len,
         root_len,
-        index_crc32: crc32fast::hash(&index),
+        index_crc32: crc32fast::hash(index),
     };
-    index.extend(place.trailer());
-    Ok(index)
+    trailer.copy_from_slice(&place.trailer());
+    Ok(())
 }
 
 /// The CRC-32 of `len` bytes, given that of each of their chunks.
@@ -345,7 +361,7 @@ impl Planner {
 
     pub(crate) fn finish(self, root: &Tree<'_>, attrs: &Attrs) -> Result<Layout> {
         let tables = encode(root, &self.storages, attrs, &[])?;
-        let index_len = tables.index_len()?;
+        let index_len = tables.views().index_len()?;
         let index_off = self.cursor.checked_next_multiple_of(INDEX_ALIGN);
         let index_off = index_off
             .filter(|off| off.checked_add(index_len + 64).is_some())

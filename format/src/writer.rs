@@ -128,7 +128,7 @@ impl<W: Write> ArchiveWriter<W> {
         for job in jobs(self.written..index_off, None, &[]) {
             let _no_checksums = job.write_to(&mut self.stream)?;
         }
-        self.stream.write_all(&tail(&tables, index_off)?)?;
+        self.stream.write_all(&tail(&tables.views(), index_off)?)?;
         Ok(self.stream)
     }
 }

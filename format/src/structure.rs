@@ -317,7 +317,9 @@ impl Tree<'_> {
             Self::Leaf(value) => Node::Leaf(Value::clone(value)),
             Self::Stored(stored, storage) => Node::Stored(stored.clone(), *storage),
             Self::Tensor(placed) => Node::Tensors(vec![placed.to_reference()]),
-            Self::Shards(run) => Node::Tensors(run.iter().map(Placed::to_reference).collect()),
+            Self::Shards(run) => {
+                Node::Tensors(run.iter().map(|placed| placed.to_reference()).collect())
+            }
             Self::Container(container, children) => {
                 let child = |(step, child): &(Branch<'_>, Self)| (step.to_step(), child.to_node());
                 Node::Container(container.clone(), children.iter().map(child).collect())
@@ -327,7 +329,7 @@ impl Tree<'_> {
 }
 
 impl Placed<'_> {
-    fn to_reference(&self) -> TensorReference {
+    fn to_reference(self) -> TensorReference {
         TensorReference {
             meta: self.meta.clone(),
             storage: self.storage,

@@ -2,7 +2,8 @@
 //!
 //! The work is linear in the size of the index, whatever it holds: ranges that could be long are the
 //! same or disjoint, so each byte of them is looked at once, and all others have at most 64 entries
-//! or 4096 bytes.
+//! or 4096 bytes. So is its memory: two bits for each byte of the heap, a byte for each storage, a few
+//! words for each mesh, divergent node and shard; never more than the index itself.
 
 mod claims;
 mod files;

@@ -214,6 +214,7 @@ pub(crate) fn tail(views: &Views<'_>, index_off: u64) -> Result<Vec<u8>> {
     Ok(tail)
 }
 
+/// As [`tail`], into memory of that length.
 fn write_tail(views: &Views<'_>, index_off: u64, target: &mut [u8]) -> Result<()> {
     let (index, trailer) = target.split_at_mut(target.len() - FRAME_LEN);
     views.write_into(index)?;

@@ -18,6 +18,8 @@ mod fuzz;
 mod geometry;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
+/// Compression, digests, alignment: whatever a writer chooses.
+mod packing;
 /// The reader with rkyv and the one without: they say the same of every file.
 mod readers;
 /// The documents: what they name is there, what they say of stores holds.

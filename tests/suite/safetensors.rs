@@ -166,7 +166,7 @@ impl Write for Witness<'_> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     /// Whatever the header looks like and wherever the data begins: the tensors are those that the
     /// library finds, they are views of the file, and the file comes back.

@@ -1,0 +1,219 @@
+//! Whatever a writer chooses, a state dict stays what it is: compression, digests, alignment.
+
+use proptest::prelude::*;
+use tssd_format::{
+    Archive, ArchiveWriter, AttrValue, CHUNK_BYTES, Compression, Draft, Dtype, ErrorKind, Options,
+    Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
+};
+use tssd_tests::generate;
+
+fn compression() -> impl Strategy<Value = Compression> {
+    prop_oneof![Just(Compression::None), Just(Compression::Zstd), Just(Compression::ShuffledZstd),]
+}
+
+/// Options of every kind; a leaf is compressed or not by the length of its path.
+fn options() -> impl Strategy<Value = Options> {
+    let align = prop::option::of((6_u32..15).prop_map(|log2| 1_u64 << log2));
+    (compression(), compression(), any::<bool>(), align, -3_i32..6).prop_map(
+        |(even, odd, digests, align, level)| {
+            let mut options = Options::new()
+                .zstd_level(level)
+                .compress_leaves(move |path, _| if path.fqn().len() % 2 == 0 { even } else { odd });
+            if digests {
+                options = options.digests();
+            }
+            match align {
+                Some(bytes) => options.align(bytes).unwrap(),
+                None => options,
+            }
+        },
+    )
+}
+
+fn encode(dict: &StateDict, options: &Options) -> TorchStoreStateDict {
+    TorchStoreStateDict::with_options(dict, options).unwrap()
+}
+
+/// A storage of some chunks: runs of one byte, noise, or both in turn.
+fn large() -> impl Strategy<Value = (Tensor, Vec<u8>)> {
+    let parts = proptest::collection::vec((any::<u8>(), any::<bool>(), 1_usize..900_000), 1..5);
+    let dtypes = prop::sample::select(vec![Dtype::Uint8, Dtype::Bfloat16, Dtype::Float32]);
+    (parts, dtypes).prop_map(|(parts, dtype)| {
+        let mut bytes = Vec::new();
+        for (byte, is_noise, len) in parts {
+            let noise = |at: usize| (at as u64).wrapping_mul(0x9E37_79B9).to_le_bytes()[1] ^ byte;
+            bytes.extend((0..len).map(|at| if is_noise { noise(at) } else { byte }));
+        }
+        let numel = bytes.len() as u64 / dtype.itemsize();
+        bytes.truncate((numel * dtype.itemsize()) as usize);
+        let meta = TensorMeta::new(dtype, &[numel]).unwrap();
+        (Tensor::new(meta, Storage::from(bytes.clone()), 0).unwrap(), bytes)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    /// The same state dict; the same bytes again by the options that the archive records.
+    #[test]
+    fn options_change_no_meaning(dict in generate::state_dict(), options in options()) {
+        let encoded = encode(&dict, &options);
+        encoded.archive().verify_deep().unwrap();
+        prop_assert_eq!(&encoded.to_state_dict().unwrap(), &dict);
+        let again = encode(&dict, &Options::recorded(encoded.archive()));
+        prop_assert_eq!(again.as_bytes(), encoded.as_bytes());
+    }
+
+    /// Two ways of writing, one archive of the same storages.
+    #[test]
+    fn a_stream_is_packed_alike(dict in generate::state_dict(), options in options()) {
+        let mut writer = ArchiveWriter::new(Vec::new(), options).unwrap();
+        let mut expected = StateDict::new();
+        for (key, value) in dict.entries().iter() {
+            writer.insert(key.clone(), value.clone()).unwrap();
+            expected.insert(key.clone(), value.clone());
+        }
+        let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
+        archive.verify_deep().unwrap();
+        prop_assert_eq!(archive.to_state_dict().unwrap(), expected);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// A range of a storage of several chunks is that part of the whole, and its digest is BLAKE3's.
+    #[test]
+    fn ranges_are_parts_of_the_whole(
+        (tensor, bytes) in large(),
+        compression in compression(),
+        cuts in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 8),
+    ) {
+        let mut dict = StateDict::new();
+        dict.insert("value", tensor);
+        let encoded = encode(&dict, &Options::new().compress(compression).digests());
+        let archive = encoded.archive();
+        archive.verify_deep().unwrap();
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        prop_assert_eq!(archive.storage(0).digest.unwrap(), *blake3::hash(&bytes).as_bytes());
+        prop_assert_eq!(archive.storage(0).crc32, crc32fast::hash(&bytes));
+        for (one, other) in cuts {
+            let (one, other) = (one.index(bytes.len() + 1), other.index(bytes.len() + 1));
+            let range = one.min(other)..one.max(other);
+            let read = archive.storage_range(0, range.start as u64..range.end as u64).unwrap();
+            prop_assert_eq!(&read[..], &bytes[range]);
+        }
+    }
+}
+
+/// A dict with a tensor of two chunks of zeros.
+fn zeros() -> StateDict {
+    let mut dict = StateDict::new();
+    let len = CHUNK_BYTES + 1000;
+    dict.insert("zeros", Tensor::from_slice(&vec![0_u8; len as usize], &[len]).unwrap());
+    dict
+}
+
+#[test]
+fn jobs_may_end_in_any_order_but_all_must() {
+    let options = Options::new().compress(Compression::Zstd);
+    let mut dict = zeros();
+    let large = Tensor::from_slice(&vec![1_u64; 1 << 20], &[1 << 20]).unwrap();
+    dict.insert("large", large);
+    let draft = || Draft::new(&dict, &options).unwrap();
+    let mut packed: Vec<_> = draft().jobs().iter().map(|job| job.run().unwrap()).collect();
+    assert_eq!(packed.len(), 3, "one of two chunks, two of eight");
+    packed.reverse();
+    let mut file = Vec::new();
+    draft().place(packed).unwrap().write_to(&mut file).unwrap();
+    assert_eq!(&file[..], encode(&dict, &options).as_bytes());
+    let some: Vec<_> = draft().jobs().iter().skip(1).map(|job| job.run().unwrap()).collect();
+    assert_eq!(draft().place(some).unwrap_err().kind(), ErrorKind::Unfilled);
+    let bytes = draft().jobs().iter().map(Pack::len).sum::<u64>();
+    assert_eq!(bytes, CHUNK_BYTES + 1000 + (8 << 20));
+}
+
+#[test]
+fn a_frame_is_proven_before_it_is_decoded() {
+    let encoded = encode(&zeros(), &Options::new().compress(Compression::Zstd));
+    let storage = encoded.archive().storage(0);
+    for chunk in 0..2 {
+        let place = storage.stored_chunk(chunk);
+        for at in place.start..place.end {
+            let mut bad = encoded.as_bytes().to_vec();
+            bad[at as usize] ^= 4;
+            let archive = Archive::from_bytes(bad).unwrap();
+            let error = archive.to_state_dict().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ChunkCorrupt);
+            assert_eq!((error.path(), error.offset()), (Some("zeros"), Some(place.start)));
+            // The other chunk can be read all the same.
+            let other = storage.chunk(1 - chunk);
+            archive.storage_range(0, other).unwrap();
+            archive.storage_range(0, storage.chunk(chunk)).unwrap_err();
+        }
+    }
+}
+
+#[test]
+fn digests_name_content_whatever_the_codec() {
+    let mut dict = zeros();
+    dict.insert("again", Tensor::from_slice(&vec![0_u8; 1_049_576], &[1_049_576]).unwrap());
+    let digest = |options: Options| {
+        let encoded = encode(&dict, &options.digests());
+        let archive = encoded.archive();
+        let storages = [0, 1].map(|number| archive.storage(number).digest.unwrap());
+        assert_eq!(storages[0], storages[1], "the same bytes");
+        (storages[0], archive.root_digest().unwrap())
+    };
+    let (raw, raw_root) = digest(Options::new());
+    let (packed, packed_root) = digest(Options::new().compress(Compression::Zstd));
+    assert_eq!(raw, packed);
+    assert_ne!(raw_root, packed_root);
+    assert_eq!(encode(&dict, &Options::new()).archive().root_digest(), None);
+    // One attribute more is another archive.
+    let attr = Options::new().attr("step", AttrValue::Int(1));
+    assert_ne!(digest(attr).1, raw_root);
+}
+
+#[test]
+fn levels_and_alignments_have_bounds() {
+    for bytes in [0, 1, 32, 63, 65, 3 << 10, 4 << 20, 1 << 63] {
+        assert_eq!(
+            Options::new().align(bytes).unwrap_err().kind(),
+            ErrorKind::Alignment,
+            "{bytes}"
+        );
+    }
+    let dict = zeros();
+    for level in [i32::MIN, -5, 0, 22, i32::MAX] {
+        let options = Options::new().compress(Compression::Zstd).zstd_level(level);
+        assert_eq!(encode(&dict, &options).to_state_dict().unwrap(), dict, "level {level}");
+    }
+}
+
+#[test]
+fn a_leaf_of_a_compressed_storage_costs_its_own_chunks() {
+    let mut dict = StateDict::new();
+    let storage = Storage::from(vec![3_u8; 5 << 20]);
+    let row = |number: u64| {
+        let meta = TensorMeta::new(Dtype::Uint8, &[1 << 10]).unwrap();
+        Tensor::new(meta, storage.clone(), number << 20).unwrap()
+    };
+    dict.insert(
+        "whole",
+        Tensor::new(TensorMeta::new(Dtype::Uint8, &[5 << 20]).unwrap(), storage.clone(), 0)
+            .unwrap(),
+    );
+    dict.insert("row", row(4));
+    let encoded = encode(&dict, &Options::new().compress(Compression::Zstd));
+    assert_eq!(encoded.archive().storage_count(), 1);
+    // The first chunk is hurt; the row lies in the last one.
+    let mut bad = encoded.as_bytes().to_vec();
+    bad[encoded.archive().storage(0).stored_chunk(0).start as usize] ^= 1;
+    let archive = Archive::from_bytes(bad).unwrap();
+    assert_eq!(archive.tensor("row").unwrap().view().contiguous().unwrap(), [3; 1 << 10]);
+    assert_eq!(archive.tensor("whole").unwrap_err().kind(), ErrorKind::ChunkCorrupt);
+    assert!(matches!(archive.leaf("row"), Ok(Value::Tensor(_))));
+}

@@ -6,13 +6,16 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
-    TensorReference, Value,
+    Archive, AttrValue, Attrs, Blob, Container, ErrorKind, Key, MANIFEST, Node, StateDict, Step,
+    Storage, Tensor, TensorReference, Value,
 };
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::header::{Entry, HEADER_ATTR, Header};
+
+/// The attribute that says how an archive is compressed, and nothing of what it means.
+pub(crate) const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 
 /// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
 #[derive(Debug)]
@@ -28,8 +31,11 @@ enum Source {
 }
 
 impl Document {
-    /// Opens a file, whatever it is: its first bytes tell.
+    /// Opens a file, whatever it is: its first bytes tell. A directory with a manifest is a shard set.
     pub(crate) fn open(path: &Path) -> Result<Self> {
+        if is_shard_set(path) {
+            return Ok(Self::of(path, open_set(path)?));
+        }
         let file = open_file(path)?;
         let source = if looks_like_safetensors(&file) {
             let header = Header::read(&file).map_err(|reject| reject.into_failure(path))?;
@@ -38,6 +44,11 @@ impl Document {
             Source::Archive(open_archive(path, file)?)
         };
         Ok(Self { path: path.to_owned(), source })
+    }
+
+    /// An archive that is open already.
+    pub(crate) fn of(path: &Path, archive: Archive) -> Self {
+        Self { path: path.to_owned(), source: Source::Archive(archive) }
     }
 
     /// The archive, unless it is a safetensors file.
@@ -53,15 +64,19 @@ impl Document {
         &self.path
     }
 
-    /// Its length in bytes.
+    /// Its length in bytes; of a shard set that of all of its files.
     pub(crate) fn file_len(&self) -> u64 {
         match &self.source {
-            Source::Archive(archive) => archive.file_len(),
+            Source::Archive(archive) if archive.is_manifest_alone() => archive.file_len(),
+            Source::Archive(archive) => {
+                let shards = archive.shards().into_iter().map(|shard| shard.file_len);
+                shards.fold(archive.file_len(), u64::saturating_add)
+            }
             Source::Safetensors(file, _) => file.size().unwrap_or_default(),
         }
     }
 
-    /// What is said of it as a whole; without what is there for `unpack` alone.
+    /// What is said of it as a whole; without what is there for `unpack` or for zstd alone.
     pub(crate) fn attrs(&self) -> Attrs {
         let mut attrs = match &self.source {
             Source::Archive(archive) => archive.attrs(),
@@ -72,6 +87,7 @@ impl Document {
             }
         };
         attrs.remove(HEADER_ATTR);
+        attrs.remove(ZSTD_LEVEL_ATTR);
         attrs
     }
 
@@ -141,9 +157,23 @@ pub(crate) fn open_file(path: &Path) -> Result<File> {
     let file = File::open(path).map_err(|error| Failure::io("read", path, error))?;
     if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
         return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
-            .help("name a file; `tssd inspect` and `tssd verify` take directories too"));
+            .help("name a file, or a directory with a manifest.tssd"));
     }
     Ok(file)
+}
+
+/// Whether a path is a directory with a manifest.
+pub(crate) fn is_shard_set(path: &Path) -> bool {
+    path.is_dir() && path.join(MANIFEST).symlink_metadata().is_ok()
+}
+
+/// Opens the shard set of a directory as one archive.
+pub(crate) fn open_set(directory: &Path) -> Result<Archive> {
+    tssd_format::open_shard_set(directory).map_err(|error| {
+        // The file of the set that the system refuses is more to the point.
+        let file = error.path().filter(|_| error.kind() == ErrorKind::Io).map(Path::new);
+        Failure::format(file.unwrap_or(directory), &error)
+    })
 }
 
 /// Opens a file as an archive.

@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use serde_json::json;
+use tssd_format::Compression;
 use tssd_store::{JobId, KeyVersion, PutOptions};
 
 use super::{Address, failure};
@@ -20,7 +21,7 @@ pub(crate) struct Args {
     store: Address,
     /// The key, and optionally the number of the version: KEY or KEY@VERSION
     key: KeyVersion,
-    /// The state dict (.tssd or .safetensors)
+    /// The state dict (.tssd or .safetensors), or a directory with a manifest.tssd
     file: PathBuf,
     /// The global rank that the shards in the file belong to, if they do not say it themselves
     #[arg(long, value_name = "RANK")]
@@ -37,6 +38,12 @@ pub(crate) struct Args {
     /// Take leaves that are opaque objects too
     #[arg(long)]
     allow_opaque: bool,
+    /// Compress all storages, after a byte shuffle: reading takes longer
+    #[arg(long)]
+    zstd: bool,
+    /// Write digests: a BLAKE3 for each storage, and one for all
+    #[arg(long)]
+    digest: bool,
 }
 
 /// One writer's contribution; usually there is only one writer.
@@ -61,6 +68,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         attrs: document.attrs(),
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
+        compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
+        digests: args.digest,
         ..PutOptions::default()
     };
     let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;

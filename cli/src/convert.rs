@@ -21,6 +21,7 @@ use crate::verify;
 ///
 /// What is not asked for stays as it is. The input is proven first: damage is not copied.
 #[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
     /// The archive; or a directory with a manifest.tssd, which becomes one archive
     input: PathBuf,

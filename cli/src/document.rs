@@ -9,6 +9,7 @@ use tssd_format::{
     Archive, AttrValue, Attrs, Blob, Container, ErrorKind, Key, MANIFEST, Node, StateDict, Step,
     Storage, Tensor, TensorReference, Value,
 };
+use tssd_store::VERSION_ATTRS;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -88,6 +89,17 @@ impl Document {
         };
         attrs.remove(HEADER_ATTR);
         attrs.remove(ZSTD_LEVEL_ATTR);
+        attrs
+    }
+
+    /// The same without what a store says of a version.
+    pub(crate) fn own_attrs(&self) -> Attrs {
+        let mut attrs = self.attrs();
+        if self.archive().is_some_and(|archive| !archive.shards().is_empty()) {
+            for name in VERSION_ATTRS {
+                attrs.remove(name);
+            }
+        }
         attrs
     }
 

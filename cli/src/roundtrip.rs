@@ -225,9 +225,10 @@ fn check_manifest(
             let is_equal = again.structure() == alone.structure()
                 && (again.attrs(), again.shards()) == (alone.attrs(), alone.shards())
                 && (0..).zip(&storages).all(|(number, storage)| again.storage(number) == *storage);
-            match is_equal {
-                true => Verdict::equal(note_of(&same)),
-                false => Verdict::lossy(["the index means something else".to_owned()]),
+            if is_equal {
+                Verdict::equal(note_of(&same))
+            } else {
+                Verdict::lossy(["the index means something else".to_owned()])
             }
         }
     };

@@ -76,7 +76,7 @@ impl<'a> Dump<'a> {
             let plain = PLAIN.iter().find(|(plain, ..)| plain == name);
             let (size, align) = match (shape, plain) {
                 (Some(shape), _) => (shape.size(), shape.align()),
-                (None, plain) => plain.map(|(_, size, align)| (*size, *align)).unwrap_or((1, 1)),
+                (None, plain) => plain.map_or((1, 1), |(_, size, align)| (*size, *align)),
             };
             let (start, count) = dump.table_at(dump.root + offset);
             let range = start..start + count * size;

@@ -285,9 +285,11 @@ fn packing(storage: &StorageReference) -> Option<String> {
 }
 
 /// What compression has made of so many bytes.
-#[expect(clippy::cast_precision_loss, reason = "two digits of it are shown")]
+#[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
 fn shrunk(stored: u64, raw: u64) -> String {
-    format!("{} -> {} (x {:.2})", Size(raw), Size(stored), raw as f64 / stored.max(1) as f64)
+    let ratio = raw as f64 / stored.max(1) as f64;
+    let digits = if ratio < 100.0 { 2 } else { 0 };
+    format!("{} -> {} (x {ratio:.digits$})", Size(raw), Size(stored))
 }
 
 /// Alignments are powers of two.

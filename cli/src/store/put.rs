@@ -16,6 +16,7 @@ use crate::size::{Size, speed};
 
 /// Put a file into a store, as a new version of a key.
 #[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
@@ -65,7 +66,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         version: args.key.version,
         writer: args.writer,
         job: args.job.clone().map(JobId),
-        attrs: document.attrs(),
+        attrs: document.own_attrs(),
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
         compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },

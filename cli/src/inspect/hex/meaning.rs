@@ -77,7 +77,8 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
     match (record.shape.name, field) {
         (_, "magic" | "end_magic") => field.to_owned(),
         ("Head", "index_off" | "index_len" | "flags")
-        | ("Trailer", "flags" | "prev_trailer_off" | "generation") => format!("{field}: reserved"),
+        | ("Trailer", "flags" | "prev_trailer_off" | "generation")
+        | ("Slice", "flags") => format!("{field}: reserved"),
         ("Head", "incompat" | "ro_compat" | "compat") if value != 0 => {
             let bits = (0..64).filter(|bit| value >> bit & 1 == 1);
             let bits: Vec<String> = bits.map(|bit: u32| bit.to_string()).collect();
@@ -128,11 +129,10 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
         }
         ("Storage", "crcs") => format!("{field}: first entry is {value}"),
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
-        ("Storage", "codec") => called(at(&["raw", "zstd"], value)),
+        ("Storage" | "Chunk", "codec") => called(at(&["raw", "zstd"], value)),
         ("Storage", "align_log2") => called(&format!("aligned to {}", power(value))),
         ("Storage", "chunk_log2") => called(&format!("chunks of {} MiB", power(value) >> 20)),
         ("Storage", "shuffle") if value != 0 => called("elements of as many bytes"),
-        ("Chunk", "codec") => called(at(&["raw", "zstd"], value)),
 
         ("Slice", "mesh") => of_none("no mesh", format!("{field}: dims offset {value}")),
         ("Slice", "coordinates" | "ranks") => {
@@ -140,7 +140,6 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
         }
         ("Slice", "placements") => of_none("unknown", format!("{field}: first is {value}")),
         ("Slice", "names") => of_none("unnamed", format!("{field}: dims offset {value}")),
-        ("Slice", "flags") => format!("{field}: reserved"),
         ("Placement", "kind") => called(at(&PLACEMENTS, value)),
 
         ("Shard", "digest") if value == 0 => format!("{field}: none"),

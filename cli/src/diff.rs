@@ -155,7 +155,11 @@ impl Comparison<'_> {
 
     /// What is said of the files as wholes.
     fn attributes(&mut self) {
-        let (a, b) = (self.a.own_attrs(), self.b.own_attrs());
+        let (a, b) = if self.a.is_set() || self.b.is_set() {
+            (self.a.own_attrs(), self.b.own_attrs())
+        } else {
+            (self.a.attrs(), self.b.attrs())
+        };
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
         for name in names.into_iter().filter(|name| a.get(*name) != b.get(*name)) {
             let shown =

@@ -92,14 +92,15 @@ impl Document {
         attrs
     }
 
+    /// Whether it is a shard set, or the manifest of one.
+    pub(crate) fn is_set(&self) -> bool {
+        self.archive().is_some_and(|archive| !archive.shards().is_empty())
+    }
+
     /// The same without what a store says of a version.
     pub(crate) fn own_attrs(&self) -> Attrs {
         let mut attrs = self.attrs();
-        if self.archive().is_some_and(|archive| !archive.shards().is_empty()) {
-            for name in VERSION_ATTRS {
-                attrs.remove(name);
-            }
-        }
+        attrs.retain(|name, _| !VERSION_ATTRS.contains(&name.as_str()));
         attrs
     }
 

@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         version: args.key.version,
         writer: args.writer,
         job: args.job.clone().map(JobId),
-        attrs: document.own_attrs(),
+        attrs: if document.is_set() { document.own_attrs() } else { document.attrs() },
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
         compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },

@@ -203,7 +203,7 @@ pub(crate) fn load(file: &File, entry: &Entry) -> std::io::Result<Bytes> {
 }
 
 /// Safetensors files have no magic: they begin with the length of a JSON object.
-fn looks_like_safetensors(file: &File) -> bool {
+pub(crate) fn looks_like_safetensors(file: &File) -> bool {
     let mut start = [0; 9];
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
     let [len @ .., brace] = start;

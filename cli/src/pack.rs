@@ -18,10 +18,10 @@ use crate::size::{Size, count};
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The safetensors file
-    input: PathBuf,
+    pub(crate) input: PathBuf,
     /// The archive to write
     #[arg(short, long, value_name = "OUT.tssd")]
-    output: PathBuf,
+    pub(crate) output: PathBuf,
 }
 
 /// Tensor by tensor, so that memory holds one of them at a time.

@@ -1,5 +1,6 @@
 //! `tssd roundtrip`: what is read from a file and written anew is the same file.
 
+mod packed;
 mod same;
 
 use std::fmt::Write as _;
@@ -14,7 +15,7 @@ use self::same::Same;
 use crate::archives::archives_in;
 use crate::console::{Console, print, print_json};
 use crate::diff;
-use crate::document::{Document, ZSTD_LEVEL_ATTR, open_file};
+use crate::document::{Document, ZSTD_LEVEL_ATTR, looks_like_safetensors, open_file};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -27,10 +28,10 @@ const REASONS_MAX: usize = 10;
 ///
 /// Each is `identical` (the same bytes), `equal` (other bytes, such as those of another writer, that
 /// mean the same), or `lossy`. Of a shard set, each archive is read and written by itself, and all of
-/// them together as one.
+/// them together as one. Safetensors files are packed and unpacked.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Archives, or directories with archives in them
+    /// Archives, directories with archives in them, or safetensors files
     #[arg(required = true)]
     paths: Vec<PathBuf>,
 }
@@ -133,6 +134,9 @@ fn verdict_of(path: &Path, error: &Error) -> Result<Verdict> {
 
 fn check(path: &Path, console: Console) -> Result<Verdict> {
     let file = Arc::new(open_file(path)?);
+    if looks_like_safetensors(&file) {
+        return packed::check(path, &*file, console);
+    }
     let archive = match Archive::from_blob(file.clone()) {
         Ok(archive) => archive,
         Err(error) => return verdict_of(path, &error),

@@ -22,10 +22,10 @@ use crate::size::{Size, count};
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The archive
-    input: PathBuf,
+    pub(crate) input: PathBuf,
     /// The safetensors file to write
     #[arg(short, long, value_name = "OUT.safetensors")]
-    output: PathBuf,
+    pub(crate) output: PathBuf,
 }
 
 /// What a safetensors file is made of, in the order in which it is written.

@@ -282,7 +282,7 @@ fn a_shard_set_is_one_archive() {
         let said = place.expect(0, &format!("diff {set} joined.tssd"));
         assert!(said.starts_with("equal: 6 leaves"), "{said}");
         let shown = place.expect(0, &format!("inspect {set}"));
-        assert!(shown.contains("rows            2 shards"), "{shown}");
+        assert!(shown.contains("rows           2 shards"), "{shown}");
         assert!(shown.contains("manifest of 2 files"), "{shown}");
         // The storages have the same digests, the sets do not.
         let digests = |path: &str| -> Vec<String> {
@@ -440,6 +440,18 @@ fn a_round_trip_of_many_files_ends_with_a_summary() {
     assert_eq!(place.expect(0, "roundtrip -q a.tssd"), "");
     place.expect(3, "roundtrip missing.tssd");
     place.expect(2, "roundtrip");
+}
+
+#[test]
+fn safetensors_files_make_the_round_trip() {
+    let place = Place::new();
+    let mut flat = StateDict::new();
+    flat.insert("w", floats(1000));
+    place.write_dict("flat.tssd", &flat);
+    place.expect(0, "unpack flat.tssd -o flat.safetensors");
+    let said = place.expect(0, "roundtrip flat.safetensors flat.tssd");
+    assert!(said.starts_with("identical  flat.safetensors\nidentical  flat.tssd\n"), "{said}");
+    assert_eq!(place.names(), ["flat.safetensors", "flat.tssd"]);
 }
 
 /// All good vectors; so the reader and the writer lose nothing that the format has.

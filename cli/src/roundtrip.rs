@@ -183,7 +183,7 @@ fn compare(
         let reason = |error: &Error| format!("{}  {error}", error.kind().rule());
         return Ok(Verdict::lossy(damage.iter().map(reason)));
     }
-    let mut bytes = Vec::new();
+    let mut bytes = Vec::with_capacity(usize::try_from(layout.file_len()).unwrap_or_default());
     let failed = |error| Failure::format(path, &error);
     layout.write_to(&mut bytes).map_err(failed)?;
     drop(layout);

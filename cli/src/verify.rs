@@ -25,7 +25,8 @@ pub(crate) struct Args {
     /// Archives, or directories with archives in them
     #[arg(required = true)]
     paths: Vec<PathBuf>,
-    /// Prove what the bytes mean too: decode what is compressed, check all digests
+    /// Prove what the bytes mean too: decode what is compressed, check all digests; warn of bools that
+    /// are neither 0 nor 1
     #[arg(long)]
     deep: bool,
 }
@@ -212,7 +213,7 @@ fn odd_bools(archive: &Archive) -> Result<Vec<String>, Error> {
         }
         if odd > 0 {
             let bools = count(odd, "bool");
-            warnings.push(format!("{bools} of `{}` are neither 0 nor 1", path.fqn()));
+            warnings.push(format!("`{}` has {bools} other than 0 and 1", path.fqn()));
         }
     }
     Ok(warnings)

@@ -507,8 +507,8 @@ fn odd_bools_are_a_warning() {
     assert_eq!(
         warnings,
         [
-            "         warning  2 bools of `odd` are neither 0 nor 1",
-            "         warning  1 bool of `repeated` are neither 0 nor 1",
+            "         warning  `odd` has 2 bools other than 0 and 1",
+            "         warning  `repeated` has 1 bool other than 0 and 1",
         ]
     );
     assert_eq!(place.expect(0, "verify --deep -q in.tssd"), said);

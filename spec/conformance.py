@@ -8,7 +8,7 @@ path is that of a file or, if the vector is a shard set, of a directory with `ma
 archives that it names. What a reader must do:
 
 - With a valid vector, it exits with status 0 and prints the JSON view (format.md, section 9) to
-  stdout, as UTF-8. The view is compared as JSON with that in `vectors/valid/NAME.json`: 1 is neither
+  stdout, as UTF-8. The view is compared as JSON with that in the `json` of the vector: 1 is neither
   true nor 1.0; the order of the members of an object and white space do not count.
 - With an invalid one, it exits with another status, and the first word of the last line of stderr is
   the error kind, such as `HeapRange`. Lines of white space do not count, nor does a `:` at the end of the
@@ -51,6 +51,7 @@ class Vector(NamedTuple):
     path: Path
     rule: str
     kind: str | None  # none if the vector is valid
+    view: Path | None  # the JSON view, if it is
 
 
 class Answer(NamedTuple):
@@ -67,7 +68,8 @@ def read_vectors(folder: Path) -> list[Vector]:
             path = folder / listed["file"]  # of a shard set, a directory
             check_digest(path, listed["sha256"])
             rule, kind = listed.get("rule", VALID), listed.get("kind")
-            vectors.append(Vector(f"{part}/{listed['name']}", path, rule, kind))
+            view = folder / listed["json"] if "json" in listed else None
+            vectors.append(Vector(f"{part}/{listed['name']}", path, rule, kind, view))
     return vectors
 
 
@@ -104,8 +106,8 @@ def failure_of(vector: Vector, answer: Answer, verdict_only: bool) -> str | None
         return "no answer in time"
     if answer.status < 0:
         return f"ended by signal {-answer.status}"
-    if vector.kind is None:
-        return failure_of_view(vector, answer)
+    if vector.view is not None:
+        return failure_of_view(vector.view, answer)
     if answer.status == 0:
         return f"expected {vector.kind}, found status 0"
     found = kind_of(answer.stderr)
@@ -114,7 +116,7 @@ def failure_of(vector: Vector, answer: Answer, verdict_only: bool) -> str | None
     return f"expected {vector.kind}, found {shortened(found)}"
 
 
-def failure_of_view(vector: Vector, answer: Answer) -> str | None:
+def failure_of_view(view: Path, answer: Answer) -> str | None:
     if answer.status != 0:
         found = shortened(last_line(answer.stderr))
         return f"expected status 0, found {answer.status}: {found}"
@@ -122,7 +124,7 @@ def failure_of_view(vector: Vector, answer: Answer) -> str | None:
         found = json.loads(answer.stdout)
     except (ValueError, RecursionError) as error:
         return f"expected JSON on stdout, found {shortened(str(error))}"
-    wanted = json.loads(vector.path.with_suffix(".json").read_text(encoding="utf-8"))
+    wanted = json.loads(view.read_text(encoding="utf-8"))
     return difference(wanted, found, "view")
 
 

@@ -15,7 +15,7 @@ use crate::options::{Compression, Options, ZSTD_LEVEL};
 use crate::pack::{Pack, Packed, StoredChunk};
 use crate::state_dict::Value;
 use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
-use crate::structure::{Item, Node, Trail, structure_of, walk};
+use crate::structure::{Item, Trail, Tree, structure_of, walk};
 
 /// Storages of fewer bytes than this are not compressed: their records would take what is won.
 const MIN_PACKED: u64 = 512;
@@ -27,7 +27,8 @@ pub(crate) struct Arranger {
     crc_count: usize,
     /// Storages that have numbers but no places yet.
     pending: Vec<Pending>,
-    is_packed: bool,
+    /// Whether a storage is to be compressed.
+    compresses: bool,
     pub(crate) sources: Vec<Source>,
     pub(crate) storages: Vec<StorageReference>,
 }
@@ -69,7 +70,7 @@ impl Arranger {
             cursor: DATA_START,
             crc_count: 0,
             pending: Vec::new(),
-            is_packed: false,
+            compresses: false,
             sources: Vec::new(),
             storages: Vec::new(),
         }
@@ -82,12 +83,12 @@ impl Arranger {
 
     /// Gives everything in `value` a storage behind what is placed already, and returns its structure.
     /// Tensors are tied if their bytes overlap now; earlier calls are not looked at.
-    pub(crate) fn arrange(
+    pub(crate) fn arrange<'a>(
         &mut self,
-        value: &Value,
+        value: &'a Value,
         path: &ObjectPath,
         options: &Options,
-    ) -> Result<Node> {
+    ) -> Result<Tree<'a>> {
         let mut spans = Vec::new();
         walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, item| {
             spans.push(Span::of(&item, path, options));
@@ -130,6 +131,7 @@ impl Arranger {
         let lead = u64::try_from(lead).expect("at most 15");
         let raw = RawBytes { lead, segments: segments(spans) };
         let shuffle = shuffle.filter(|_| raw.len() >= MIN_PACKED);
+        self.compresses |= shuffle.is_some();
         self.pending.push(Pending { raw, shuffle });
         number.map_err(|_| too_large())
     }
@@ -198,7 +200,6 @@ impl Arranger {
         if chunks.iter().all(|chunk| chunk.frame.is_none()) {
             return self.append_raw(raw, options);
         }
-        self.is_packed = true;
         let crc32 = combine(len, chunks.iter().map(|chunk| chunk.crc));
         let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
         let digest = digests.map(|digests| digest::merge(len, &digests));
@@ -245,11 +246,13 @@ impl Arranger {
         self.cursor.checked_next_multiple_of(INDEX_ALIGN).ok_or_else(too_large)
     }
 
-    /// Adds what of the options the tables do not tell.
-    pub(crate) fn note(&self, options: &Options, attrs: &mut Attrs) {
-        if self.is_packed {
+    /// The attributes of the options, and what of these the tables do not tell.
+    pub(crate) fn attrs(&self, options: &Options) -> Attrs {
+        let mut attrs = options.attrs.clone();
+        if self.compresses {
             attrs.insert(ZSTD_LEVEL.to_owned(), AttrValue::Int(options.zstd_level.into()));
         }
+        attrs
     }
 }
 

@@ -8,7 +8,7 @@ use rend::{u32_le, u64_le};
 
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, Step, python_twins};
+use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
@@ -16,7 +16,7 @@ use crate::shape::MAX_RANK;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
 use crate::storage::{PackedChunk, StorageReference};
-use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::structure::{Branch, Container, Placed, Stored, Tree};
 use crate::table::Tables;
 use crate::text::Text;
 
@@ -64,22 +64,53 @@ impl ShardFile {
 ///
 /// Whatever a reader would refuse: duplicate keys, keys that are equal in Python, NaN keys,
 /// tables that grow too large.
-pub(crate) fn encode(
-    root: &Node,
-    storages: &[StorageReference],
-    attrs: &Attrs,
-    shards: &[ShardFile],
-) -> Result<Tables> {
+pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Result<Tables> {
     let mut encoder = Encoder::default();
     let tensors = encoder.nodes(root)?;
     for reference in tensors {
         encoder.tensor(reference)?;
     }
     encoder.slices()?;
-    encoder.storages(storages)?;
     encoder.attrs(attrs)?;
     encoder.shards(shards)?;
     Ok(encoder.tables)
+}
+
+impl Tables {
+    /// Adds the storages, in the order of their numbers.
+    pub(crate) fn put_storages(&mut self, storages: &[StorageReference]) -> Result<()> {
+        for storage in storages {
+            let crcs = number(self.crcs.len())?;
+            self.crcs.extend(storage.crcs.iter().map(|crc| u32_le::from_native(*crc)));
+            let first_chunk = number(self.chunks.len())?;
+            let packing = storage.packing.as_ref();
+            let chunk = |chunk: &PackedChunk| record::Chunk {
+                offset: chunk.offset.into(),
+                stored_len: chunk.len.into(),
+                codec: u32::from(chunk.is_zstd).into(),
+            };
+            let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
+            self.chunks.extend(chunks.map(chunk));
+            self.storages.push(record::Storage {
+                offset: storage.offset.into(),
+                stored_len: storage.stored_len().into(),
+                raw_len: storage.len.into(),
+                shard: storage.shard.into(),
+                chunks: packing.map_or(NONE, |_| first_chunk).into(),
+                crcs: crcs.into(),
+                crc32: storage.crc32.into(),
+                codec: packing.is_some().into(),
+                align_log2: storage.align_log2,
+                chunk_log2: 20,
+                shuffle: packing.map_or(0, |packing| packing.shuffle),
+                reserved: 0.into(),
+            });
+        }
+        // A file has digests of all its storages or of none.
+        let digests: Option<Vec<Digest>> = storages.iter().map(|storage| storage.digest).collect();
+        self.digests = digests.unwrap_or_default();
+        number(self.storages.len()).map(drop)
+    }
 }
 
 #[derive(Default)]
@@ -93,16 +124,16 @@ struct Encoder<'a> {
 
 /// A node that waits for its turn: breadth first, so the queue is the node table.
 struct Queued<'a> {
-    node: &'a Node,
+    node: &'a Tree<'a>,
     key: FileKey<'a>,
     /// The number of its container; of no use for the root.
     parent: usize,
-    step: Option<&'a Step>,
+    step: Option<Branch<'a>>,
 }
 
 impl<'a> Encoder<'a> {
     /// Fills `nodes` and `by_key`; returns the tensor references in the order of the nodes.
-    fn nodes(&mut self, root: &'a Node) -> Result<Vec<&'a TensorReference>> {
+    fn nodes(&mut self, root: &'a Tree<'a>) -> Result<Vec<Placed<'a>>> {
         let index_key = || FileKey::word(crate::key::kind::INDEX, 0);
         let mut tensors = Vec::new();
         let mut queue = vec![Queued { node: root, key: index_key(), parent: 0, step: None }];
@@ -118,16 +149,17 @@ impl<'a> Encoder<'a> {
                 .map_err(|error| error.at(path_of(&queue, next)))?;
             record.key_kind = key_kind;
             record.key = key.into();
-            if let Node::Container(_, children) = node {
+            if let Tree::Container(_, children) = node {
                 queue.reserve(children.len());
                 self.heap.reserve(children.len());
                 for (step, child) in children {
                     let key = match step {
-                        Step::Index(_) => index_key(),
-                        Step::Key(key) => FileKey::of(key)
-                            .map_err(|error| error.at(path_of(&queue, next).step(step.clone())))?,
+                        Branch::Index(_) => index_key(),
+                        Branch::Key(key) => FileKey::of(key).map_err(|error| {
+                            error.at(path_of(&queue, next).step(step.to_step()))
+                        })?,
                     };
-                    queue.push(Queued { node: child, key, parent: next, step: Some(step) });
+                    queue.push(Queued { node: child, key, parent: next, step: Some(*step) });
                 }
                 self.by_key(&queue, first_child)?;
             }
@@ -140,14 +172,14 @@ impl<'a> Encoder<'a> {
     /// The record of a node, without its key.
     fn node(
         &mut self,
-        node: &'a Node,
-        tensors: &mut Vec<&'a TensorReference>,
+        node: &'a Tree<'a>,
+        tensors: &mut Vec<Placed<'a>>,
         first_child: usize,
     ) -> Result<record::Node> {
         let mut record: record::Node = bytemuck::Zeroable::zeroed();
         let (kind, count, a, b) = match node {
-            Node::Leaf(value) => self.leaf(value)?,
-            Node::Stored(stored, storage) => {
+            Tree::Leaf(value) => self.leaf(value)?,
+            Tree::Stored(stored, storage) => {
                 record.flags = STORED.into();
                 let (kind, b) = match stored {
                     Stored::Str => (kind::STR, 0),
@@ -156,12 +188,16 @@ impl<'a> Encoder<'a> {
                 };
                 (kind, 0, u64::from(*storage), b)
             }
-            Node::Tensors(references) => {
-                let first = tensors.len();
-                tensors.extend(references);
-                (kind::TENSOR, references.len(), word(first)?, 0)
+            Tree::Tensor(placed) => {
+                tensors.push(*placed);
+                (kind::TENSOR, 1, word(tensors.len() - 1)?, 0)
             }
-            Node::Container(container, children) => {
+            Tree::Shards(run) => {
+                let first = tensors.len();
+                tensors.extend(run);
+                (kind::TENSOR, run.len(), word(first)?, 0)
+            }
+            Tree::Container(container, children) => {
                 let (kind, b) = match container {
                     Container::Dict => (kind::DICT, 0),
                     Container::OrderedDict => (kind::ORDERED_DICT, 0),
@@ -231,7 +267,7 @@ impl<'a> Encoder<'a> {
         let mut order: Vec<(KeyOrder<'_>, usize)> = keys.zip(first..).collect();
         let is_listed = order
             .first()
-            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Step::Index(_))));
+            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Branch::Index(_))));
         if !is_listed {
             order.sort();
             if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -253,11 +289,11 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn tensor(&mut self, reference: &'a TensorReference) -> Result<()> {
-        let TensorReference { meta, storage, byte_offset, place } = reference;
+    fn tensor(&mut self, tensor: Placed<'a>) -> Result<()> {
+        let Placed { meta, storage, byte_offset, place } = tensor;
         let shape = self.vector(meta.shape())?;
         let strides = meta.explicit_strides().map(|strides| self.vector(strides)).transpose()?;
-        let slice = place.as_ref().map(|place| {
+        let slice = place.map(|place| {
             let next = self.slices.len();
             number(next).map(|next| *self.slices.entry(place).or_insert(next))
         });
@@ -270,7 +306,7 @@ impl<'a> Encoder<'a> {
             strides: strides.unwrap_or(NONE).into(),
             slice: slice.transpose()?.unwrap_or(NONE).into(),
             reserved: 0.into(),
-            byte_offset: (*byte_offset).into(),
+            byte_offset: byte_offset.into(),
         });
         Ok(())
     }
@@ -344,40 +380,6 @@ impl<'a> Encoder<'a> {
         }
         self.placements.insert(placements, first);
         Ok(first)
-    }
-
-    fn storages(&mut self, storages: &[StorageReference]) -> Result<()> {
-        for storage in storages {
-            let crcs = number(self.tables.crcs.len())?;
-            self.tables.crcs.extend(storage.crcs.iter().map(|crc| u32_le::from_native(*crc)));
-            let first_chunk = number(self.tables.chunks.len())?;
-            let packing = storage.packing.as_ref();
-            let chunk = |chunk: &PackedChunk| record::Chunk {
-                offset: chunk.offset.into(),
-                stored_len: chunk.len.into(),
-                codec: u32::from(chunk.is_zstd).into(),
-            };
-            let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
-            self.tables.chunks.extend(chunks.map(chunk));
-            self.tables.storages.push(record::Storage {
-                offset: storage.offset.into(),
-                stored_len: storage.stored_len().into(),
-                raw_len: storage.len.into(),
-                shard: storage.shard.into(),
-                chunks: packing.map_or(NONE, |_| first_chunk).into(),
-                crcs: crcs.into(),
-                crc32: storage.crc32.into(),
-                codec: packing.is_some().into(),
-                align_log2: storage.align_log2,
-                chunk_log2: 20,
-                shuffle: packing.map_or(0, |packing| packing.shuffle),
-                reserved: 0.into(),
-            });
-        }
-        // A file has digests of all its storages or of none.
-        let digests: Option<Vec<Digest>> = storages.iter().map(|storage| storage.digest).collect();
-        self.tables.digests = digests.unwrap_or_default();
-        number(self.tables.storages.len()).map(drop)
     }
 
     fn attrs(&mut self, attrs: &'a Attrs) -> Result<()> {
@@ -462,7 +464,7 @@ impl<'a> Encoder<'a> {
 fn path_of(queue: &[Queued<'_>], mut node: usize) -> ObjectPath {
     let mut steps = Vec::new();
     while let Some(step) = queue[node].step {
-        steps.push(step.clone());
+        steps.push(step.to_step());
         node = queue[node].parent;
     }
     steps.into_iter().rev().collect()

@@ -4,20 +4,21 @@ use std::io::Write;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
+use rend::u32_le;
 
 use crate::arrange::Arranger;
 use crate::digest;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Fill, Filled, Source, Sum, jobs, length};
-use crate::frame::{self, DATA_START, IndexPlace};
+use crate::frame::{self, DATA_START, FRAME_LEN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
 use crate::state_dict::StateDict;
 use crate::storage::{CHUNK_BYTES, StorageReference};
 use crate::structure::Node;
-use crate::table::{ROOT_LEN, Tables};
+use crate::table::{ROOT_LEN, Tables, Views};
 
 /// An archive in the making, whose storages are yet to be compressed.
 ///
@@ -48,7 +49,8 @@ use crate::table::{ROOT_LEN, Tables};
 #[derive(Debug)]
 pub struct Draft {
     arranger: Arranger,
-    root: Node,
+    /// All but those of storages.
+    tables: Tables,
     options: Options,
 }
 
@@ -61,7 +63,8 @@ impl Draft {
     pub fn new(dict: &StateDict, options: &Options) -> Result<Self> {
         let mut arranger = Arranger::new();
         let root = arranger.arrange(dict.as_value(), &ObjectPath::root(), options)?;
-        Ok(Self { arranger, root, options: options.clone() })
+        let tables = encode(&root, &arranger.attrs(options), &[])?;
+        Ok(Self { arranger, tables, options: options.clone() })
     }
 
     /// The jobs that compress what is to be compressed; none without compression.
@@ -75,12 +78,10 @@ impl Draft {
     ///
     /// `Unfilled` if a job has not; else as [`Layout::plan`].
     pub fn place(self, packed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
-        let Self { mut arranger, root, options } = self;
+        let Self { mut arranger, mut tables, options } = self;
         arranger.place(packed, &options)?;
-        let mut attrs = options.attrs.clone();
-        arranger.note(&options, &mut attrs);
-        let tables = encode(&root, &arranger.storages, &attrs, &[])?;
-        let index_len = tables.index_len()?;
+        tables.put_storages(&arranger.storages)?;
+        let index_len = tables.views().index_len()?;
         let index_off = arranger.index_off()?;
         let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
         end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
@@ -148,6 +149,13 @@ impl Layout {
     ///
     /// `Unfilled` if a job has not.
     pub fn seal(&self, filled: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
+        let len = usize::try_from(self.file_len() - self.index_off).expect("at most 1 GiB");
+        let mut tail = vec![0; len];
+        self.seal_into(filled, &mut tail)?;
+        Ok(tail)
+    }
+
+    fn seal_into(&self, filled: impl IntoIterator<Item = Filled>, target: &mut [u8]) -> Result<()> {
         let mut sums = vec![None; self.tables.crcs.len()];
         for (entry, sum) in filled.into_iter().flat_map(|filled| filled.sums) {
             if let Some(slot) = sums.get_mut(entry) {
@@ -156,8 +164,9 @@ impl Layout {
         }
         let sums: Option<Vec<Sum>> = sums.into_iter().collect();
         let sums = sums.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
-        let mut tables = self.tables.clone();
-        for (number, storage) in tables.storages.iter_mut().enumerate() {
+        let mut storages = self.tables.storages.clone();
+        let mut digests = self.tables.digests.clone();
+        for (number, storage) in storages.iter_mut().enumerate() {
             // What is compressed is known already.
             if storage.codec != 0 {
                 continue;
@@ -166,13 +175,15 @@ impl Layout {
             let own = sums[crate::views::native(storage.crcs.to_native())..].iter();
             let own = own.take(usize::try_from(len.div_ceil(CHUNK_BYTES)).unwrap_or(sums.len()));
             storage.crc32 = combine(len, own.clone().map(|sum| sum.crc)).into();
-            let parts: Option<Vec<_>> = own.map(|sum| sum.digest).collect();
-            if let (Some(digest), Some(parts)) = (tables.digests.get_mut(number), parts) {
-                *digest = digest::merge(len, &parts);
+            if let Some(digest) = digests.get_mut(number) {
+                let parts: Option<Vec<_>> = own.map(|sum| sum.digest).collect();
+                *digest = digest::merge(len, &parts.unwrap_or_default());
             }
         }
-        tables.crcs = sums.iter().map(|sum| sum.crc.into()).collect();
-        tail(&tables, self.index_off)
+        let crcs: Vec<u32_le> = sums.iter().map(|sum| sum.crc.into()).collect();
+        let tables = self.tables.views();
+        let views = Views { storages: &storages, crcs: &crcs, digests: &digests, ..tables };
+        write_tail(&views, self.index_off, target)
     }
 
     /// Writes the archive into memory of its exact length.
@@ -196,8 +207,7 @@ impl Layout {
             filled.push(job.run(part)?);
             rest = tail;
         }
-        rest.copy_from_slice(&self.seal(filled)?);
-        Ok(())
+        self.seal_into(filled, rest)
     }
 
     /// Writes the archive to a stream.
@@ -225,10 +235,11 @@ pub fn manifest(
     attrs: &Attrs,
     shards: &[ShardFile],
 ) -> Result<Vec<u8>> {
-    let tables = encode(root, storages, attrs, shards)?;
+    let mut tables = encode(&root.as_tree(), attrs, shards)?;
+    tables.put_storages(storages)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
-    file.extend(tail(&tables, DATA_START)?);
+    file.extend(tail(&tables.views(), DATA_START)?);
     Ok(file)
 }
 
@@ -237,8 +248,17 @@ fn head() -> Bytes {
 }
 
 /// Index and trailer.
-pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
-    let mut index = tables.to_bytes()?;
+pub(crate) fn tail(views: &Views<'_>, index_off: u64) -> Result<Vec<u8>> {
+    let len = usize::try_from(views.index_len()?).expect("at most 1 GiB");
+    let mut tail = vec![0; len + FRAME_LEN];
+    write_tail(views, index_off, &mut tail)?;
+    Ok(tail)
+}
+
+/// As [`tail`], into memory of that length.
+fn write_tail(views: &Views<'_>, index_off: u64, target: &mut [u8]) -> Result<()> {
+    let (index, trailer) = target.split_at_mut(target.len() - FRAME_LEN);
+    views.write_into(index)?;
     let root_len = u32::try_from(ROOT_LEN).expect("104");
     let index_len = u32::try_from(index.len()).map_err(|_| Error::new(ErrorKind::TooLarge))?;
     let place = IndexPlace {
@@ -246,16 +266,22 @@ pub(crate) fn tail(tables: &Tables, index_off: u64) -> Result<Vec<u8>> {
         index_len: index_len.into(),
         root_off: index_len - root_len,
         root_len,
-        index_crc32: crc32fast::hash(&index),
+        index_crc32: crc32fast::hash(index),
     };
-    index.extend(place.trailer());
-    Ok(index)
+    trailer.copy_from_slice(&place.trailer());
+    Ok(())
 }
 
 /// The CRC-32 of `len` bytes, given that of each of their chunks.
 pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
-    let mut whole = Hasher::new();
-    let mut rest = len;
+    let mut crcs = crcs.into_iter();
+    let first_len = len.min(CHUNK_BYTES);
+    let Some(first) = crcs.next() else { return 0 };
+    if first_len == len {
+        return first;
+    }
+    let mut whole = Hasher::new_with_initial_len(first, first_len);
+    let mut rest = len - first_len;
     for crc in crcs {
         let chunk = rest.min(CHUNK_BYTES);
         whole.combine(&Hasher::new_with_initial_len(crc, chunk));

@@ -107,8 +107,9 @@ impl Options {
     pub fn recorded(archive: &Archive) -> Self {
         let mut options = Self::new().allow_opaque();
         options.attrs = archive.attrs();
-        if let Some(AttrValue::Int(level)) = options.attrs.remove(ZSTD_LEVEL) {
-            options.zstd_level = i32::try_from(level).unwrap_or(options.zstd_level);
+        // The attribute stays, also if nothing was worth compressing.
+        if let Some(AttrValue::Int(level)) = options.attrs.get(ZSTD_LEVEL) {
+            options.zstd_level = i32::try_from(*level).unwrap_or(options.zstd_level);
         }
         let storages: Vec<_> =
             (0..archive.storage_count()).map(|number| archive.storage(number)).collect();

@@ -226,15 +226,110 @@ fn check_depth(path: &Trail<'_>) -> Result<()> {
 /// Where the bytes of each item of [`walk`] went: storage and byte offset in it.
 pub(crate) type Places = std::vec::IntoIter<(Option<u32>, u64)>;
 
+/// A [`Node`] that borrows: what is encoded. A state dict of many tensors makes one for each plan, and
+/// most of what it would own would be copied again.
+pub(crate) enum Tree<'a> {
+    Leaf(&'a Value),
+    Stored(Stored, u32),
+    Tensor(Placed<'a>),
+    Shards(Vec<Placed<'a>>),
+    Container(Container, Vec<(Branch<'a>, Tree<'a>)>),
+}
+
+/// A [`TensorReference`] that borrows.
+#[derive(Clone, Copy)]
+pub(crate) struct Placed<'a> {
+    pub(crate) meta: &'a TensorMeta,
+    pub(crate) storage: Option<u32>,
+    pub(crate) byte_offset: u64,
+    pub(crate) place: Option<&'a ShardPlace>,
+}
+
+/// A [`Step`] that borrows.
+#[derive(Clone, Copy)]
+pub(crate) enum Branch<'a> {
+    Index(u32),
+    Key(&'a Key),
+}
+
+impl Branch<'_> {
+    pub(crate) fn to_step(self) -> Step {
+        match self {
+            Self::Index(index) => Step::Index(index),
+            Self::Key(key) => Step::Key(key.clone()),
+        }
+    }
+}
+
+impl Node {
+    pub(crate) fn as_tree(&self) -> Tree<'_> {
+        match self {
+            Self::Leaf(value) => Tree::Leaf(value),
+            Self::Stored(stored, storage) => Tree::Stored(stored.clone(), *storage),
+            Self::Tensors(references) => Tree::Shards(
+                references
+                    .iter()
+                    .map(|reference| Placed {
+                        meta: &reference.meta,
+                        storage: reference.storage,
+                        byte_offset: reference.byte_offset,
+                        place: reference.place.as_ref(),
+                    })
+                    .collect(),
+            ),
+            Self::Container(container, children) => {
+                let children = children.iter();
+                let children = children.map(|(step, child)| (branch(step), child.as_tree()));
+                Tree::Container(container.clone(), children.collect())
+            }
+        }
+    }
+}
+
+fn branch(step: &Step) -> Branch<'_> {
+    match step {
+        Step::Index(index) => Branch::Index(*index),
+        Step::Key(key) => Branch::Key(key),
+    }
+}
+
+impl Tree<'_> {
+    pub(crate) fn to_node(&self) -> Node {
+        match self {
+            Self::Leaf(value) => Node::Leaf(Value::clone(value)),
+            Self::Stored(stored, storage) => Node::Stored(stored.clone(), *storage),
+            Self::Tensor(placed) => Node::Tensors(vec![placed.to_reference()]),
+            Self::Shards(run) => {
+                Node::Tensors(run.iter().map(|placed| placed.to_reference()).collect())
+            }
+            Self::Container(container, children) => {
+                let child = |(step, child): &(Branch<'_>, Self)| (step.to_step(), child.to_node());
+                Node::Container(container.clone(), children.iter().map(child).collect())
+            }
+        }
+    }
+}
+
+impl Placed<'_> {
+    fn to_reference(self) -> TensorReference {
+        TensorReference {
+            meta: self.meta.clone(),
+            storage: self.storage,
+            byte_offset: self.byte_offset,
+            place: self.place.cloned(),
+        }
+    }
+}
+
 /// The structure of a value that [`walk`] has been through, given where its items went.
-pub(crate) fn structure_of(value: &Value, places: &mut Places) -> Node {
+pub(crate) fn structure_of<'a>(value: &'a Value, places: &mut Places) -> Tree<'a> {
     let mut place = || places.next().expect("walk and structure_of meet the same items");
     match value {
-        Value::Tensor(tensor) => Node::Tensors(vec![reference(tensor, None, place())]),
-        Value::Shards(shards) => Node::Tensors(
+        Value::Tensor(tensor) => Tree::Tensor(placed(tensor, None, place())),
+        Value::Shards(shards) => Tree::Shards(
             shards
                 .iter()
-                .map(|shard| reference(shard.tensor(), Some(shard.place().clone()), place()))
+                .map(|shard| placed(shard.tensor(), Some(shard.place()), place()))
                 .collect(),
         ),
         Value::Bytes(bytes) if !is_inline(bytes.len()) => stored(Stored::Bytes, place()),
@@ -248,31 +343,30 @@ pub(crate) fn structure_of(value: &Value, places: &mut Places) -> Node {
         Value::Divergent(dict) => keyed(Container::Divergent, dict, places),
         Value::List(values) => listed(Container::List, values, places),
         Value::Tuple(values) => listed(Container::Tuple, values, places),
-        leaf => Node::Leaf(leaf.clone()),
+        leaf => Tree::Leaf(leaf),
     }
 }
 
-fn reference(
-    tensor: &Tensor,
-    place: Option<ShardPlace>,
+fn placed<'a>(
+    tensor: &'a Tensor,
+    place: Option<&'a ShardPlace>,
     (storage, byte_offset): (Option<u32>, u64),
-) -> TensorReference {
-    TensorReference { meta: tensor.meta().clone(), storage, byte_offset, place }
+) -> Placed<'a> {
+    Placed { meta: tensor.meta(), storage, byte_offset, place }
 }
 
-fn stored(kind: Stored, (storage, _): (Option<u32>, u64)) -> Node {
-    Node::Stored(kind, storage.expect("content that is not inline is not empty"))
+fn stored(kind: Stored, (storage, _): (Option<u32>, u64)) -> Tree<'static> {
+    Tree::Stored(kind, storage.expect("content that is not inline is not empty"))
 }
 
-fn keyed(container: Container, dict: &Dict, places: &mut Places) -> Node {
-    let child =
-        |(key, value): (&Key, &Value)| (Step::Key(key.clone()), structure_of(value, places));
-    Node::Container(container, dict.iter().map(child).collect())
+fn keyed<'a>(container: Container, dict: &'a Dict, places: &mut Places) -> Tree<'a> {
+    let child = |(key, value)| (Branch::Key(key), structure_of(value, places));
+    Tree::Container(container, dict.iter().map(child).collect())
 }
 
-fn listed(container: Container, values: &[Value], places: &mut Places) -> Node {
-    let child = |(index, value)| (Step::Index(index), structure_of(value, places));
-    Node::Container(container, (0..).zip(values).map(child).collect())
+fn listed<'a>(container: Container, values: &'a [Value], places: &mut Places) -> Tree<'a> {
+    let child = |(index, value)| (Branch::Index(index), structure_of(value, places));
+    Tree::Container(container, (0..).zip(values).map(child).collect())
 }
 
 /// The tensor of a reference, sharing the bytes of its storage.

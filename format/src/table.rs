@@ -11,7 +11,6 @@ use rend::{u32_le, u64_le};
 
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::frame::FRAME_LEN;
 use crate::record::{self, Fields};
 
 /// The largest index, in bytes.
@@ -61,8 +60,14 @@ macro_rules! tables {
             const NAMES: &[&str] = &[$(stringify!($name),)*];
             const RECORDS: &[(usize, usize)] = &[$((size_of::<$ty>(), align_of::<$ty>()),)*];
 
+            pub(crate) fn views(&self) -> Views<'_> {
+                Views { $($name: &self.$name,)* }
+            }
+        }
+
+        impl Views<'_> {
             fn parts(&self) -> [(usize, &[u8]); TABLES] {
-                [$((self.$name.len(), bytemuck::cast_slice(&self.$name)),)*]
+                [$((self.$name.len(), bytemuck::cast_slice(self.$name)),)*]
             }
         }
 
@@ -123,49 +128,50 @@ struct TableRef {
     len: u32_le,
 }
 
-impl Tables {
-    /// Where the root begins, which is also the length of the index less the root.
-    fn root_off(&self) -> Option<usize> {
-        let counts = self.parts().map(|(count, _)| count);
-        place(&counts).map(|(_, end)| end)?.checked_next_multiple_of(ROOT_ALIGN)
-    }
-
+impl Views<'_> {
     /// Length of the index in bytes.
     ///
     /// # Errors
     ///
     /// `TooLarge` if it would exceed the limit.
     pub(crate) fn index_len(&self) -> Result<u64> {
-        let len = self.root_off().and_then(|root| u64::try_from(root + ROOT_LEN).ok());
-        len.filter(|len| *len <= MAX_INDEX_BYTES)
+        let counts = self.parts().map(|(count, _)| count);
+        // Where the root begins.
+        let len = place(&counts).and_then(|(_, end)| end.checked_next_multiple_of(ROOT_ALIGN));
+        len.and_then(|root| u64::try_from(root + ROOT_LEN).ok())
+            .filter(|len| *len <= MAX_INDEX_BYTES)
             .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
     }
 
-    /// The bytes of the index: the tables in order, then the root. There is room for the trailer.
+    /// Writes the index into memory of its length: the tables in order, then the root.
     ///
     /// # Errors
     ///
-    /// `TooLarge` if they would exceed the limit.
-    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
-        let len = usize::try_from(self.index_len()?).unwrap_or(usize::MAX);
+    /// `TooLarge` if the index would exceed the limit.
+    pub(crate) fn write_into(&self, index: &mut [u8]) -> Result<()> {
+        let too_large = || Error::new(ErrorKind::TooLarge);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
-        let too_large = || Error::new(ErrorKind::TooLarge);
         let (starts, _) = place(&counts).ok_or_else(too_large)?;
-        let mut index = Vec::with_capacity(len + FRAME_LEN);
+        let (tables, root) = index.split_at_mut(index.len() - ROOT_LEN);
+        let mut end = 0;
         for ((_, bytes), start) in parts.iter().zip(starts) {
-            index.resize(start, 0);
-            index.extend_from_slice(bytes);
+            tables[end..start].fill(0);
+            end = start + bytes.len();
+            tables[start..end].copy_from_slice(bytes);
         }
-        index.resize(len - ROOT_LEN, 0);
-        for (start, count) in starts.into_iter().zip(counts) {
-            let field = i32::try_from(index.len()).map_err(|_| too_large())?;
+        tables[end..].fill(0);
+        let (fields, _) = root.as_chunks_mut::<{ size_of::<TableRef>() }>();
+        for ((number, field), (start, count)) in
+            fields.iter_mut().enumerate().zip(starts.into_iter().zip(counts))
+        {
+            let from = tables.len() + number * size_of::<TableRef>();
+            let from = i32::try_from(from).map_err(|_| too_large())?;
             let start = i32::try_from(start).map_err(|_| too_large())?;
             let len = u32::try_from(count).map_err(|_| too_large())?;
-            let table = TableRef { rel: (start - field).into(), len: len.into() };
-            index.extend_from_slice(bytemuck::bytes_of(&table));
+            *field = bytemuck::cast(TableRef { rel: (start - from).into(), len: len.into() });
         }
-        Ok(index)
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use crate::archive::Archive;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::layout::Layout;
 use crate::options::Options;
@@ -62,8 +62,9 @@ impl TorchStoreStateDict {
     /// As [`Layout::plan`].
     pub fn with_options(dict: &StateDict, options: &Options) -> Result<Self> {
         let layout = Layout::plan(dict, options)?;
-        let mut bytes = Vec::new();
-        layout.write_to(&mut bytes)?;
+        let len = usize::try_from(layout.file_len());
+        let mut bytes = vec![0; len.map_err(|_| Error::new(ErrorKind::TooLarge))?];
+        layout.write_into(&mut bytes)?;
         Self::from_bytes(bytes)
     }
 

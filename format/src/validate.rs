@@ -2,7 +2,8 @@
 //!
 //! The work is linear in the size of the index, whatever it holds: ranges that could be long are the
 //! same or disjoint, so each byte of them is looked at once, and all others have at most 64 entries
-//! or 4096 bytes.
+//! or 4096 bytes. So is its memory: two bits for each byte of the heap, a byte for each storage, a few
+//! words for each mesh, divergent node and shard; never more than the index itself.
 
 mod claims;
 mod files;
@@ -29,8 +30,7 @@ use crate::views::{Views, native};
 pub(crate) fn validate(views: &Views<'_>, index_off: u64) -> Result<()> {
     let mut validator = Validator {
         views,
-        heap: HeapClaims::new(views.heap.len()),
-        is_ascii: views.heap.is_ascii(),
+        heap: HeapClaims::new(views.heap),
         meshes: std::collections::BTreeMap::new(),
         dims: Claims::new(views.dims.len()),
         divergent: Vec::new(),
@@ -54,8 +54,6 @@ pub(crate) fn validate(views: &Views<'_>, index_off: u64) -> Result<()> {
 struct Validator<'a> {
     views: &'a Views<'a>,
     heap: HeapClaims,
-    /// Whether the whole heap is ASCII, as it mostly is: then all of it is text.
-    is_ascii: bool,
     dims: Claims,
     /// Meshes with ranks: the start of each, and its length.
     meshes: std::collections::BTreeMap<u64, u64>,
@@ -86,7 +84,7 @@ impl<'a> Validator<'a> {
     fn claim_text(&mut self, range: u64) -> Result<()> {
         let bytes = self.claim_heap(range)?;
         let start = native(split_heap_range(range).0);
-        if self.is_ascii || bytes.is_empty() || self.heap.is_text(start, || is_text(bytes)) {
+        if bytes.is_empty() || self.heap.is_text(start, || is_text(bytes)) {
             Ok(())
         } else {
             Err(Error::new(ErrorKind::NotText))

@@ -13,7 +13,7 @@ use crate::layout::{combine, tail};
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
 use crate::state_dict::Value;
-use crate::structure::{Container, Node};
+use crate::structure::{Branch, Container, Node, Tree};
 
 /// Writes one archive to a stream, entry by entry.
 ///
@@ -87,7 +87,7 @@ impl<W: Write> ArchiveWriter<W> {
         }
         let value = value.into();
         check(&key, &value, &path, &self.options)?;
-        let node = self.arranger.arrange(&value, &path, &self.options)?;
+        let node = self.arranger.arrange(&value, &path, &self.options)?.to_node();
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
@@ -135,20 +135,21 @@ impl<W: Write> ArchiveWriter<W> {
                 storage.digest = parts.map(|parts| digest::merge(storage.len, &parts));
             }
         }
-        self.arranger.note(&self.options, &mut self.attrs);
-        let tables = encode(&root, &self.arranger.storages, &self.attrs, &[])?;
+        self.options.attrs = self.attrs;
+        let attrs = self.arranger.attrs(&self.options);
+        let mut tables = encode(&root.as_tree(), &attrs, &[])?;
+        tables.put_storages(&self.arranger.storages)?;
         let index_off = self.arranger.index_off()?;
         for job in jobs(self.written..index_off, None, &[]) {
             let _no_checksums = job.write_to(&mut self.stream)?;
         }
-        self.stream.write_all(&tail(&tables, index_off)?)?;
+        self.stream.write_all(&tail(&tables.views(), index_off)?)?;
         Ok(self.stream)
     }
 }
 
 /// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
 fn check(key: &Key, value: &Value, path: &ObjectPath, options: &Options) -> Result<()> {
-    let node = Arranger::new().arrange(value, path, options)?;
-    let children = vec![(Step::Key(key.clone()), node)];
-    encode(&Node::Container(Container::Dict, children), &[], &Attrs::new(), &[]).map(drop)
+    let children = vec![(Branch::Key(key), Arranger::new().arrange(value, path, options)?)];
+    encode(&Tree::Container(Container::Dict, children), &Attrs::new(), &[]).map(drop)
 }

@@ -612,32 +612,36 @@ def root_digest(file):
     return blake3(file[:64] + index + trailer[:52] + trailer[56:])
 
 
-def half(i, key="half", compress=False):
-    """The archive of a writer: one half of a tensor."""
-    archive = Archive().tree(Box(DICT, [(key, Leaf(TENSOR, 0, count=1))]))
-    if compress:
-        archive.compressed(HALVES[i])
-    else:
-        archive.storage(HALVES[i])
-    return archive.tensor((2, 50), slice=0).slice((2 * i, 0), (4, 50))
+def half(i, key="half", compress=False, more=b"", **packing):
+    """The archive of a writer: one half of a tensor; with `more`, another tensor."""
+    items = [(key, Leaf(TENSOR, 0, count=1)), ("more", Leaf(TENSOR, 1, count=1))]
+    archive = Archive().tree(Box(DICT, items if more else items[:1]))
+    put_half(archive, i, compress, **packing).tensor((2, 50), slice=0)
+    if more:
+        archive.storage(more).tensor((len(more),), storage=1)
+    return archive.slice((2 * i, 0), (4, 50))
+
+
+def put_half(archive, i, compress, **fields):
+    return (archive.compressed if compress else archive.storage)(HALVES[i], **fields)
 
 
 HALVES = b"1" * 100, b"2" * 100
 
 
-def shard_set(digests=False, compress=False):
-    """Two archives with the halves of a tensor of 4 x 50, and their manifest."""
-    halves = [half(i, compress=compress) for i in range(2)]
+def shard_set(digests=False, compress=False, more=b"", **packing):
+    """Two archives with the halves of a tensor of 4 x 50, and their manifest. All three have digests
+    that are right, if `digests` is true; or this one, if it is bytes."""
+    halves = [half(i, compress=compress, more=more, **packing) for i in range(2)]
     manifest = runs(2)
     for i, archive in enumerate(halves):
-        if digests:
-            archive.digested()
-        (record,) = archive.tables["storages"]
-        fields = {"offset": record["offset"], "shard": i}
-        (manifest.compressed if compress else manifest.storage)(HALVES[i], **fields)
+        offset = archive.tables["storages"][0]["offset"]
+        put_half(manifest, i, compress, offset=offset, shard=i, **packing)
         manifest.tensor((2, 50), storage=i, slice=i)
     for i in range(2):
         manifest.slice((2 * i, 0), (4, 50))
-    if digests:
-        manifest.digested()
+    for archive in (*halves, manifest) if digests else ():
+        archive.digested()
+        if isinstance(digests, bytes):
+            archive.set("digests", [digests] * len(archive.contents))
     return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})

@@ -33,6 +33,7 @@ from builder import (
     DIVERGENT,
     FLOAT,
     FLOAT32,
+    HALVES,
     INT,
     K_BIGINT,
     K_BOOL,
@@ -132,11 +133,15 @@ def of_head_and_trailer():
 
     yield "001-empty-file", "no bytes at all", b""
     yield "001-one-byte-short", "4263 bytes, one less than any archive has", good[:4263]
+    yield "001-magic", "the magic and nothing else", good[:8]
+    yield "001-seven-bytes", "7 bytes, too few to say that they are no archive", zip_file()[:7]
 
     yield "002-all-zeros", "nothing but zeros", bytes(4264)
     yield "002-zip", "a zip file, as torch.save writes", zip_file()
     yield "002-safetensors", "a safetensors file", safetensors_file()
     yield "002-png", "a PNG image", png_file()
+    yield "002-short", "8 bytes of a zip file: foreign, and too short besides", zip_file()[:8]
+    yield "002-one-byte-short", "4263 zeros: foreign, and too short besides", bytes(4263)
     yield "002-text-mode", "CR LF became LF on the way", good.replace(b"\r\n", b"\n")
 
     yield "003-bit-flipped", "a bit of `compat` flipped", tensors().patch(32, b"\x01")
@@ -512,6 +517,8 @@ def of_tensors():
         ("strides", "its last corner is outside", one_tensor((8, 8), UINT8, (8, 2))),
     ):
         yield f"054-{name}", about, archive
+    far = one_tensor((0,), byte_offset=U64)
+    yield "054-empty-far", "a tensor without elements at byte 2^64 - 1", far
     odd = one_tensor((2,), COMPLEX128, byte_offset=8)
     yield "055-complex128", "a complex128 tensor at byte 8", odd
 
@@ -858,9 +865,8 @@ def of_frames():
     content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
     wrong = runs(1).compressed(content, frames=frames, raw=(2,)).tensor((4,)).only("deep")
     yield "093-second-chunk", "the second of three chunks is a byte short", wrong
-    hurt = shard_set(compress=True)
-    hurt.manifest.edit("storages", 1, raw_len=101)
-    yield "093-in-shard/", "a frame in a shard is shorter than the manifest says", hurt.only("deep")
+    hurt = shard_set(compress=True, frames={0: frame(bytes(99))})
+    yield "093-in-shard/", "a shard set: frames that are a byte short", hurt.only("deep")
 
 
 def frame_of_size(size):
@@ -888,9 +894,8 @@ def of_digests():
         ("zstd", "the digest of a compressed storage", digested(compressed(), bytes(32))),
     ):
         yield f"094-{name}", about, archive
-    hurt = shard_set(digests=True)
-    hurt.manifest.set("digests", hurt.manifest.tables["digests"][::-1])
-    yield "094-in-shard/", "digests of storages in shards, swapped", hurt.only("deep")
+    hurt = shard_set(digests=b"\1" * 32)
+    yield "094-in-shard/", "a shard set: digests on which manifest and shards agree", hurt.only("deep")
 
 
 def of_shard_sets():
@@ -943,8 +948,71 @@ def of_shard_sets():
     dangling = shard_set().remove(names[0])
     dangling.links[names[0]] = "c.tssd"
     yield "083-link-dangling/", "a shard set: a link to a file that is not there", dangling
-    hurt = shard_set().replace(names[1], half_with(b"3" * 100))
-    yield "090-in-shard/", "a shard set: a shard whose bytes are not those of the manifest", hurt
+    other_bytes = shard_set().replace(names[1], half_with(b"3" * 100))
+    about = "a shard set: a shard whose bytes are not those of the manifest"
+    yield "090-in-shard/", about, other_bytes
+    yield from of_shards_that_differ()
+    yield from of_hurt_shards()
+
+
+def of_shards_that_differ():
+    """What the manifest says of a storage is not what its shard says, and true as far as the stored
+    bytes show."""
+    longer = shard_set()
+    crc = zlib.crc32(HALVES[1] + b"\0")
+    longer.manifest.edit("storages", 1, stored_len=101, raw_len=101, crc32=crc)
+    longer.manifest.tables["crcs"][1] = crc
+    swapped = shard_set(digests=True)
+    swapped.manifest.set("digests", swapped.manifest.tables["digests"][::-1])
+    for name, about, files in (
+        ("longer", "a byte longer", longer),
+        ("alignment", "another alignment", differing(align_log2=6)),
+        ("raw-len", "compressed, with another raw_len", differing(compress=True, raw_len=101)),
+        ("crc", "compressed, with another crc32", differing(compress=True, crc32=1)),
+        ("shuffle", "compressed, with another shuffle", differing(compress=True, shuffle=2)),
+        ("digest", "with the digest of another", swapped),
+    ):
+        about = f"a shard set: a storage that the shard has otherwise: {about}"
+        yield f"083-storage-{name}/", about, files.only("verify")
+
+
+def differing(compress=False, **fields):
+    """A manifest that says something else of a storage than the shard that has it."""
+    files = shard_set(compress=compress)
+    files.manifest.edit("storages", 1, **fields)
+    return files
+
+
+def of_hurt_shards():
+    """Shards of which one byte is not what it was. Opening reads their trailers and, where there is
+    a digest, all but the blob."""
+    for name, about, stage, files in (
+        ("002-in-shard", "the first byte", "verify", hurt_shard(0)),
+        ("002-in-shard-digest", "the first byte, with a digest", "open", hurt_shard(0, True)),
+        ("006-in-shard", "a byte behind the head", "verify", hurt_shard(64)),
+        ("007-in-shard", "the last byte", "open", hurt_shard(-1)),
+        ("008-in-shard", "a byte of the trailer", "open", hurt_shard(-64)),
+        ("013-in-shard", "a byte of the index", "verify", hurt_shard(-65)),
+        ("013-in-shard-digest", "a byte of the index, with a digest", "open", hurt_shard(-65, True)),
+        ("090-in-shard-unnamed", "a storage that the manifest does not name", "verify", unnamed()),
+        ("092-in-shard", "the byte before the index", "verify", hurt_shard(4223)),
+    ):
+        yield f"{name}/", f"a shard set: of a shard, {about}", files.only(stage)
+
+
+def hurt_shard(at, digests=False):
+    return hurt(shard_set(digests), at)
+
+
+def hurt(files, at):
+    content = bytearray(files.files["b.tssd"])
+    content[at] ^= 1
+    return files.replace("b.tssd", bytes(content))
+
+
+def unnamed():
+    """Both shards have a storage that the manifest does not name, at 4352."""
+    return hurt(shard_set(more=b"more" * 25), 4352)
 
 
 def digest_swapped():

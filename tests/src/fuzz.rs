@@ -48,7 +48,8 @@ fn read(file: Vec<u8>) {
     for (path, _) in archive.leaves() {
         let _ = archive.leaf(&path.fqn());
     }
-    if let Ok(dict) = archive.to_state_dict() {
+    let is_manifest = !archive.shards().is_empty();
+    if let Some(dict) = archive.to_state_dict().ok().filter(|_| !is_manifest) {
         // What was read can be written, and then means the same.
         let again = encode(&dict, &Options::recorded(&archive)).expect("what was read is legal");
         let again = Archive::from_bytes(again).expect("what is written is legal");
@@ -97,7 +98,7 @@ pub fn readers(data: &[u8]) {
 pub fn chunk(data: &[u8]) {
     let Some(([choice, short, long], bytes)) = data.split_first_chunk::<3>() else { return };
     let shuffle = [0, 2, 4, 8, 16][usize::from(choice % 5)];
-    let len = (u64::from(*short) | u64::from(*long) << 12) + 1;
+    let len = u64::from(u16::from_le_bytes([*short, *long])) + 1;
     let storage = StorageReference {
         offset: 0,
         len,
@@ -126,7 +127,10 @@ pub fn chunk(data: &[u8]) {
         let place = |at: u64| usize::try_from(at).expect("at most 1 MiB");
         assert_eq!(part, whole[place(len / 3)..place(len / 2)]);
     }
-    compress(bytes, *choice);
+    // Compressing takes long: some inputs must do.
+    if choice & 0x70 == 0 {
+        compress(bytes, *choice);
+    }
 }
 
 /// Bytes repeated to some length, as a tensor whose element size gives the shuffle.

@@ -9,12 +9,20 @@ pub struct Runner<'a> {
     pub name: &'a str,
     /// What it does.
     pub run: Box<dyn FnMut() + 'a>,
+    /// What its figure should be.
+    pub target: &'a str,
 }
 
 impl<'a> Runner<'a> {
     /// A runner.
     pub fn new(name: &'a str, run: impl FnMut() + 'a) -> Self {
-        Self { name, run: Box::new(run) }
+        Self { name, run: Box::new(run), target: "" }
+    }
+
+    /// The same with what its figure should be, which is printed beside it.
+    #[must_use]
+    pub fn target(self, target: &'a str) -> Self {
+        Self { target, ..self }
     }
 }
 
@@ -44,12 +52,14 @@ pub fn race(title: &str, bytes: Option<u64>, rounds: usize, mut runners: Vec<Run
             let gigabytes = bytes as f64 / 1e9;
             format!("{:>8.2} GB/s", gigabytes / median_seconds)
         });
-        println!(
-            "  {:<44} {:>10.3} ms{rate}   x {:.2}",
+        let figures = format!(
+            "  {:<44} {:>10.3} ms{rate}   x {:.3}   {}",
             runner.name,
             median_seconds * 1e3,
-            median(ratios)
+            median(ratios),
+            runner.target
         );
+        println!("{}", figures.trim_end());
     }
     println!();
 }

@@ -41,5 +41,16 @@ fn checks(workspace: &Workspace) -> Vec<Step> {
             .env("RUSTDOCFLAGS", "-Dwarnings"),
         Step::python("bad vectors up to date", "spec/vectors/make_invalid.py --check"),
         Step::python("reader.py over the vectors", "spec/reader.py --vectors spec/vectors"),
+        Step::python("reader.py by itself", "spec/reader.py --self-test"),
+        Step::python("writer.py by itself", "spec/writer.py --self-test"),
+        // As a program that depends on the reader gets it; the tests have the one with rkyv.
+        Step::cargo(
+            "reader without rkyv",
+            "build -p tssd-format --no-default-features --features json,zstd --example conformance",
+        )
+        .worth(Worth::Nothing),
+        Step::python("conformance of it", "spec/conformance.py --")
+            .argument(workspace.target.join("debug/examples/conformance"))
+            .argument("{file}"),
     ]
 }

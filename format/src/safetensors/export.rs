@@ -84,7 +84,7 @@ impl Export {
         })?;
         let structure = structure_of(dict.as_value(), &mut places.into_iter());
         let stored = storages.iter().map(|bytes| wide(bytes.len())).fold(0, u64::saturating_add);
-        Self::new(Source::Memory(storages), stored, structure, attrs)
+        Self::new(Source::Memory(storages), stored, structure.to_node(), attrs)
     }
 
     fn new(source: Source, stored: u64, structure: Node, attrs: &Attrs) -> Result<Self> {

@@ -47,13 +47,15 @@ impl Claims {
 pub(super) struct HeapClaims {
     pub(super) claims: Claims,
     starts: Bits,
-    /// Starts of ranges that are proven to be text.
-    texts: Bits,
+    /// Starts of ranges that are proven to be text; none if the whole heap is ASCII, as it mostly is.
+    texts: Option<Bits>,
 }
 
 impl HeapClaims {
-    pub(super) fn new(len: usize) -> Self {
-        Self { claims: Claims::new(len), starts: Bits::new(len), texts: Bits::new(len) }
+    pub(super) fn new(heap: &[u8]) -> Self {
+        let len = heap.len();
+        let texts = (!heap.is_ascii()).then(|| Bits::new(len));
+        Self { claims: Claims::new(len), starts: Bits::new(len), texts }
     }
 
     /// Claims a range that is not empty: one that is new, or the same as an earlier one.
@@ -76,10 +78,11 @@ impl HeapClaims {
 
     /// Whether the claimed range that begins here is text; asks once for each range.
     pub(super) fn is_text(&mut self, start: usize, ask: impl FnOnce() -> bool) -> bool {
-        if !self.texts.get(start) && ask() {
-            self.texts.set(start);
+        let Some(texts) = &mut self.texts else { return true };
+        if !texts.get(start) && ask() {
+            texts.set(start);
         }
-        self.texts.get(start)
+        texts.get(start)
     }
 }
 
@@ -126,7 +129,7 @@ mod tests {
         const LEN: u64 = 200;
         let ends = [0, 1, 3, 62, 63, 64, 65, 128, 191, 192, LEN];
         for claimed in 1..ends.len() {
-            let mut heap = HeapClaims::new(narrow(LEN));
+            let mut heap = HeapClaims::new(&[0; 200]);
             let ranges: Vec<_> =
                 ends[..=claimed].windows(2).map(|pair| (pair[0], pair[1])).collect();
             for (start, end) in &ranges {

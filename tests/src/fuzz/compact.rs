@@ -43,9 +43,9 @@ pub fn expanded(data: &[u8]) -> Vec<u8> {
 /// The input that becomes this archive, if it is an ordinary one.
 pub fn compacted(file: &[u8]) -> Option<Vec<u8>> {
     let index_off = crate::damage::index_off(file);
-    let units = u16::try_from((index_off - 4096) / 64).ok()?;
+    let units = u16::try_from(index_off.checked_sub(4096)? / 64).ok()?;
     let root_len = u32::from_le_bytes(file[file.len() - 44..][..4].try_into().ok()?);
-    let longer = u8::try_from((root_len - 104) / 8).ok()?;
+    let longer = u8::try_from(root_len.checked_sub(104)? / 8).ok()?;
     let [low, high] = units.to_le_bytes();
     let data = [&[low, high, longer], &file[4096..file.len() - 64]].concat();
     (expanded(&data) == file).then_some(data)

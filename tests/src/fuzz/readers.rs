@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{LazyLock, Mutex};
 
+use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
 /// What a reader says: `{"ok": VIEW}`, or `{"error": KIND}`.
@@ -60,7 +61,7 @@ fn is_bomb(file: &[u8]) -> bool {
 pub fn python_differs(file: &[u8]) -> Option<String> {
     static PYTHON: LazyLock<Mutex<Python>> = LazyLock::new(|| Mutex::new(Python::start()));
     let mut python = PYTHON.lock().expect("nobody panics while asking");
-    let theirs = python.ask(file).expect("the reader answers");
+    let theirs = python.ask(file).unwrap_or_else(|error| panic!("reader.py: {error}"));
     let ours = verdict!(tssd_format, file);
     (theirs != ours).then(|| format!("ours {ours:.300}, reader.py {theirs:.300}"))
 }
@@ -96,6 +97,9 @@ impl Python {
         let len = usize::try_from(u32::from_le_bytes(len)).map_err(io::Error::other)?;
         let mut answer = vec![0; len];
         self.stdout.read_exact(&mut answer)?;
-        Ok(serde_json::from_slice(&answer)?)
+        // Views are deeper than the containers that they show.
+        let mut json = serde_json::Deserializer::from_slice(&answer);
+        json.disable_recursion_limit();
+        Ok(Json::deserialize(&mut json)?)
     }
 }

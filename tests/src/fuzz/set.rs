@@ -20,7 +20,7 @@ static SETS: LazyLock<Vec<BTreeMap<String, Vec<u8>>>> = LazyLock::new(|| {
 
 /// What a reader says of a set in memory.
 macro_rules! verdict {
-    ($reader:ident, $files:expr) => {{
+    ($reader:ident, $files:expr, $with_view:expr) => {{
         let blob = |name: &str| -> Option<Arc<dyn $reader::Blob>> {
             let bytes: &Vec<u8> = $files.get(name)?;
             Some(Arc::new(Bytes::from(bytes.clone())))
@@ -32,8 +32,11 @@ macro_rules! verdict {
                 blob(&shard.name).ok_or_else(gone)
             })?;
             archive.verify_deep()?;
-            drop(archive.to_state_dict());
-            $reader::to_json(&archive)
+            if $with_view {
+                return $reader::to_json(&archive);
+            }
+            let leaves = archive.to_state_dict()?.leaves().len();
+            Ok(json!({ "leaves": leaves, "root_digest": archive.root_digest() }))
         };
         open().unwrap_or_else(|error| json!({ "error": error.kind().name() }))
     }};
@@ -57,8 +60,10 @@ pub(super) fn open_changed(data: &[u8]) {
     if let Some(bytes) = name_again(&files) {
         files.insert(tssd_format::MANIFEST.to_owned(), bytes);
     }
-    let with = verdict!(tssd_format, files);
-    assert_eq!(with, verdict!(tssd_format_plain, files), "with rkyv, without");
+    // Views take long: some inputs must do.
+    let with_view = which & 0xF0 == 0;
+    let with = verdict!(tssd_format, files, with_view);
+    assert_eq!(with, verdict!(tssd_format_plain, files, with_view), "with rkyv, without");
 }
 
 /// The manifest with the checksums that the indexes of its archives have by now, where it names them as

@@ -1,0 +1,105 @@
+//! How much memory foreign bytes can make a reader take: measured by an allocator that counts, over every
+//! vector and everything that fuzzing has found.
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use peak_alloc::PeakAlloc;
+use tssd_format::{Archive, Compression, Options, StateDict, Tensor, TorchStoreStateDict};
+use tssd_tests::fuzz::expanded;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+/// What a call needs whatever the file is: errors, names, the tables of zstd, one chunk and its shuffle.
+const CONSTANT: usize = 4 << 20;
+
+/// The most memory that was in use at once during `work`, beyond what was in use before, in bytes.
+fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    let result = work();
+    (result, ALLOCATOR.peak_usage().saturating_sub(before))
+}
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
+}
+
+/// The files of a folder, by path.
+fn files(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let paths = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<PathBuf> = paths.filter(|path| path.is_file()).collect();
+    paths.sort();
+    paths.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn memory_is_bounded_by_the_file() {
+    let mut inputs = files(&folder("spec/vectors/valid"));
+    inputs.extend(files(&folder("spec/vectors/invalid")));
+    inputs.extend(files(&folder("fuzz/corpus/parse")));
+    for target in ["index", "readers"] {
+        let found = files(&folder("fuzz/corpus").join(target)).into_iter();
+        inputs.extend(found.map(|(path, input)| (path, expanded(&input))));
+    }
+    let mut opened = 0;
+    for (path, file) in inputs {
+        let name = path.display();
+        let file = Bytes::from(file);
+        let (archive, open) = peak(|| Archive::from_bytes(file.clone()));
+        let limit = 2 * file.len() + (64 << 10);
+        assert!(open <= limit, "{name}: opening {} bytes took {open}", file.len());
+        let Ok(archive) = archive else { continue };
+        opened += 1;
+        let (_, verify) = peak(|| archive.verify_deep());
+        // The content of a str is looked at in one piece.
+        let texts = 32_768 * file.len();
+        let limit = CONSTANT + if archive.storage_count() == 0 { 0 } else { texts };
+        assert!(verify <= limit, "{name}: verifying {} bytes took {verify}", file.len());
+        let index = archive.index_bytes().len();
+        let (_, structure) = peak(|| archive.structure());
+        assert!(
+            structure <= 400 * index,
+            "{name}: what an index of {index} bytes says took {structure}"
+        );
+    }
+    assert!(opened > 80, "only {opened} files could be opened");
+    chunks_are_decoded_one_by_one();
+    damage_is_found_before_memory_is_taken();
+}
+
+/// 64 MiB of zeros in a file of some kilobytes: verified with the memory of a chunk; and a range of it read
+/// with the memory of the range.
+fn chunks_are_decoded_one_by_one() {
+    let mut dict = StateDict::new();
+    let zeros = Tensor::from_slice(&vec![0_u64; 8 << 20], &[8 << 20]).unwrap();
+    dict.insert("zeros", zeros);
+    let options = Options::new().compress(Compression::ShuffledZstd).digests();
+    let file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().clone();
+    drop(dict);
+    assert!(file.len() < 20_000);
+    let archive = Archive::from_bytes(file).unwrap();
+    let (verified, verify) = peak(|| archive.verify_deep());
+    verified.unwrap();
+    assert!(verify <= CONSTANT, "verifying took {verify}");
+    let range = (20 << 20) + 5..(22 << 20) + 7;
+    let (bytes, read) = peak(|| archive.storage_range(0, range.clone()).unwrap());
+    assert_eq!(u64::try_from(bytes.len()).unwrap(), range.end - range.start);
+    assert!(read <= bytes.len() + CONSTANT, "reading 2 MiB took {read}");
+    let (whole, read) = peak(|| archive.storage_bytes(0).unwrap());
+    assert!(read <= whole.len() + CONSTANT, "reading 64 MiB took {read}");
+}
+
+/// A file that claims an index of a gigabyte, and one that claims to be a frame of a mebibyte.
+fn damage_is_found_before_memory_is_taken() {
+    let mut file =
+        TorchStoreStateDict::from_state_dict(&StateDict::new()).unwrap().as_bytes().to_vec();
+    let trailer = file.len() - 64;
+    file[trailer + 8..trailer + 16].copy_from_slice(&(1_u64 << 30).to_le_bytes());
+    tssd_tests::damage::repair(&mut file);
+    let (opened, open) = peak(|| Archive::from_bytes(Bytes::from(file)));
+    assert!(opened.is_err());
+    assert!(open < 64 << 10, "{open} bytes for a file that is refused");
+}

@@ -1,6 +1,8 @@
 //! `tssd diff`: how two files differ.
 
 mod elements;
+mod storing;
+mod ties;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -9,6 +11,7 @@ use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
 use tssd_format::{AttrValue, Container, Key, Node, ObjectPath, Step, Stored, TensorReference};
 
+use self::storing::Storing;
 use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
@@ -16,7 +19,7 @@ use crate::failure::Result;
 use crate::size::{Size, count};
 use crate::value::{self, repr};
 
-/// Compare two files (.tssd or .safetensors): structure, dtypes, shapes and values.
+/// Compare two files (.tssd or .safetensors) or shard sets: structure, dtypes, shapes and values.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The one file; `-`: stdin
@@ -31,32 +34,23 @@ pub(crate) struct Args {
 /// Says every difference; the exit code says whether there is one.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (a, b) = (Document::open(&args.a)?, Document::open(&args.b)?);
-    let (mut left, mut right) = (a.structure(), b.structure());
-    if args.values {
-        (left, right) = (flat(left), flat(right));
-    }
-    let bar = console.bytes_bar("comparing", a.file_len());
-    let mut comparison =
-        Comparison { a: &a, b: &b, values_only: args.values, bar, found: Vec::new(), leaves: 0 };
-    if !args.values {
-        comparison.attributes();
-    }
-    comparison.nodes(&left, &right, &ObjectPath::root())?;
-    comparison.bar.finish_and_clear();
-    let Comparison { found, leaves, .. } = comparison;
-
+    let Findings { found, leaves, stored } = compare(&a, &b, args.values, console)?;
     let equal = found.is_empty();
     if console.json {
         let differences: Vec<Json> = found.iter().map(Difference::json).collect();
-        let json = json!({ "equal": equal, "leaves_in_both": leaves, "differences": differences });
+        let json = json!({ "equal": equal, "leaves_in_both": leaves, "differences": differences, "stored": stored.json() });
         print_json(&json)?;
     } else if !console.quiet {
         let width = found.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
         for each in &found {
-            print(format_args!("{:9}  {:width$}  {}\n", each.what, each.path, each.how))?;
+            print(format_args!("{}\n", each.line(width)))?;
         }
         let summary = if equal {
-            format!("equal: {}, {}", count(leaves, "leaf"), Size(a.file_len()))
+            let what = format!("{}, {}", count(leaves, "leaf"), Size(a.file_len()));
+            match stored.describe() {
+                Some(stored) => format!("equal in meaning: {what}; stored otherwise: {stored}"),
+                None => format!("equal: {what}"),
+            }
         } else {
             let common = count(leaves, "leaf");
             format!("{}; {common} in both files", count(found.len(), "difference"))
@@ -64,6 +58,48 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         print(format_args!("{summary}\n"))?;
     }
     Ok(if equal { Exit::Ok } else { Exit::Differs })
+}
+
+/// What a comparison has found.
+pub(crate) struct Findings {
+    /// All ways in which the files do not mean the same.
+    pub(crate) found: Vec<Difference>,
+    /// How many leaves are in both files.
+    leaves: u64,
+    stored: Storing,
+}
+
+/// Compares two files leaf by leaf, so that memory holds two of them at a time.
+pub(crate) fn compare(
+    a: &Document,
+    b: &Document,
+    values_only: bool,
+    console: Console,
+) -> Result<Findings> {
+    let (mut left, mut right) = (a.structure(), b.structure());
+    if values_only {
+        (left, right) = (flat(left), flat(right));
+    }
+    let mut comparison = Comparison {
+        a,
+        b,
+        values_only,
+        bar: console.bytes_bar("comparing", a.file_len()),
+        found: Vec::new(),
+        leaves: 0,
+        stored: Storing::of(a.archive(), b.archive()),
+        tensors: Vec::new(),
+    };
+    if !values_only {
+        comparison.attributes();
+    }
+    comparison.nodes(&left, &right, &ObjectPath::root())?;
+    if !values_only {
+        comparison.ties();
+    }
+    comparison.bar.finish_and_clear();
+    let Comparison { found, leaves, stored, .. } = comparison;
+    Ok(Findings { found, leaves, stored })
 }
 
 /// All leaves by fqn, side by side.
@@ -74,7 +110,7 @@ fn flat(node: Node) -> Node {
 }
 
 /// One way in which the files differ.
-struct Difference {
+pub(crate) struct Difference {
     what: &'static str,
     path: String,
     how: String,
@@ -82,11 +118,17 @@ struct Difference {
 }
 
 impl Difference {
+    /// The same on one line.
+    pub(crate) fn line(&self, width: usize) -> String {
+        format!("{:9}  {:width$}  {}", self.what, self.path, self.how)
+    }
+
     fn json(&self) -> Json {
         let mut json = json!({ "what": self.what, "leaf": self.path, "how": self.how });
         if let Some(delta) = &self.elements {
             json["elements"] = json!(delta.differing);
             json["max_abs_difference"] = json!(delta.max_abs);
+            json["max_ulp_difference"] = json!(delta.max_ulps);
         }
         json
     }
@@ -100,6 +142,9 @@ struct Comparison<'a> {
     found: Vec<Difference>,
     /// How many are in both files.
     leaves: u64,
+    stored: Storing,
+    /// The tensors that both files have alike, in the order of the first.
+    tensors: Vec<(String, TensorReference, TensorReference)>,
 }
 
 impl Comparison<'_> {
@@ -110,7 +155,11 @@ impl Comparison<'_> {
 
     /// What is said of the files as wholes.
     fn attributes(&mut self) {
-        let (a, b) = (self.a.attrs(), self.b.attrs());
+        let (a, b) = if self.a.is_set() || self.b.is_set() {
+            (self.a.own_attrs(), self.b.own_attrs())
+        } else {
+            (self.a.attrs(), self.b.attrs())
+        };
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
         for name in names.into_iter().filter(|name| a.get(*name) != b.get(*name)) {
             let shown =
@@ -136,6 +185,9 @@ impl Comparison<'_> {
             _ => {}
         }
         self.leaves += 1;
+        if let (Node::Stored(_, one), Node::Stored(_, other)) = (a, b) {
+            self.storages(*one, *other);
+        }
         let equal = match (a, b) {
             (Node::Leaf(a), Node::Leaf(b)) => a == b,
             (Node::Stored(a, one), Node::Stored(b, other)) => {
@@ -147,6 +199,29 @@ impl Comparison<'_> {
             self.differ("value", path, format!("{} -> {}", describe(a), describe(b)));
         }
         Ok(())
+    }
+
+    /// How both files store one leaf.
+    fn storages(&mut self, one: u32, other: u32) {
+        if let (Some(a), Some(b)) = (self.a.archive(), self.b.archive()) {
+            self.stored.count(&a.storage(one), &b.storage(other));
+        }
+    }
+
+    /// Tensors that share bytes in one file, and not in the same way in the other.
+    fn ties(&mut self) {
+        let tensors = std::mem::take(&mut self.tensors);
+        let a = ties::groups(&tensors.iter().map(|(_, a, _)| a).collect::<Vec<_>>());
+        let b = ties::groups(&tensors.iter().map(|(.., b)| b).collect::<Vec<_>>());
+        for (at, (path, ..)) in tensors.iter().enumerate().filter(|(at, _)| a[*at] != b[*at]) {
+            let [a, b] = [a[at], b[at]].map(|(first, apart)| match (&tensors[first].0, apart) {
+                _ if first == at => "bytes of its own".to_owned(),
+                (first, 0) => format!("tied to {first}"),
+                (first, apart) => format!("tied to {first}, {apart} bytes further"),
+            });
+            let (path, how) = (path.clone(), format!("{a} -> {b}"));
+            self.found.push(Difference { what: "ties", path, how, elements: None });
+        }
     }
 
     fn children(
@@ -214,6 +289,10 @@ impl Comparison<'_> {
         if a.meta.dtype() != b.meta.dtype() || a.meta.shape() != b.meta.shape() {
             return Ok(());
         }
+        if let (Some(one), Some(other)) = (a.storage, b.storage) {
+            self.storages(one, other);
+        }
+        self.tensors.push((path.fqn(), a.clone(), b.clone()));
         if a.place != b.place {
             let box_of = |each: &TensorReference| {
                 let region = each.place.as_ref().map(|place| place.slice().region().to_string());

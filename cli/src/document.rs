@@ -9,9 +9,13 @@ use tssd_format::{
     Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
     TensorReference, Value,
 };
+use tssd_store::VERSION_ATTRS;
 
 use crate::failure::{Failure, Result};
-use crate::input::{open, shown};
+use crate::input::{is_shard_set, open, open_archive, shown};
+
+/// The attribute that says how an archive is compressed, and nothing of what it means.
+pub(crate) const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 
 /// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
 pub(crate) struct Document {
@@ -25,8 +29,11 @@ enum Source {
 }
 
 impl Document {
-    /// Opens a file, whatever it is: its first bytes tell.
+    /// Opens a file, whatever it is: its first bytes tell. A directory with a manifest is a shard set.
     pub(crate) fn open(path: &Path) -> Result<Self> {
+        if is_shard_set(path) {
+            return Ok(Self::of(path, open_archive(path)?));
+        }
         let file = open(path)?;
         let path = shown(path);
         let refused = |error| Failure::format(path, &error);
@@ -37,6 +44,11 @@ impl Document {
             Source::Archive(Archive::from_blob(file).map_err(refused)?)
         };
         Ok(Self { path: path.to_owned(), source })
+    }
+
+    /// An archive that is open already.
+    pub(crate) fn of(path: &Path, archive: Archive) -> Self {
+        Self { path: path.to_owned(), source: Source::Archive(archive) }
     }
 
     /// The archive, unless it is a safetensors file.
@@ -52,15 +64,19 @@ impl Document {
         &self.path
     }
 
-    /// Its length in bytes.
+    /// Its length in bytes; of a shard set that of all of its files.
     pub(crate) fn file_len(&self) -> u64 {
         match &self.source {
-            Source::Archive(archive) => archive.file_len(),
+            Source::Archive(archive) if archive.is_manifest_alone() => archive.file_len(),
+            Source::Archive(archive) => {
+                let shards = archive.shards().into_iter().map(|shard| shard.file_len);
+                shards.fold(archive.file_len(), u64::saturating_add)
+            }
             Source::Safetensors(_, header) => header.file_len(),
         }
     }
 
-    /// What is said of it as a whole; without what is there for `unpack` alone.
+    /// What is said of it as a whole; without what is there for `unpack` or for zstd alone.
     pub(crate) fn attrs(&self) -> Attrs {
         let mut attrs = match &self.source {
             Source::Archive(archive) => archive.attrs(),
@@ -70,7 +86,20 @@ impl Document {
                 metadata.map(|(name, value)| (name.clone(), text(value))).collect()
             }
         };
-        attrs.retain(|name, _| name != HEADER_ATTR && name != INDEX_ATTR);
+        attrs
+            .retain(|name, _| ![HEADER_ATTR, INDEX_ATTR, ZSTD_LEVEL_ATTR].contains(&name.as_str()));
+        attrs
+    }
+
+    /// Whether it is a shard set, or the manifest of one.
+    pub(crate) fn is_set(&self) -> bool {
+        self.archive().is_some_and(|archive| !archive.shards().is_empty())
+    }
+
+    /// The same without what a store says of a version.
+    pub(crate) fn own_attrs(&self) -> Attrs {
+        let mut attrs = self.attrs();
+        attrs.retain(|name, _| !VERSION_ATTRS.contains(&name.as_str()));
         attrs
     }
 
@@ -136,7 +165,7 @@ impl Document {
 }
 
 /// Safetensors files have no magic: they begin with the length of a JSON object.
-fn looks_like_safetensors(file: &dyn Blob) -> bool {
+pub(crate) fn looks_like_safetensors(file: &dyn Blob) -> bool {
     let mut start = [0; 9];
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
     let [len @ .., brace] = start;

@@ -136,7 +136,7 @@ fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
         ),
         ErrorKind::BlobElsewhere => (
             Exit::Refused,
-            Some("this is a manifest: name the archives beside it, or `tssd get` the version"),
+            Some("this is a manifest: name its directory to read the archives beside it too"),
         ),
         ErrorKind::NotSafetensors => (
             Exit::Differs,

@@ -1,4 +1,4 @@
-//! What commands read: files, and stdin where they say `-`.
+//! What commands read: files, shard sets, and stdin where they say `-`.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, StdinLock};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use tssd_format::{Archive, Blob};
+use tssd_format::{Archive, Blob, Error, ErrorKind, MANIFEST};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -33,13 +33,33 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     let file = File::open(path).map_err(|error| Failure::io("read", path, error))?;
     if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
         return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
-            .help("name a file; `tssd pack`, `inspect` and `verify` take directories too"));
+            .help("name a file, or a directory with a manifest.tssd"));
     }
     Ok(Arc::new(file))
 }
 
-/// Opens a file as an archive.
+/// Whether a path is a directory with a manifest.
+pub(crate) fn is_shard_set(path: &Path) -> bool {
+    !is_stream(path) && path.is_dir() && path.join(MANIFEST).symlink_metadata().is_ok()
+}
+
+/// Opens the shard set of a directory as one archive. What the system refuses is a failure, whatever
+/// is wrong with the set is for the caller to judge.
+pub(crate) fn open_set(directory: &Path) -> Result<Result<Archive, Error>> {
+    match tssd_format::open_shard_set(directory) {
+        Err(error) if error.kind() == ErrorKind::Io => {
+            // The file of the set is more to the point.
+            Err(Failure::format(error.path().map_or(directory, Path::new), &error))
+        }
+        opened => Ok(opened),
+    }
+}
+
+/// Opens a file, or the shard set of a directory, as one archive.
 pub(crate) fn open_archive(path: &Path) -> Result<Archive> {
+    if is_shard_set(path) {
+        return open_set(path)?.map_err(|error| Failure::format(path, &error));
+    }
     Archive::from_blob(open(path)?).map_err(|error| Failure::format(shown(path), &error))
 }
 

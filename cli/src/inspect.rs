@@ -1,5 +1,7 @@
 //! `tssd inspect`: what is in a file.
 
+mod digests;
+mod hex;
 mod tree;
 
 use std::path::{Path, PathBuf};
@@ -11,19 +13,33 @@ use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::is_stream;
+use crate::input::{is_shard_set, is_stream};
 
-/// Show what is in an archive or a safetensors file: the tree with dtypes, shapes, slices and ties.
+/// Show what is in an archive, a shard set or a safetensors file: the tree with dtypes, shapes, slices
+/// and ties.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A file; `-`: stdin; a directory: every archive in it, one line each (with -v: the trees)
+    /// A file; `-`: stdin; a directory: with a manifest.tssd, it is shown as one archive; else every
+    /// archive in it, one line each (with -v: the trees)
     path: PathBuf,
+    /// Print digests: BLAKE3 of all, and of the storage of each leaf
+    #[arg(long, conflicts_with = "hex")]
+    digest: bool,
+    /// Print every byte but those of tensors, with what it means
+    #[arg(long, conflicts_with = "json")]
+    hex: bool,
 }
 
 /// A directory gives one line per archive, a file gives its tree.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let files = archives_in(&args.path)?;
-    let is_directory = !is_stream(&args.path) && args.path.is_dir();
+    if args.hex {
+        return hex::run(&args.path);
+    }
+    if args.digest {
+        return digests::run(&args.path, console);
+    }
+    let is_directory = !is_stream(&args.path) && args.path.is_dir() && !is_shard_set(&args.path);
+    let files = if is_directory { archives_in(&args.path)? } else { vec![args.path.clone()] };
     let mut views = Map::new();
     for path in &files {
         let document = Document::open(path)?;

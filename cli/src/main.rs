@@ -1,4 +1,4 @@
-//! `tssd`: pack, inspect, verify, compare, store and demonstrate TSSD archives.
+//! `tssd`: pack, inspect, verify, compare, convert, store and demonstrate TSSD archives.
 //!
 //! The command translates between people and the libraries; what decides is in `tssd-format` and
 //! `tssd-store`. One file per command.
@@ -8,6 +8,7 @@ mod console;
 mod exit;
 mod failure;
 mod interrupt;
+mod parallel;
 mod size;
 mod table;
 mod value;
@@ -15,13 +16,18 @@ mod value;
 // Files.
 mod archives;
 mod document;
+mod element;
+mod encode;
 mod input;
 mod output;
+mod pattern;
 
 // Commands on files.
+mod convert;
 mod diff;
 mod inspect;
 mod pack;
+mod roundtrip;
 mod unpack;
 mod verify;
 
@@ -37,7 +43,7 @@ use crate::console::{Console, Stream};
 use crate::exit::Exit;
 use crate::failure::Result;
 
-/// Pack, inspect, verify, compare and store PyTorch-style state dicts.
+/// Pack, inspect, verify, compare, convert and store PyTorch-style state dicts.
 #[derive(Debug, Parser)]
 #[command(version, after_help = Exit::help(), max_term_width = 100)]
 struct Cli {
@@ -61,6 +67,8 @@ enum Command {
     Inspect(inspect::Args),
     Verify(verify::Args),
     Diff(diff::Args),
+    Convert(convert::Args),
+    Roundtrip(roundtrip::Args),
     Put(store::put::Args),
     Get(store::get::Args),
     Ls(store::ls::Args),
@@ -90,6 +98,8 @@ fn run(cli: &Cli) -> Result<Exit> {
         Command::Inspect(args) => inspect::run(args, console),
         Command::Verify(args) => verify::run(args, console),
         Command::Diff(args) => diff::run(args, console),
+        Command::Convert(args) => convert::run(args, console),
+        Command::Roundtrip(args) => roundtrip::run(args, console),
         Command::Put(args) => store::put::run(args, console),
         Command::Get(args) => store::get::run(args, console),
         Command::Ls(args) => store::ls::run(args, console),

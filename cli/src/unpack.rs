@@ -20,7 +20,7 @@ use crate::size::{Size, count};
 /// is an empty directory, or with --shard-size.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The archive; `-`: stdin
+    /// The archive, or a directory with a manifest.tssd; `-`: stdin
     input: PathBuf,
     /// The safetensors file to write, `-`: stdout; or a new or empty directory
     #[arg(short, long, value_name = "OUT.safetensors|DIR/")]

@@ -37,6 +37,11 @@ pub(crate) fn of_attr(value: &AttrValue) -> String {
     }
 }
 
+/// Text in quotes on one line.
+pub(crate) fn quoted(text: &str) -> String {
+    cut(&format!("{text:?}"))
+}
+
 fn sized(bytes: &[u8]) -> String {
     Size(u64::try_from(bytes.len()).unwrap_or(u64::MAX)).to_string()
 }

@@ -2,20 +2,16 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
 
-use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Error};
+use tssd_format::{Archive, Dtype, Error, MANIFEST, Node, Runs, TensorMeta, Verify};
 
 use crate::archives::archives_in;
 use crate::console::{Console, print, print_json};
-
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{open, shown};
+use crate::input::{self, open_set, shown};
+use crate::parallel;
 use crate::size::{Size, count};
 
 /// A file with more damage than this is not worth more lines.
@@ -27,6 +23,10 @@ pub(crate) struct Args {
     /// Archives, or directories with archives in them; `-`: stdin
     #[arg(required = true)]
     paths: Vec<PathBuf>,
+    /// Prove what the bytes mean too: decode what is compressed, check all digests; warn of bools that
+    /// are neither 0 nor 1
+    #[arg(long)]
+    deep: bool,
 }
 
 /// One line per file. All files are looked at, whatever is found in the first.
@@ -38,17 +38,20 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut exit = Exit::Ok;
     let mut results = Vec::new();
     for path in &files {
-        let verdict = verify(path, console)?;
+        let verdict = verify(path, args.deep, console)?;
         let is_whole = verdict.damage.is_empty();
         if !is_whole {
             exit = Exit::Differs;
         }
         // Damage is never kept quiet.
-        if !(console.json || is_whole && console.quiet) {
+        let is_fine = is_whole && verdict.warnings.is_empty();
+        if !(console.json || is_fine && console.quiet) {
             print(verdict.lines(path))?;
         }
         let damage: Vec<Json> = verdict.damage.iter().map(Damage::json).collect();
-        results.push(json!({ "path": path, "ok": is_whole, "damage": damage }));
+        results.push(json!({
+            "path": path, "ok": is_whole, "damage": damage, "warnings": verdict.warnings,
+        }));
     }
     if console.json {
         print_json(&results.into())?;
@@ -57,9 +60,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 }
 
 /// What was found in one file.
+#[derive(Default)]
 struct Verdict {
     what: String,
     damage: Vec<Damage>,
+    warnings: Vec<String>,
 }
 
 /// One place that is not as it was written.
@@ -74,7 +79,11 @@ impl Verdict {
     fn lines(&self, path: &Path) -> String {
         let path = shown(path).display();
         if self.damage.is_empty() {
-            return format!("ok       {path}  {}\n", self.what);
+            let mut lines = format!("ok       {path}  {}\n", self.what);
+            for warning in &self.warnings {
+                writeln!(lines, "         warning  {warning}").expect("a String takes any text");
+            }
+            return lines;
         }
         let mut lines = format!("DAMAGED  {path}\n");
         for Damage { rule, message, .. } in self.damage.iter().take(SHOWN_MAX) {
@@ -110,72 +119,91 @@ impl TryFrom<Error> for Damage {
 }
 
 /// Damage is a verdict; a file that cannot be read is a failure.
-fn verify(path: &Path, console: Console) -> Result<Verdict> {
+fn verify(path: &Path, deep: bool, console: Console) -> Result<Verdict> {
     let failed = |error| Failure::format(shown(path), &error);
-    let archive = match Archive::from_blob(open(path)?) {
+    let archive = match open(path)? {
         Ok(archive) => archive,
         Err(error) => {
             let damage = vec![error.try_into().map_err(failed)?];
-            return Ok(Verdict { what: String::new(), damage });
+            return Ok(Verdict { damage, ..Verdict::default() });
         }
     };
-    let bar = console.bytes_bar("verifying", archive.file_len());
-    let errors = run_jobs(&archive, &bar);
-    bar.finish_and_clear();
-    let damage = errors.into_iter().map(Damage::try_from).collect::<Result<Vec<_>, _>>();
-    let mut damage = damage.map_err(failed)?;
-    let mut what = Size(archive.file_len()).to_string();
-    let shards = archive.shards();
-    if !shards.is_empty() {
-        what = format!("{what}, manifest of {}", count(shards.len(), "file"));
-        damage.extend(missing_shards(&archive, path)?);
-    }
+    let damage = errors(&archive, deep, console).into_iter().map(Damage::try_from);
+    let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(failed)?;
     damage.sort_by_key(|each| each.byte);
-    Ok(Verdict { what, damage })
+    let mut what = Size(archive.file_len()).to_string();
+    match archive.shards().len() {
+        0 => {}
+        files if archive.is_manifest_alone() => {
+            write!(what, ", manifest of {} that are not looked at", count(files, "file"))
+                .expect("a String takes any text");
+        }
+        files => {
+            write!(what, ", manifest of {}", count(files, "file"))
+                .expect("a String takes any text");
+        }
+    }
+    // What is damaged is not looked at for anything else.
+    let warnings =
+        if deep && damage.is_empty() { odd_bools(&archive).map_err(failed)? } else { Vec::new() };
+    Ok(Verdict { what, damage, warnings })
 }
 
-/// The jobs on all cores; what they find, in any order.
-fn run_jobs(archive: &Archive, bar: &ProgressBar) -> Vec<Error> {
-    let jobs = archive.verify_jobs();
-    let next = AtomicUsize::new(0);
-    let errors = Mutex::new(Vec::new());
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(jobs.len()).max(1);
-    thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(error) = job.run() {
-                        errors.lock().unwrap_or_else(PoisonError::into_inner).push(error);
-                    }
-                    bar.inc(job.len());
-                }
+/// A manifest is opened with the archives that it names; under another name it is a file alone.
+fn open(path: &Path) -> Result<Result<Archive, Error>> {
+    if path.file_name().is_some_and(|name| name == MANIFEST) {
+        let directory = path.parent().filter(|parent| *parent != Path::new(""));
+        return open_set(directory.unwrap_or(Path::new(".")));
+    }
+    Ok(Archive::from_blob(input::open(path)?))
+}
+
+/// Everything that is wrong with the payload of an archive, in any order.
+pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Error> {
+    let mut jobs = archive.verify_jobs();
+    if deep {
+        jobs.extend(archive.decode_jobs());
+    }
+    let bar = console.bytes_bar("verifying", jobs.iter().map(Verify::len).sum());
+    let results = parallel::map(&jobs, |job| {
+        let result = job.run();
+        bar.inc(job.len());
+        result
+    });
+    bar.finish_and_clear();
+    results.into_iter().filter_map(Result::err).collect()
+}
+
+/// Bools are bytes; what is neither 0 nor 1 is no damage, but readers may take it for either.
+fn odd_bools(archive: &Archive) -> Result<Vec<String>, Error> {
+    let mut warnings = Vec::new();
+    if archive.is_manifest_alone() {
+        return Ok(warnings);
+    }
+    for (path, node) in archive.leaves() {
+        let Node::Tensors(run) = node else { continue };
+        let mut odd = 0;
+        for reference in run.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
+            let tensor = archive.tensor_of(reference)?;
+            let bytes = tensor.view().span();
+            elements(&reference.meta).for_each(|start, _, len| {
+                let index = |at| usize::try_from(at).expect("it is in memory");
+                let run = &bytes[index(start)..index(start + len)];
+                odd += run.iter().filter(|byte| **byte > 1).count();
             });
         }
-    });
-    errors.into_inner().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A manifest holds no bytes: the files that it names must be the ones beside it.
-fn missing_shards(manifest: &Archive, path: &Path) -> Result<Vec<Damage>> {
-    let mut missing = Vec::new();
-    for shard in manifest.shards() {
-        let beside = path.with_file_name(&shard.name);
-        let mut wrong = |note: &str| {
-            let message = format!("`{}` {note}", shard.name);
-            missing.push(Damage { rule: "shards", message, leaf: None, byte: None });
-        };
-        if !beside.is_file() {
-            wrong("is not there");
-            continue;
-        }
-        let Ok(archive) = Archive::from_blob(open(&beside)?) else {
-            wrong("is no valid archive");
-            continue;
-        };
-        let found = (archive.file_len(), archive.index_range().start, archive.index_crc32());
-        if found != (shard.file_len, shard.index_off, shard.index_crc32) {
-            wrong("is another file than the one that the manifest names");
+        if odd > 0 {
+            let bools = count(odd, "bool");
+            warnings.push(format!("`{}` has {bools} other than 0 and 1", path.fqn()));
         }
     }
-    Ok(missing)
+    Ok(warnings)
+}
+
+/// The elements of a tensor; those that are repeated are looked at once.
+fn elements(meta: &TensorMeta) -> Runs {
+    let strides = meta.strides();
+    let once = |(size, stride): (&u64, &u64)| if *stride == 0 { (*size).min(1) } else { *size };
+    let shape: Vec<u64> = meta.shape().iter().zip(&strides).map(once).collect();
+    Runs::to_row_major(meta.dtype().itemsize(), &shape, &strides)
 }

@@ -140,6 +140,13 @@ impl Options {
         self
     }
 
+    /// Says no longer what an attribute of this name said.
+    #[must_use]
+    pub fn without_attr(mut self, name: &str) -> Self {
+        self.attrs.remove(name);
+        self
+    }
+
     /// Allows leaves that are no typed values ([`Value::Opaque`](crate::Value::Opaque)).
     #[must_use]
     pub fn allow_opaque(mut self) -> Self {
@@ -152,6 +159,13 @@ impl Options {
     #[must_use]
     pub fn digests(mut self) -> Self {
         self.digests = true;
+        self
+    }
+
+    /// Writes no digests.
+    #[must_use]
+    pub fn without_digests(mut self) -> Self {
+        self.digests = false;
         self
     }
 

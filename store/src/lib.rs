@@ -40,3 +40,4 @@ pub use ledger::{JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use put::{PutOptions, PutReport, Replicas};
 pub use store::{Store, VersionInfo};
+pub use version::VERSION_ATTRS;

@@ -255,12 +255,14 @@ impl Label {
     }
 }
 
-/// The attributes of a manifest but those that the store has added.
+/// The attributes that say something of a version in a store, and nothing of its state dict.
+pub const VERSION_ATTRS: [&str; 6] =
+    ["tssd.divergent", "tssd.epoch", "tssd.id", "tssd.layout", "tssd.version", "tssd.writers"];
+
+/// The attributes of a manifest but those that the store and its compression have added.
 fn user_attrs(manifest: &Archive) -> Attrs {
     let mut attrs = manifest.attrs();
-    for own in
-        ["tssd.divergent", "tssd.epoch", "tssd.id", "tssd.layout", "tssd.version", "tssd.writers"]
-    {
+    for own in VERSION_ATTRS.into_iter().chain(["tssd.zstd_level"]) {
         attrs.remove(own);
     }
     attrs

@@ -297,7 +297,7 @@ fn differences_are_counted() {
     assert_eq!(
         said,
         "shape      small  [2, 2] -> [4]\n\
-         values     large  2 of 300000 elements differ, max |a - b| 0.2500, 1 with NaN\n\
+         values     large  2 of 300000 elements differ, max |a - b| 0.2500, max 8388608 ulp, 1 with NaN\n\
          only in B  more   int 1\n\
          order      (all)  the same keys, in another order\n\
          4 differences; 2 leaves in both files\n"

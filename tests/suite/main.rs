@@ -10,6 +10,8 @@
 mod attacks;
 /// The `tssd` command as its users run it.
 mod cli;
+/// The commands that store archives otherwise, and those that prove that nothing is lost.
+mod convert;
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
 /// What fuzzing has found, taken by every target again.

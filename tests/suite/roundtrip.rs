@@ -16,7 +16,7 @@ fn encode(dict: &StateDict) -> Vec<u8> {
 }
 
 /// Which tensors overlap which, and by how many bytes.
-fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
+pub(crate) fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
     let tensors: Vec<&Tensor> = dict
         .leaves()
         .into_iter()

@@ -721,6 +721,16 @@ fn pipes_carry_files_and_nothing_else() {
         assert!(text("verify -", &archive).starts_with("ok       <stdin>  "));
         assert!(text("diff - a.tssd", &file).starts_with("equal: "));
         assert!(text("diff a.safetensors -", &archive).starts_with("equal: "));
+        for stdin in [&archive, &file] {
+            assert!(text("roundtrip -", stdin).starts_with("identical  <stdin>\n"));
+        }
+        assert!(text("inspect --hex -", &archive).starts_with("HEAD\n"));
+        let (converted, said) = piped(&place, "convert - -o - --zstd --digest", &archive);
+        assert!(said.starts_with("<stdout>: "), "{said}");
+        assert!(text("verify --deep -", &converted).starts_with("ok       <stdin>  "));
+        assert!(text("diff a.tssd -", &converted).starts_with("equal in meaning: "));
+        assert!(text("inspect --digest -", &converted).starts_with("blake3:"));
+        assert_eq!(piped(&place, "unpack - -o -", &converted).0, file);
         piped(&place, "put --store store key -", &archive);
         let (got, said) = piped(&place, "get --store store key -o -", b"");
         assert!(said.starts_with("<stdout>: key@"), "{said}");

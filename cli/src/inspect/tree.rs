@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, Container, Key, Node, ObjectPath, ShardPlace, Step, Stored, TensorFlags,
-    TensorReference,
+    Archive, Container, Key, Node, ObjectPath, ShardPlace, Step, StorageReference, Stored,
+    TensorFlags, TensorReference,
 };
 
 use crate::document::Document;
@@ -38,6 +38,9 @@ struct Walk<'a> {
     tensors: u64,
     tied: u64,
     bytes: u64,
+    /// Of all storages: bytes in files, and what they decode to.
+    stored: u64,
+    raw: u64,
     others: u64,
 }
 
@@ -52,6 +55,8 @@ impl Tree {
             tensors: 0,
             tied: 0,
             bytes: 0,
+            stored: 0,
+            raw: 0,
             others: 0,
         };
         let root = document.structure();
@@ -94,8 +99,14 @@ impl Walk<'_> {
                         Stored::Bytes => "bytes".to_owned(),
                         Stored::Opaque(media) => format!("opaque {media}"),
                     };
-                    let len = self.archive.map(|archive| archive.storage(*storage).len);
-                    let size = len.map_or_else(String::new, |len| Size(len).to_string());
+                    let storage = self.archive.map(|archive| archive.storage(*storage));
+                    let size = storage.map_or_else(String::new, |storage| {
+                        let size = Size(storage.len).to_string();
+                        self.stored += storage.stored_len();
+                        self.raw += storage.len;
+                        packing(&storage)
+                            .map_or(size.clone(), |packing| format!("{size}  {packing}"))
+                    });
                     self.row(name, [kind], size);
                 }
             }
@@ -141,6 +152,9 @@ impl Walk<'_> {
                 counts = 0;
             } else {
                 self.seen.insert(number, here);
+                self.stored += storage.stored_len();
+                self.raw += storage.len;
+                notes.extend(packing(&storage));
             }
             if self.verbose {
                 notes.push(format!(
@@ -200,6 +214,12 @@ impl Walk<'_> {
         if let Some(archive) = self.archive {
             let index = archive.index_range();
             parts.push(count(archive.storage_count(), "storage"));
+            if self.stored < self.raw {
+                parts.push(format!("compressed {}", shrunk(self.stored, self.raw)));
+            }
+            if archive.storage_count() > 0 && archive.storage(0).digest.is_some() {
+                parts.push("digests".to_owned());
+            }
             parts.push(format!("index {}", Size(index.end - index.start)));
             match archive.shards().len() {
                 0 => {}
@@ -252,6 +272,24 @@ fn slice(place: &ShardPlace) -> String {
         write!(text, " {placement}").expect("a String takes any text");
     }
     text
+}
+
+/// How a compressed storage is stored.
+fn packing(storage: &StorageReference) -> Option<String> {
+    let packing = storage.packing.as_ref()?;
+    let shuffle = match packing.shuffle {
+        0 => String::new(),
+        width => format!(" shuffle {width}"),
+    };
+    Some(format!("zstd{shuffle} {}", shrunk(storage.stored_len(), storage.len)))
+}
+
+/// What compression has made of so many bytes.
+#[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
+fn shrunk(stored: u64, raw: u64) -> String {
+    let ratio = raw as f64 / stored.max(1) as f64;
+    let digits = if ratio < 100.0 { 2 } else { 0 };
+    format!("{} -> {} (x {ratio:.digits$})", Size(raw), Size(stored))
 }
 
 /// Alignments are powers of two.

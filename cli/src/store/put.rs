@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use serde_json::json;
+use tssd_format::Compression;
 use tssd_store::{JobId, KeyVersion, PutOptions};
 
 use super::{Address, failure};
@@ -15,12 +16,13 @@ use crate::size::{Size, speed};
 
 /// Put a file into a store, as a new version of a key.
 #[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
     /// The key, and optionally the number of the version: KEY or KEY@VERSION
     key: KeyVersion,
-    /// The state dict (.tssd or .safetensors); `-`: stdin
+    /// The state dict (.tssd or .safetensors), or a directory with a manifest.tssd; `-`: stdin
     file: PathBuf,
     /// The global rank that the shards in the file belong to, if they do not say it themselves
     #[arg(long, value_name = "RANK")]
@@ -37,6 +39,12 @@ pub(crate) struct Args {
     /// Take leaves that are opaque objects too
     #[arg(long)]
     allow_opaque: bool,
+    /// Compress all storages, after a byte shuffle: reading takes longer
+    #[arg(long)]
+    zstd: bool,
+    /// Write digests: a BLAKE3 for each storage, and one for all
+    #[arg(long)]
+    digest: bool,
 }
 
 /// One writer's contribution; usually there is only one writer.
@@ -58,9 +66,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         version: args.key.version,
         writer: args.writer,
         job: args.job.clone().map(JobId),
-        attrs: document.attrs(),
+        attrs: if document.is_set() { document.own_attrs() } else { document.attrs() },
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
+        compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
+        digests: args.digest,
         ..PutOptions::default()
     };
     let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;

@@ -1,0 +1,191 @@
+//! `tssd convert`: an archive is stored otherwise, and means the same.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde_json::json;
+use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options};
+use tssd_store::VERSION_ATTRS;
+
+use crate::console::Console;
+use crate::document::Document;
+use crate::encode;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+use crate::output::{Output, shown};
+use crate::pattern::Pattern;
+use crate::size::{Size, count};
+use crate::verify;
+
+/// Store an archive otherwise: compress it, align it, give it digests, or join a shard set into one.
+///
+/// What is not asked for stays as it is. The input is proven first: damage is not copied.
+#[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
+pub(crate) struct Args {
+    /// The archive; a directory with a manifest.tssd, which becomes one archive; `-`: stdin
+    input: PathBuf,
+    /// The archive to write; `-`: stdout
+    #[arg(short, long, value_name = "OUT.tssd")]
+    output: PathBuf,
+    /// Compress all storages, after a byte shuffle; LEVEL is 1 unless it is given (--zstd=3)
+    #[arg(
+        long,
+        value_name = "LEVEL",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "1",
+        value_parser = clap::value_parser!(i32).range(LEVELS),
+    )]
+    zstd: Option<i32>,
+    /// Compress these leaves and no others: fqns, with * for any text; repeat it for more
+    #[arg(long, value_name = "PATTERN")]
+    zstd_only: Vec<Pattern>,
+    /// Shuffle the bytes of what is compressed, which suits floats
+    #[arg(long, conflicts_with = "no_shuffle")]
+    shuffle: bool,
+    /// Do not shuffle the bytes of what is compressed
+    #[arg(long)]
+    no_shuffle: bool,
+    /// Compress nothing
+    #[arg(long, conflicts_with_all = ["zstd", "zstd_only", "shuffle", "no_shuffle"])]
+    raw: bool,
+    /// Write digests: a BLAKE3 for each storage, and one for all
+    #[arg(long, conflicts_with = "no_digest")]
+    digest: bool,
+    /// Write no digests
+    #[arg(long)]
+    no_digest: bool,
+    /// Align all storages to this many bytes: a power of two from 64 to 2MiB
+    #[arg(long, value_name = "BYTES")]
+    align: Option<Size>,
+}
+
+/// The levels of zstd, fast ones among them.
+const LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
+
+/// All of it in memory once, and what is compressed once more.
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    let console = console.beside(&args.output);
+    let document = Document::open(&args.input)?;
+    let Some(archive) = document.archive() else {
+        let message = format_args!("{} is a safetensors file", document.path().display());
+        return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));
+    };
+    refuse_divergent(archive)?;
+    let options = args.options(archive)?;
+    let bar = console.bytes_bar("writing", 0);
+    let mut output = Output::create(&args.output, bar.clone())?;
+
+    // With new checksums, damage would look whole.
+    let damage = verify::errors(archive, true, console);
+    if let Some(error) = damage.into_iter().min_by_key(tssd_format::Error::offset) {
+        return Err(Failure::format(document.path(), &error));
+    }
+    let dict = document.to_state_dict()?;
+    let refused = |error| Failure::format(shown(&args.output), &error);
+    let layout = encode::plan(&dict, &options, console).map_err(refused)?;
+    bar.set_length(layout.file_len());
+    layout.write_to(&mut output).map_err(refused)?;
+    let file_len = output.commit()?;
+
+    let before = document.file_len();
+    let raw = (0..archive.storage_count()).map(|number| archive.storage(number).len).sum();
+    let leaves = archive.leaves().len();
+    let line = format!(
+        "{}: {}, {} raw, file {} -> {}",
+        shown(&args.output).display(),
+        count(leaves, "leaf"),
+        Size(raw),
+        Size(before),
+        Size(file_len),
+    );
+    let json = json!({
+        "output": args.output, "leaves": leaves, "raw_bytes": raw,
+        "file_len_before": before, "file_len": file_len,
+    });
+    console.report(line, &json)?;
+    Ok(Exit::Ok)
+}
+
+impl Args {
+    /// What the archive records, but for what is asked for.
+    fn options(&self, archive: &Archive) -> Result<Options> {
+        let mut options = Options::recorded(archive);
+        if !archive.shards().is_empty() {
+            for name in VERSION_ATTRS {
+                options = options.without_attr(name);
+            }
+        }
+        if self.digest {
+            options = options.digests();
+        }
+        if self.no_digest {
+            options = options.without_digests();
+        }
+        if let Some(Size(bytes)) = self.align {
+            let usage = |error| Failure::new(Exit::Usage, format_args!("--align: {error}"));
+            options = options.align(bytes).map_err(usage)?;
+        }
+        if self.raw {
+            return Ok(options.compress(Compression::None));
+        }
+        if self.zstd.is_some() || !self.zstd_only.is_empty() {
+            options = options.zstd_level(self.zstd.unwrap_or(1));
+        } else if !(self.shuffle || self.no_shuffle) {
+            return Ok(options);
+        }
+        let choices = self.choices(archive)?;
+        Ok(options.compress_leaves(move |path, _| choices.get(path).copied().unwrap_or_default()))
+    }
+
+    /// The leaves to compress, and how.
+    fn choices(&self, archive: &Archive) -> Result<BTreeMap<ObjectPath, Compression>> {
+        let mut is_used = vec![false; self.zstd_only.len()];
+        let mut choices = BTreeMap::new();
+        for (path, node) in archive.leaves() {
+            let mut wanted = self.zstd.is_some() && self.zstd_only.is_empty();
+            let fqn = path.fqn();
+            for (pattern, is_used) in self.zstd_only.iter().zip(&mut is_used) {
+                let matches = pattern.matches(&fqn);
+                *is_used |= matches;
+                wanted |= matches;
+            }
+            if self.zstd.is_none() && self.zstd_only.is_empty() {
+                let mut storages = node.storages().map(|number| archive.storage(number));
+                wanted = storages.any(|storage| storage.packing.is_some());
+            }
+            if wanted {
+                let zstd =
+                    if self.no_shuffle { Compression::Zstd } else { Compression::ShuffledZstd };
+                choices.insert(path, zstd);
+            }
+        }
+        if let Some(unused) = is_used.iter().position(|is_used| !is_used) {
+            let message = format_args!("`{}` matches no leaf", self.zstd_only[unused]);
+            return Err(
+                Failure::new(Exit::NotFound, message).help("`tssd inspect` lists the leaves")
+            );
+        }
+        if choices.is_empty() && self.zstd.is_none() {
+            let message = "nothing in the archive is compressed, so nothing is shuffled";
+            return Err(Failure::new(Exit::Usage, message).help("add --zstd"));
+        }
+        Ok(choices)
+    }
+}
+
+/// Only a manifest holds what writers disagree on.
+fn refuse_divergent(archive: &Archive) -> Result<()> {
+    fn find(node: &Node, path: &ObjectPath) -> Option<ObjectPath> {
+        let Node::Container(container, children) = node else { return None };
+        if *container == Container::Divergent {
+            return Some(path.clone());
+        }
+        children.iter().find_map(|(step, child)| find(child, &path.clone().step(step.clone())))
+    }
+    let Some(path) = find(&archive.structure(), &ObjectPath::root()) else { return Ok(()) };
+    let message = format_args!("the writers hold each their own value of {path}");
+    Err(Failure::new(Exit::Refused, message)
+        .help("`tssd get --writer RANK` makes an archive with the values of one of them"))
+}

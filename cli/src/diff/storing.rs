@@ -1,0 +1,55 @@
+//! How files store the same differently: what compression, alignment and digests they have.
+
+use serde_json::{Value as Json, json};
+use tssd_format::{Archive, Packing, StorageReference};
+
+use crate::document::ZSTD_LEVEL_ATTR;
+use crate::size::count;
+use crate::value::of_attr;
+
+/// In how many leaves the files store otherwise what may be equal in meaning.
+#[derive(Debug, Default)]
+pub(super) struct Storing {
+    codec: u64,
+    alignment: u64,
+    digest: u64,
+    /// The levels, if both have one.
+    level: Option<(String, String)>,
+}
+
+impl Storing {
+    /// What is said of the files as wholes; safetensors files say nothing.
+    pub(super) fn of(a: Option<&Archive>, b: Option<&Archive>) -> Self {
+        let level = |archive: Option<&Archive>| archive?.attrs().remove(ZSTD_LEVEL_ATTR);
+        let levels = level(a).zip(level(b)).filter(|(a, b)| a != b);
+        Self { level: levels.map(|(a, b)| (of_attr(&a), of_attr(&b))), ..Self::default() }
+    }
+
+    /// Counts a leaf, given the storage that each file has for it.
+    pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
+        let codec = |each: &StorageReference| {
+            each.packing.as_ref().map(|packing: &Packing| packing.shuffle)
+        };
+        self.codec += u64::from(codec(a) != codec(b));
+        self.alignment += u64::from(a.align_log2 != b.align_log2);
+        self.digest += u64::from(a.digest.is_some() != b.digest.is_some());
+    }
+
+    pub(super) fn describe(&self) -> Option<String> {
+        let counts =
+            [("codec", self.codec), ("alignment", self.alignment), ("digest", self.digest)];
+        let mut parts = Vec::new();
+        for (what, leaves) in counts.into_iter().filter(|(_, leaves)| *leaves > 0) {
+            parts.push(format!("{what} of {}", count(leaves, "leaf")));
+        }
+        parts.extend(self.level.as_ref().map(|(a, b)| format!("zstd level {a} -> {b}")));
+        (!parts.is_empty()).then(|| parts.join(", "))
+    }
+
+    pub(super) fn json(&self) -> Json {
+        json!({
+            "codec": self.codec, "alignment": self.alignment, "digest": self.digest,
+            "zstd_level": self.level,
+        })
+    }
+}

@@ -1,0 +1,45 @@
+//! Safetensors files: to an archive and back.
+
+use std::path::Path;
+
+use tssd_format::safetensors::{Export, Header};
+use tssd_format::{Archive, ArchiveWriter, Blob, Error, Options};
+
+use super::same::Same;
+use super::{Verdict, note_of, verdict_of};
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+
+/// Packs and unpacks a file in memory; only the same bytes will do.
+pub(super) fn check(path: &Path, file: &dyn Blob, console: Console) -> Result<Verdict> {
+    let archive = match packed(file) {
+        Ok(archive) => archive,
+        Err(error) => return verdict_of(path, &error),
+    };
+    let mut same = Same::to(file);
+    let bar = console.bytes_bar("comparing", file.size().unwrap_or_default());
+    let written = unpack(&archive, &mut bar.wrap_write(&mut same));
+    bar.finish_and_clear();
+    match written {
+        Ok(()) if same.is_whole() => Ok(Verdict::identical()),
+        Err(error) if same.difference().is_none() => Err(Failure::format(path, &error)),
+        _ => Ok(Verdict::lossy([note_of(&same)])),
+    }
+}
+
+/// As `tssd pack` does it.
+fn packed(file: &dyn Blob) -> Result<Archive, Error> {
+    let header = Header::read(file)?;
+    let attrs = header.attrs()?.into_iter();
+    let options = attrs.fold(Options::new(), |options, (name, value)| options.attr(name, value));
+    let mut writer = ArchiveWriter::new(Vec::new(), options)?;
+    for entry in header.tensors() {
+        writer.insert(entry.name(), entry.tensor(file)?)?;
+    }
+    Archive::from_bytes(writer.finish()?)
+}
+
+/// As `tssd unpack` does it.
+fn unpack(archive: &Archive, stream: &mut impl std::io::Write) -> Result<(), Error> {
+    Export::of_archive(archive)?.file()?.write_to(stream)
+}

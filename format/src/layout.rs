@@ -34,8 +34,8 @@ use crate::table::{ROOT_LEN, Tables, Views};
 ///
 /// let draft = Draft::new(&dict, &Options::new().compress(Compression::Zstd))?;
 /// let packed = std::thread::scope(|scope| {
-///     let jobs = draft.jobs();
-///     let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
+///     let jobs = draft.jobs().into_iter();
+///     let threads: Vec<_> = jobs.map(|job| scope.spawn(move || job.run())).collect();
 ///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>, _>>()
 /// })?;
 /// let layout = draft.place(packed)?;

@@ -32,6 +32,8 @@ mod reshard;
 mod roundtrip;
 /// Safetensors files and directories of them, in memory and by the command, byte for byte.
 mod safetensors;
+/// The good vectors in words, as snapshots.
+mod shown;
 /// The byte tables of the spec, its rules, and the vectors as the reader takes them.
 mod spec;
 /// Versions, refusals, damage, several processes, crashes.

@@ -20,11 +20,11 @@ fn field(file: &[u8], at: usize) -> [u8; 8] {
     file[at..at + 8].try_into().expect("eight bytes")
 }
 
-/// Where the index of a legal file begins.
+/// Where the index of a file begins, as its trailer says, or farther than any memory reaches.
 ///
 /// # Panics
 ///
-/// If the file is none.
+/// If the file has no room for a trailer.
 pub fn index_off(file: &[u8]) -> usize {
-    usize::try_from(u64::from_le_bytes(field(file, file.len() - 64))).expect("it is in memory")
+    usize::try_from(u64::from_le_bytes(field(file, file.len() - 64))).unwrap_or(usize::MAX)
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Region, ShardPlace, StateDict, TensorMeta, TensorReference,
-    TensorSlice, Value,
+    Compression, DeviceMesh, Dtype, Placement, Region, ShardPlace, StateDict, TensorMeta,
+    TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
@@ -36,7 +36,7 @@ fn sharding(rank: usize) -> impl Strategy<Value = Sharding> {
 
 /// A global shape with a sharding to put it in and one to get it in.
 fn case() -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
-    proptest::collection::vec(0_u64..7, 1..4)
+    proptest::collection::vec(0_u64..9, 1..4)
         .prop_flat_map(|shape| (Just(shape.clone()), sharding(shape.len()), sharding(shape.len())))
 }
 
@@ -147,6 +147,13 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
                     let options = PutOptions {
                         writer: Some(*rank),
                         job: Some(JobId(job.to_owned())),
+                        // How a version is stored is no matter to its readers.
+                        compression: if seed % 2 == 0 {
+                            Compression::ShuffledZstd
+                        } else {
+                            Compression::None
+                        },
+                        digests: rank % 2 == 0,
                         ..PutOptions::default()
                     };
                     store.put_state_dict(key, &dict, &options).unwrap()
@@ -199,7 +206,7 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn what_is_put_in_one_sharding_is_got_in_another((shape, put, get) in case()) {
@@ -213,7 +220,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(12))]
+    #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
     fn a_directory_does_the_same((shape, put, get) in case()) {

@@ -129,7 +129,8 @@ def failure_of_view(view: Path, answer: Answer) -> str | None:
 
 
 def last_line(stderr: bytes) -> str:
-    lines = [line for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    # Lines end with a line feed; `splitlines` would find more ends in what a message cites.
+    lines = [line for line in stderr.decode("utf-8", "replace").split("\n") if line.strip()]
     return lines[-1] if lines else ""
 
 

@@ -1724,27 +1724,28 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, limit: int) -> int:
     are no more. Answers each with a length and a line of JSON: `{"ok": VIEW}`; `{"error": KIND}`, also
     for what only deep verification finds; `{"failure": WHY}` without a verdict; or `{"crash": TRACEBACK}`,
     which is a bug of this reader."""
-    while True:
-        head = stdin.read(4)
-        if len(head) < 4:
-            return 0
-        answer = json.dumps(answer_to(stdin.read(int.from_bytes(head, "little")), limit))
-        line = answer.encode() + b"\n"
+    while len(head := stdin.read(4)) == 4:
+        line = answer_to(stdin.read(int.from_bytes(head, "little")), limit)
         stdout.write(len(line).to_bytes(4, "little") + line)
         stdout.flush()
+    return 0
 
 
-def answer_to(data: bytes, limit: int) -> Json:
+def answer_to(data: bytes, limit: int) -> bytes:
     try:
         file = open_archive(data, limit)
         prove(file, "deep")
-        return {"ok": view(file)}
+        return as_line({"ok": view(file)})
     except Refused as refusal:
-        return {"error": KINDS[refusal.rule]}
+        return as_line({"error": KINDS[refusal.rule]})
     except Undecided as reason:
-        return {"failure": str(reason)}
+        return as_line({"failure": str(reason)})
     except Exception:  # whatever it is, the next archive is to be answered
-        return {"crash": traceback.format_exc()}
+        return as_line({"crash": traceback.format_exc()})
+
+
+def as_line(answer: Json) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
 
 
 # ---- Self-test -----------------------------------------------------------------------------------

@@ -935,7 +935,7 @@ def open_shard_set(folder: str | Path, limit: int = LIMIT) -> Archive:
     try:
         data = read_file(place, MANIFEST_NAME)
         if data is None:
-            raise Undecided(f"{MANIFEST_NAME} is no regular file")
+            raise Undecided(f"there is no regular file {MANIFEST_NAME}")
         file = open_archive(data, limit)
         if file.shards:
             file.shard_set = [open_shard(file, shard, place) for shard in file.shards]
@@ -962,7 +962,7 @@ def open_shard(manifest: Archive, record: Record, place: int) -> bytes:
     name = manifest.strings[record.name].decode()
     data = read_file(place, name)
     if data is None:
-        raise Refused("F-083", f"{name} is no regular file")
+        raise Refused("F-083", f"there is no regular file {name}")
     require("F-083", len(data) == record.file_len, f"length of {name}")
     if not is_zero(record.digest):
         require("F-083", root_digest(open_archive(data)) == record.digest, f"root digest of {name}")

@@ -1342,6 +1342,13 @@ def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
     """Proves an archive of a shard set: its index, that it has the storages that the manifest names,
     and of its blob what the manifest does not name."""
     shard = open_archive(data)
+    equal, missing = compare_storages(manifest, number, shard)
+    verify_storages(shard, equal)
+    require("F-083", not missing, f"shard {number} has no such storages as {missing[:1]}")
+
+
+def compare_storages(manifest: Archive, number: int, shard: Archive) -> tuple[set[int], list[int]]:
+    """The storages of a shard that the manifest names, and those that it names and are not there."""
     own = {storage.offset: i for i, storage in enumerate(shard.storages)}
     equal, missing = set(), []
     for i, storage in enumerate(manifest.storages):
@@ -1351,8 +1358,7 @@ def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
                 equal.add(j)
             else:
                 missing.append(i)
-    verify_storages(shard, equal)
-    require("F-083", not missing, f"shard {number} has no such storages as {missing[:1]}")
+    return equal, missing
 
 
 def is_same_storage(one: Archive, i: int, other: Archive, j: int) -> bool:
@@ -1376,9 +1382,17 @@ def verify_deeply(file: Archive) -> None:
     """Proves what the stored bytes mean, once they are proven."""
     if not blobs_are_here(file):
         return
-    check_texts(file, ZSTD)
+    decode_storages(file)
+    for number, data in enumerate(file.shard_set or ()):
+        shard = open_archive(data)
+        decode_storages(shard, compare_storages(file, number, shard)[0])
+
+
+def decode_storages(file: Archive, proven: Collection[int] = ()) -> None:
+    """Proves what storages mean, but for those that are proven already."""
+    check_texts(file, ZSTD, proven)
     for i, storage in enumerate(file.storages):
-        if storage.codec == ZSTD or file.digests:
+        if (storage.codec == ZSTD or file.digests) and i not in proven:
             check_raw_bytes(file, i, storage)
 
 

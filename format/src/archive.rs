@@ -383,17 +383,17 @@ impl Archive {
             job(number, storage, Part::Padding(end..self.index_range().start));
         }
         if !owns_blob && !is_alone {
-            jobs.extend(self.shard_jobs(&storages));
+            jobs.extend(self.shard_jobs(&storages, Depth::Stored));
         }
         jobs
     }
 
     /// One job for each archive of a shard set.
-    fn shard_jobs(&self, storages: &[Arc<StorageReference>]) -> Vec<Verify<'_>> {
+    fn shard_jobs(&self, storages: &[Arc<StorageReference>], depth: Depth) -> Vec<Verify<'_>> {
         let count = u32::try_from(self.blobs.len()).expect("a manifest names fewer");
         let own = |shard| {
             let all = storages.iter().filter(move |storage| storage.shard == shard);
-            Part::Archive(shard, all.cloned().collect())
+            Part::Archive(shard, all.cloned().collect(), depth)
         };
         let none = Arc::new(StorageReference::default());
         let job =
@@ -423,6 +423,10 @@ impl Archive {
             if storage.packing.is_some() || storage.digest.is_some() {
                 jobs.push(Verify { archive: self, number, storage, part: Part::Meaning });
             }
+        }
+        if !self.shards().is_empty() {
+            let storages = (0..self.storage_count()).map(|number| Arc::new(self.storage(number)));
+            jobs.extend(self.shard_jobs(&storages.collect::<Vec<_>>(), Depth::Decoded));
         }
         jobs
     }
@@ -464,7 +468,14 @@ enum Part {
     Meaning,
     /// An archive of a shard set, which must have these storages: its index, and what of its blob the
     /// manifest does not name.
-    Archive(u32, Vec<Arc<StorageReference>>),
+    Archive(u32, Vec<Arc<StorageReference>>, Depth),
+}
+
+/// Whether bytes are proven as they are stored, or what they decode to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Depth {
+    Stored,
+    Decoded,
 }
 
 impl Verify<'_> {
@@ -476,7 +487,7 @@ impl Verify<'_> {
             Part::Checksum => 0..0,
             Part::Text | Part::Meaning => self.storage.stored_range(),
             // Its index, and little more.
-            Part::Archive(shard, _) => 0..self.archive.shards()[native(*shard)].index_len(),
+            Part::Archive(shard, ..) => 0..self.archive.shards()[native(*shard)].index_len(),
         };
         range.end - range.start
     }
@@ -498,9 +509,9 @@ impl Verify<'_> {
             let at = range.start + length(&bytes[..at]);
             return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
         }
-        if let Part::Archive(shard, storages) = &self.part {
+        if let Part::Archive(shard, storages, depth) = &self.part {
             let name = &self.archive.shards()[native(*shard)].name;
-            let proven = prove_shard(self.archive.blob(*shard), storages);
+            let proven = prove_shard(self.archive.blob(*shard), storages, *depth);
             return proven.map_err(|error| error.at(name));
         }
         self.prove().map_err(|error| {
@@ -565,17 +576,21 @@ fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {
 
 /// Proves the index of an archive of a shard set, that it has the storages that the manifest says, and the
 /// rest of its blob.
-fn prove_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>]) -> Result<()> {
+fn prove_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: Depth) -> Result<()> {
     let archive = Archive::from_blob(blob.clone())?;
     let by_offset: BTreeMap<u64, &StorageReference> =
         named.iter().map(|storage| (storage.offset, &**storage)).collect();
     let mut found = 0;
-    for job in archive.verify_jobs() {
+    let jobs = match depth {
+        Depth::Stored => archive.verify_jobs(),
+        Depth::Decoded => archive.decode_jobs(),
+    };
+    for job in jobs {
         let own = &*job.storage;
         let is_named = by_offset.get(&own.offset).is_some_and(|named| named.same_bytes(own));
         match job.part {
             // What the manifest names is proven by jobs of its own.
-            Part::Chunk(_) | Part::Text if is_named => {}
+            Part::Chunk(_) | Part::Text | Part::Meaning if is_named => {}
             _ => job.run()?,
         }
     }

@@ -1,6 +1,6 @@
 //! What can be wrong, and where: one kind per rule of `spec/format.md`.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
 use crate::region::Region;
 
@@ -112,7 +112,7 @@ impl fmt::Display for Error {
             fmt::Result::Ok(())
         };
         if let Some(path) = path {
-            place(f, format_args!("in `{path}`"))?;
+            place(f, format_args!("in `{}`", Plain(path)))?;
         }
         if let Some(offset) = offset {
             place(f, format_args!("at byte {offset}"))?;
@@ -121,6 +121,22 @@ impl fmt::Display for Error {
             place(f, format_args!("region {region}"))?;
         }
         if separator == ", " { f.write_str(")") } else { Ok(()) }
+    }
+}
+
+/// Text from a file, with control characters escaped: they would move the cursor of a terminal.
+struct Plain<'a>(&'a str);
+
+impl fmt::Display for Plain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for char in self.0.chars() {
+            if char.is_control() {
+                write!(f, "{}", char.escape_default())?;
+            } else {
+                f.write_char(char)?;
+            }
+        }
+        Ok(())
     }
 }
 

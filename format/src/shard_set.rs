@@ -13,7 +13,8 @@ use crate::error::{Error, ErrorKind, Result};
 pub const MANIFEST: &str = "manifest.tssd";
 
 /// Opens the shard set of a directory, to be read as one archive: `manifest.tssd`, and the archives
-/// that it names beside it. Links are not followed, so nothing outside of the directory is read.
+/// that it names beside it. Links are not followed, so nothing outside of the directory is read. (If
+/// `manifest.tssd` names none, it is an archive like any other.)
 ///
 /// # Errors
 ///
@@ -40,12 +41,7 @@ pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
             Err(error) => Err(at(Error::new(ErrorKind::ShardMismatch).note(error), &shard.name)),
         }
     });
-    let set = set.map_err(|error: Error| error.at(path.join(MANIFEST).display()))?;
-    if set.shards().is_empty() {
-        let error = Error::new(ErrorKind::ShardTable).note("no shard at all");
-        return Err(error.at(path.join(MANIFEST).display()));
-    }
-    Ok(set)
+    set.map_err(|error: Error| error.at(path.join(MANIFEST).display()))
 }
 
 #[cfg(unix)]
@@ -89,11 +85,14 @@ impl Directory {
 /// Whether the file may be what it should be, and only cannot be read; else it is not there, a link, a
 /// directory.
 fn is_of_the_system(error: &io::Error) -> bool {
+    // A link, a socket, a device without a driver.
     #[cfg(unix)]
-    let is_link = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
+    let is_special = [rustix::io::Errno::LOOP, rustix::io::Errno::NXIO, rustix::io::Errno::NODEV]
+        .iter()
+        .any(|special| error.raw_os_error() == Some(special.raw_os_error()));
     #[cfg(not(unix))]
-    let is_link = false;
-    !is_link && !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput)
+    let is_special = false;
+    !is_special && !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput)
 }
 
 fn regular(file: File) -> io::Result<File> {

@@ -148,12 +148,12 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
                         writer: Some(*rank),
                         job: Some(JobId(job.to_owned())),
                         // How a version is stored is no matter to its readers.
-                        compression: if seed % 2 == 0 {
+                        compression: if seed.is_multiple_of(2) {
                             Compression::ShuffledZstd
                         } else {
                             Compression::None
                         },
-                        digests: rank % 2 == 0,
+                        digests: rank.is_multiple_of(2),
                         ..PutOptions::default()
                     };
                     store.put_state_dict(key, &dict, &options).unwrap()

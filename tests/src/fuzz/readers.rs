@@ -63,6 +63,16 @@ pub fn python_differs(file: &[u8]) -> Option<String> {
     let mut python = PYTHON.lock().expect("nobody panics while asking");
     let theirs = python.ask(file).unwrap_or_else(|error| panic!("reader.py: {error}"));
     let ours = verdict!(tssd_format, file);
+    // Versions of zstd differ in which broken frames they refuse, and which they decode to something.
+    let is_broken_chunk = |verdict: &Verdict| {
+        let kind = verdict["error"].as_str();
+        kind.is_some_and(|kind| {
+            ["FrameCorrupt", "StorageCorrupt", "DigestMismatch"].contains(&kind)
+        })
+    };
+    if is_broken_chunk(&ours) && is_broken_chunk(&theirs) {
+        return None;
+    }
     (theirs != ours).then(|| format!("ours {ours:.300}, reader.py {theirs:.300}"))
 }
 

@@ -25,7 +25,7 @@ use crate::text::is_text;
 use crate::views::{Views, native};
 
 /// What is only looked at is read from files in blocks of this many bytes.
-const READ_BLOCK: usize = 64 << 10;
+const READ_BLOCK: usize = 256 << 10;
 
 /// An archive whose index is proven: an `Archive` that exists is valid. Its payload is proven by
 /// [`Archive::verify`].

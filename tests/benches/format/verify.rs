@@ -10,31 +10,35 @@ use tssd_tests::race::{Runner, Target, race};
 use crate::model::{encoded, model};
 
 /// Row 4: a file that the system has in memory, against reading it: `pread` of chunks of 1 MiB, each
-/// thread into one buffer of its own that it uses again. Then the same bytes in memory, against adding
-/// them up.
+/// thread into one buffer of its own, and a look at each word of it. `pread` alone, whose bytes nobody looks
+/// at, is there to compare. Then the same bytes in memory, as they are in a map, against adding them up.
 pub(crate) fn a_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.tssd");
     let bytes = encoded(&model(32, 8 << 20));
     std::fs::write(&path, &bytes).unwrap();
     let len = u64::try_from(bytes.len()).unwrap();
+    let read = |threads, look: fn(&[u8])| {
+        let file = File::open(&path).unwrap();
+        let chunks: Vec<u64> = (0..len / CHUNK_BYTES).collect();
+        on_threads(&chunks, threads, |chunks| {
+            let mut buffer = vec![0; usize::try_from(CHUNK_BYTES).unwrap()];
+            for chunk in chunks {
+                file.read_exact_at(&mut buffer, chunk * CHUNK_BYTES).unwrap();
+                look(black_box(&buffer));
+            }
+        });
+    };
     for threads in [1, 2] {
         race(
             &format!("4. verify a file of 256 MiB in the page cache, threads: {threads}"),
             Some(len),
             21,
             vec![
-                Runner::new("pread, 1 MiB at a time, one buffer", || {
-                    let file = File::open(&path).unwrap();
-                    let chunks: Vec<u64> = (0..len / CHUNK_BYTES).collect();
-                    on_threads(&chunks, threads, |chunks| {
-                        let mut buffer = vec![0; usize::try_from(CHUNK_BYTES).unwrap()];
-                        for chunk in chunks {
-                            file.read_exact_at(&mut buffer, chunk * CHUNK_BYTES).unwrap();
-                            black_box(&buffer);
-                        }
-                    });
+                Runner::new("pread into one buffer, adding up all words", || {
+                    read(threads, add_up);
                 }),
+                Runner::new("pread into one buffer", || read(threads, |_| {})),
                 Runner::new("tssd: Archive::open, verify_jobs", || {
                     verify(&Archive::open(&path).unwrap(), threads);
                 })
@@ -46,14 +50,7 @@ pub(crate) fn a_file() {
             Some(len),
             21,
             vec![
-                Runner::new("adding up all words", || {
-                    let (words, _) = bytes.as_chunks::<8>();
-                    on_threads(words, threads, |words| {
-                        let add =
-                            |sum: u64, word: &[u8; 8]| sum.wrapping_add(u64::from_le_bytes(*word));
-                        black_box(black_box(words).iter().fold(0, add));
-                    });
-                }),
+                Runner::new("adding up all words", || on_threads(&bytes, threads, add_up)),
                 Runner::new("tssd: Archive::from_bytes, verify_jobs", || {
                     verify(&Archive::from_bytes(bytes.clone()).unwrap(), threads);
                 })
@@ -61,6 +58,11 @@ pub(crate) fn a_file() {
             ],
         );
     }
+}
+
+fn add_up(bytes: &[u8]) {
+    let (words, _) = bytes.as_chunks::<8>();
+    black_box(words.iter().fold(0_u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word))));
 }
 
 fn verify(archive: &Archive, threads: usize) {

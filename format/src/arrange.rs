@@ -7,15 +7,18 @@ use bytes::Bytes;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Body, RawBytes, Source};
+use crate::fill::{Body, RawBytes, Segments, Source};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
-use crate::layout::combine;
 use crate::options::{Compression, Options, ZSTD_LEVEL};
 use crate::pack::{Pack, Packed, StoredChunk};
+use crate::record::NONE;
+use crate::seal::{StorageTables, combine};
 use crate::state_dict::Value;
 use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
 use crate::structure::{Item, Trail, Tree, structure_of, walk};
+use crate::table::number;
+use crate::views::native;
 
 /// Storages of fewer bytes than this are not compressed: their records would take what is won.
 const MIN_PACKED: u64 = 512;
@@ -24,13 +27,12 @@ const MIN_PACKED: u64 = 512;
 #[derive(Debug)]
 pub(crate) struct Arranger {
     cursor: u64,
-    crc_count: usize,
     /// Storages that have numbers but no places yet.
     pending: Vec<Pending>,
     /// Whether a storage is to be compressed.
     compresses: bool,
     pub(crate) sources: Vec<Source>,
-    pub(crate) storages: Vec<StorageReference>,
+    pub(crate) storages: StorageTables,
 }
 
 /// A storage that waits for its place, which depends on how much it can be compressed.
@@ -45,21 +47,23 @@ struct Pending {
 struct Span<'a> {
     start: usize,
     end: usize,
-    align: usize,
     bytes: &'a Bytes,
+    align: u8,
     is_content: bool,
     /// The width of the byte shuffle, if it is to be compressed.
     shuffle: Option<u8>,
+    /// Its component; `NONE` as long as it has none, and always if it has no bytes.
+    component: u32,
 }
 
 /// Spans that overlap, directly or through others: one storage.
 struct Component {
     start: usize,
     end: usize,
-    /// Its spans, in order of their starts: a range of what [`components`] returns.
-    spans: Range<usize>,
+    /// Its spans: a range of the order that [`components`] returns.
+    spans: Range<u32>,
     /// Zeros in front that bring every tensor to its alignment, once they are known.
-    lead: Option<usize>,
+    lead: Option<u8>,
     /// Its number, once it has a place.
     storage: Option<u32>,
 }
@@ -68,11 +72,10 @@ impl Arranger {
     pub(crate) fn new() -> Self {
         Self {
             cursor: DATA_START,
-            crc_count: 0,
             pending: Vec::new(),
             compresses: false,
             sources: Vec::new(),
-            storages: Vec::new(),
+            storages: StorageTables::default(),
         }
     }
 
@@ -94,46 +97,49 @@ impl Arranger {
             spans.push(Span::of(&item, path, options));
             Ok(())
         })?;
-        let (ordered, mut components, of_span) = components(&spans);
+        let (order, mut components) = components(&mut spans)?;
         // All that can be refused is refused before anything has its place.
-        for (ordinal, component) in of_span.iter().enumerate() {
-            let Some(component) = component.map(|at| &mut components[at]) else { continue };
+        for (ordinal, span) in spans.iter().enumerate() {
+            let Some(component) = components.get_mut(native(span.component)) else { continue };
             if component.lead.is_none() {
-                let lead = lead_of(&ordered[component.spans.clone()]);
+                let lead = lead_of(&component.spans(&order, &spans));
                 component.lead =
                     Some(lead.map_err(|error| error.at(path_of(value, path, options, ordinal)))?);
             }
         }
-        let mut places = Vec::with_capacity(spans.len());
-        for (ordinal, (span, component)) in spans.iter().zip(of_span).enumerate() {
-            let Some(component) = component else {
-                places.push((None, 0));
-                continue;
-            };
-            let component = &mut components[component];
-            let lead = component.lead.expect("found above");
-            let storage = match component.storage {
-                Some(storage) => storage,
-                None => self
-                    .store(lead, &ordered[component.spans.clone()], span.shuffle)
-                    .map_err(|error| error.at(path_of(value, path, options, ordinal)))?,
-            };
-            component.storage = Some(storage);
-            let byte_offset = u64::try_from(span.start - component.start + lead);
-            places.push((Some(storage), byte_offset.expect("usize is at most 64 bits")));
+        self.pending.reserve(components.len());
+        for (ordinal, span) in spans.iter().enumerate() {
+            let Some(component) = components.get_mut(native(span.component)) else { continue };
+            if component.storage.is_none() {
+                let storage = self
+                    .store(component, component.spans(&order, &spans), span.shuffle)
+                    .map_err(|error| error.at(path_of(value, path, options, ordinal)))?;
+                component.storage = Some(storage);
+            }
         }
-        Ok(structure_of(value, &mut places.into_iter()))
+        let mut places = spans.iter().map(|span| {
+            let Some(component) = components.get(native(span.component)) else { return (None, 0) };
+            let lead = u64::from(component.lead.expect("found above"));
+            let within = u64::try_from(span.start - component.start);
+            (component.storage, within.expect("usize is at most 64 bits") + lead)
+        });
+        Ok(structure_of(value, &mut places))
     }
 
     /// Makes a storage of the spans of a component, and returns its number.
-    fn store(&mut self, lead: usize, spans: &[&Span<'_>], shuffle: Option<u8>) -> Result<u32> {
-        let number = u32::try_from(self.storages.len() + self.pending.len());
-        let lead = u64::try_from(lead).expect("at most 15");
+    fn store<'s>(
+        &mut self,
+        component: &Component,
+        spans: impl Iterator<Item = &'s Span<'s>>,
+        shuffle: Option<u8>,
+    ) -> Result<u32> {
+        let number = number(self.storages.len() + self.pending.len())?;
+        let lead = component.lead.expect("found above").into();
         let raw = RawBytes { lead, segments: segments(spans) };
         let shuffle = shuffle.filter(|_| raw.len() >= MIN_PACKED);
         self.compresses |= shuffle.is_some();
         self.pending.push(Pending { raw, shuffle });
-        number.map_err(|_| too_large())
+        Ok(number)
     }
 
     /// The jobs that compress what has no place yet.
@@ -155,6 +161,8 @@ impl Arranger {
         let mut packed: Vec<Packed> = packed.into_iter().collect();
         packed.sort_by_key(|packed| packed.place);
         let mut packed = packed.into_iter().peekable();
+        self.sources.reserve(self.pending.len());
+        self.storages.reserve(self.pending.len());
         let pending = std::mem::take(&mut self.pending).into_iter();
         for (number, Pending { raw, shuffle }) in pending.enumerate() {
             let mut chunks = Vec::new();
@@ -171,17 +179,12 @@ impl Arranger {
 
     fn append_raw(&mut self, raw: RawBytes, options: &Options) -> Result<()> {
         let len = raw.len();
-        let chunks = usize::try_from(len.div_ceil(CHUNK_BYTES)).map_err(|_| too_large())?;
         // Sums are found out on the way into the file.
         let storage = StorageReference {
-            offset: 0,
             len,
-            crc32: 0,
-            crcs: vec![0; chunks],
             align_log2: options.align_log2(len),
-            shard: 0,
-            packing: None,
             digest: options.digests.then_some([0; 32]),
+            ..StorageReference::default()
         };
         self.append(storage, Body::Raw { bytes: raw, digest: options.digests })
     }
@@ -209,7 +212,7 @@ impl Arranger {
         for (number, chunk) in (0..).zip(chunks) {
             let start = number * CHUNK_BYTES;
             let is_zstd = chunk.frame.is_some();
-            let raw = || raw.part(start..(start + CHUNK_BYTES).min(len));
+            let raw = || raw.part(&(start..(start + CHUNK_BYTES).min(len)));
             let part = chunk.frame.map_or_else(raw, RawBytes::from);
             let len = u32::try_from(part.len()).expect("at most 1 MiB");
             packing.chunks.push(PackedChunk { offset, len, is_zstd });
@@ -217,14 +220,12 @@ impl Arranger {
             parts.push(part);
         }
         let storage = StorageReference {
-            offset: 0,
             len,
             crc32,
-            crcs: vec![0; parts.len()],
             align_log2: options.align_log2(offset),
-            shard: 0,
             packing: Some(packing),
             digest,
+            ..StorageReference::default()
         };
         self.append(storage, Body::Packed(parts))
     }
@@ -235,10 +236,9 @@ impl Arranger {
         storage.offset = offset.ok_or_else(too_large)?;
         let end = storage.offset.checked_add(storage.stored_len());
         self.cursor = end.ok_or_else(too_large)?;
-        self.sources.push(Source { offset: storage.offset, first_crc: self.crc_count, body });
-        self.crc_count += storage.crcs.len();
-        self.storages.push(storage);
-        Ok(())
+        let first_crc = self.storages.crc_count();
+        self.sources.push(Source { offset: storage.offset, first_crc, body });
+        self.storages.push(&storage)
     }
 
     /// Where the index begins, once all storages have their places.
@@ -274,29 +274,27 @@ impl<'a> Span<'a> {
                 let bytes = tensor.storage().bytes();
                 let start = bytes.as_ptr().addr() + size(tensor.byte_offset());
                 let end = start + size(meta.span_bytes());
-                let align = size(meta.dtype().itemsize());
-                Self { start, end, align, bytes, is_content: false, shuffle }
+                let align = meta.dtype().itemsize().to_le_bytes()[0];
+                Self { start, end, bytes, align, is_content: false, shuffle, component: NONE }
             }
             Item::Content(bytes) => {
                 let start = bytes.as_ptr().addr();
                 let (end, shuffle) = (start + bytes.len(), shuffle(None, 1));
-                Self { start, end, align: 1, bytes, is_content: true, shuffle }
+                Self { start, end, bytes, align: 1, is_content: true, shuffle, component: NONE }
             }
         }
     }
 }
 
-/// The spans that have bytes, in order of their starts; their components; for each span the number of
-/// its own.
-fn components<'s, 'a>(
-    spans: &'s [Span<'a>],
-) -> (Vec<&'s Span<'a>>, Vec<Component>, Vec<Option<usize>>) {
-    let mut components: Vec<Component> = Vec::new();
-    let mut of_span = vec![None; spans.len()];
-    let mut order: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].len() > 0).collect();
-    order.sort_by_key(|at| (spans[*at].is_content, spans[*at].start, *at));
-    for (place, &at) in order.iter().enumerate() {
-        let span = &spans[at];
+/// The numbers of the spans that have bytes, in order of their starts; their components.
+fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
+    let mut order = Vec::with_capacity(spans.len());
+    let count = number(spans.len())?;
+    order.extend((0..count).filter(|at| spans[native(*at)].len() > 0));
+    order.sort_by_key(|at| (spans[native(*at)].is_content, spans[native(*at)].start, *at));
+    let mut components: Vec<Component> = Vec::with_capacity(order.len());
+    for (place, at) in (0..).zip(&order) {
+        let span = &mut spans[native(*at)];
         match components.last_mut() {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
@@ -310,15 +308,29 @@ fn components<'s, 'a>(
                 storage: None,
             }),
         }
-        of_span[at] = Some(components.len() - 1);
+        span.component = number(components.len() - 1)?;
     }
-    (order.into_iter().map(|at| &spans[at]).collect(), components, of_span)
+    Ok((order, components))
+}
+
+impl Component {
+    /// Its spans, in order of their starts.
+    fn spans<'s, 'a>(
+        &self,
+        order: &'s [u32],
+        spans: &'s [Span<'a>],
+    ) -> impl Iterator<Item = &'s Span<'a>> + Clone {
+        order[native(self.spans.start)..native(self.spans.end)].iter().map(|at| &spans[native(*at)])
+    }
 }
 
 /// How many zeros in front bring every tensor of a component to its alignment.
-fn lead_of(spans: &[&Span<'_>]) -> Result<usize> {
-    let fits = |lead: &usize| {
-        spans.iter().all(|span| (span.start - spans[0].start + lead).is_multiple_of(span.align))
+fn lead_of<'s, 'a: 's>(spans: &(impl Iterator<Item = &'s Span<'a>> + Clone)) -> Result<u8> {
+    let start = spans.clone().next().map_or(0, |span| span.start);
+    let fits = |lead: &u8| {
+        spans.clone().all(|span| {
+            (span.start - start + usize::from(*lead)).is_multiple_of(usize::from(span.align))
+        })
     };
     // Elements have at most 16 bytes.
     (0..16).find(fits).ok_or_else(|| {
@@ -334,22 +346,27 @@ impl Span<'_> {
 }
 
 /// The bytes of a component: from one owner where one has them all, else from several in turn.
-fn segments(spans: &[&Span<'_>]) -> Vec<Bytes> {
+fn segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>) -> Segments {
     let slice = |owner: &Bytes, start: usize, end: usize| {
         let base = owner.as_ptr().addr();
         owner.slice(start - base..end - base)
     };
-    let mut segments = Vec::with_capacity(1);
-    let (mut owner, mut start, mut end) = (spans[0].bytes, spans[0].start, spans[0].end);
+    let first = spans.next().expect("a component has a span");
+    let (mut owner, mut start, mut end) = (first.bytes, first.start, first.end);
+    let mut before = Vec::new();
     for span in spans {
         if span.end > owner.as_ptr().addr() + owner.len() {
-            segments.push(slice(owner, start, end));
+            before.push(slice(owner, start, end));
             (owner, start) = (span.bytes, end);
         }
         end = end.max(span.end);
     }
-    segments.push(slice(owner, start, end));
-    segments
+    let last = slice(owner, start, end);
+    if before.is_empty() {
+        return Segments::One(last);
+    }
+    before.push(last);
+    Segments::Many(before)
 }
 
 /// The path of the item with this number, for errors.

@@ -1,13 +1,14 @@
 //! The kernel: copies bytes and checksums them in one pass over memory.
 //!
-//! A block is checksummed, which brings it into the cache, and then stored past the cache, so that the
-//! target is not read first and does not push the source out. The stores go to four quarters of the
-//! block in turn, which keeps four pages open at once, and the next block is prefetched on the way.
+//! A block is checksummed, which brings it into the cache as fast as memory gives it, and then stored
+//! past the cache, so that the target is not read first and does not push the source out. The stores go
+//! to four quarters of the block in turn, which keeps four pages open at once. To fetch the next block
+//! on the way was slower than to leave that to the processor.
 
 use crc32fast::Hasher;
 
 /// What is checksummed and then copied while it is in the cache.
-const BLOCK: usize = 16 << 10;
+const BLOCK: usize = 128 << 10;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
 #[cfg(target_arch = "x86_64")]
@@ -29,9 +30,7 @@ pub(crate) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hash
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "stores that bypass the cache exist only as intrinsics")]
 mod stream {
-    use std::arch::x86_64::{
-        __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
-    };
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
     use super::{BLOCK, Hasher};
 
@@ -47,14 +46,11 @@ mod stream {
         crc.update(source_lead);
         target_lead.copy_from_slice(source_lead);
 
-        let mut blocks = source.chunks(BLOCK).peekable();
-        let mut targets = target.chunks_mut(BLOCK);
-        while let (Some(source), Some(target)) = (blocks.next(), targets.next()) {
+        for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
             crc.update(source);
-            let next = blocks.peek().copied().unwrap_or_default();
             match (source.as_chunks(), target.as_chunks_mut()) {
                 ((lines, []), (targets, [])) if lines.len() == 4 * QUARTER => {
-                    copy_block(lines, targets, next.as_chunks().0);
+                    copy_block(lines, targets);
                 }
                 _ => target.copy_from_slice(source),
             }
@@ -65,13 +61,10 @@ mod stream {
     }
 
     /// Copies one block, whose target is aligned to its lines.
-    fn copy_block(source: &[Line], target: &mut [Line], next: &[Line]) {
+    fn copy_block(source: &[Line], target: &mut [Line]) {
         for line in 0..QUARTER {
             for quarter in 0..4 {
                 let at = quarter * QUARTER + line;
-                if let Some(next) = next.get(at) {
-                    prefetch(next);
-                }
                 copy_line(&source[at], &mut target[at]);
             }
         }
@@ -95,14 +88,8 @@ mod stream {
         debug_assert!(target.as_ptr().addr().is_multiple_of(16));
         // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
         // we borrow mutably. `copy_and_checksum` has cut the target at a multiple of 64, and blocks
-        // (16 KiB), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
+        // (128 KiB), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
         unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
-    }
-
-    fn prefetch(line: &Line) {
-        // SAFETY: a prefetch is a hint that touches no memory as far as the program can tell, and
-        // `line` is memory that we may read.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
     }
 }
 

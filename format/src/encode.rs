@@ -8,17 +8,17 @@ use rend::{u32_le, u64_le};
 
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, python_twins};
+use crate::key::{Content, FileKey, Key, ObjectPath, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
 use crate::shape::MAX_RANK;
 use crate::shard::ShardPlace;
 use crate::state_dict::Value;
-use crate::storage::{PackedChunk, StorageReference};
 use crate::structure::{Branch, Container, Placed, Stored, Tree};
-use crate::table::Tables;
+use crate::table::{Tables, number};
 use crate::text::Text;
+use crate::views::native;
 
 /// Something said of an archive as a whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +67,7 @@ impl ShardFile {
 pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Result<Tables> {
     let mut encoder = Encoder::default();
     let tensors = encoder.nodes(root)?;
+    encoder.tables.tensors.reserve(tensors.len());
     for reference in tensors {
         encoder.tensor(reference)?;
     }
@@ -76,73 +77,46 @@ pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Re
     Ok(encoder.tables)
 }
 
-impl Tables {
-    /// Adds the storages, in the order of their numbers.
-    pub(crate) fn put_storages(&mut self, storages: &[StorageReference]) -> Result<()> {
-        for storage in storages {
-            let crcs = number(self.crcs.len())?;
-            self.crcs.extend(storage.crcs.iter().map(|crc| u32_le::from_native(*crc)));
-            let first_chunk = number(self.chunks.len())?;
-            let packing = storage.packing.as_ref();
-            let chunk = |chunk: &PackedChunk| record::Chunk {
-                offset: chunk.offset.into(),
-                stored_len: chunk.len.into(),
-                codec: u32::from(chunk.is_zstd).into(),
-            };
-            let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
-            self.chunks.extend(chunks.map(chunk));
-            self.storages.push(record::Storage {
-                offset: storage.offset.into(),
-                stored_len: storage.stored_len().into(),
-                raw_len: storage.len.into(),
-                shard: storage.shard.into(),
-                chunks: packing.map_or(NONE, |_| first_chunk).into(),
-                crcs: crcs.into(),
-                crc32: storage.crc32.into(),
-                codec: packing.is_some().into(),
-                align_log2: storage.align_log2,
-                chunk_log2: 20,
-                shuffle: packing.map_or(0, |packing| packing.shuffle),
-                reserved: 0.into(),
-            });
-        }
-        // A file has digests of all its storages or of none.
-        let digests: Option<Vec<Digest>> = storages.iter().map(|storage| storage.digest).collect();
-        self.digests = digests.unwrap_or_default();
-        number(self.storages.len()).map(drop)
-    }
-}
-
 #[derive(Default)]
 struct Encoder<'a> {
     tables: Tables,
-    heap: IndexMap<Cow<'a, [u8]>, u32>,
-    dims: IndexMap<Box<[u64]>, u32>,
-    slices: IndexMap<&'a ShardPlace, u32>,
-    placements: IndexMap<&'a [Placement], u32>,
+    heap: Numbers<Cow<'a, [u8]>>,
+    dims: Numbers<Box<[u64]>>,
+    slices: Numbers<&'a ShardPlace>,
+    placements: Numbers<&'a [Placement]>,
 }
+
+/// What is in a table already, and where. No bytes depend on the hash.
+type Numbers<T> = IndexMap<T, u32, foldhash::fast::RandomState>;
 
 /// A node that waits for its turn: breadth first, so the queue is the node table.
 struct Queued<'a> {
     node: &'a Tree<'a>,
-    key: FileKey<'a>,
     /// The number of its container; of no use for the root.
     parent: usize,
     step: Option<Branch<'a>>,
 }
 
+impl<'a> Queued<'a> {
+    fn key(&self) -> Result<FileKey<'a>> {
+        match self.step {
+            Some(Branch::Key(key)) => FileKey::of(key),
+            Some(Branch::Index(_)) | None => Ok(FileKey::word(crate::key::kind::INDEX, 0)),
+        }
+    }
+}
+
 impl<'a> Encoder<'a> {
     /// Fills `nodes` and `by_key`; returns the tensor references in the order of the nodes.
     fn nodes(&mut self, root: &'a Tree<'a>) -> Result<Vec<Placed<'a>>> {
-        let index_key = || FileKey::word(crate::key::kind::INDEX, 0);
         let mut tensors = Vec::new();
-        let mut queue = vec![Queued { node: root, key: index_key(), parent: 0, step: None }];
+        let mut queue = vec![Queued { node: root, parent: 0, step: None }];
         self.tables.by_key.push(0.into());
         let mut next = 0;
         while let Some(queued) = queue.get(next) {
             let node = queued.node;
-            let (key_kind, key) = (queued.key.kind, queued.key.content.clone());
-            let key = self.content(key)?;
+            let FileKey { kind: key_kind, content } = queued.key()?;
+            let key = self.content(content)?;
             let first_child = queue.len();
             let mut record = self
                 .node(node, &mut tensors, first_child)
@@ -152,15 +126,13 @@ impl<'a> Encoder<'a> {
             if let Tree::Container(_, children) = node {
                 queue.reserve(children.len());
                 self.heap.reserve(children.len());
-                for (step, child) in children {
-                    let key = match step {
-                        Branch::Index(_) => index_key(),
-                        Branch::Key(key) => FileKey::of(key).map_err(|error| {
-                            error.at(path_of(&queue, next).step(step.to_step()))
-                        })?,
-                    };
-                    queue.push(Queued { node: child, key, parent: next, step: Some(*step) });
-                }
+                self.tables.nodes.reserve(children.len() + 1);
+                self.tables.by_key.reserve(children.len());
+                queue.extend(children.iter().map(|(step, child)| Queued {
+                    node: child,
+                    parent: next,
+                    step: Some(*step),
+                }));
                 self.by_key(&queue, first_child)?;
             }
             self.tables.nodes.push(record);
@@ -262,30 +234,33 @@ impl<'a> Encoder<'a> {
 
     /// Sorts the keys of the container whose children begin at `first`, the last ones queued.
     fn by_key(&mut self, queue: &[Queued<'_>], first: usize) -> Result<()> {
-        let path = |child: usize| path_of(queue, child);
-        let keys = queue[first..].iter().map(|queued| queued.key.order());
-        let mut order: Vec<(KeyOrder<'_>, usize)> = keys.zip(first..).collect();
-        let is_listed = order
-            .first()
-            .is_some_and(|(_, child)| matches!(queue[*child].step, Some(Branch::Index(_))));
-        if !is_listed {
-            order.sort();
-            if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-                return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
-            }
-            for &((kind, _, word), child) in &order {
-                for twin in python_twins(kind, word) {
-                    if let Ok(at) = order.binary_search_by(|(other, _)| other.cmp(&twin.order())) {
-                        return Err(Error::new(ErrorKind::KeysCollide)
-                            .at(path(child))
-                            .note(path(order[at].1)));
-                    }
+        let path = |child: u32| path_of(queue, native(child));
+        let children = number(first)?..number(queue.len())?;
+        if let Some(Queued { step: Some(Branch::Index(_)), .. }) = queue.get(first) {
+            self.tables.by_key.extend(children.map(u32_le::from_native));
+            return Ok(());
+        }
+        let mut order = Vec::with_capacity(queue.len() - first);
+        for (queued, child) in queue[first..].iter().zip(children) {
+            order.push((queued.key().map_err(|error| error.at(path(child)))?, child));
+        }
+        order.sort();
+        if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
+        }
+        // Only bools and floats have twins, and what comes last in key order is of the highest kind.
+        let highest = order.last().map_or(0, |(key, _)| key.kind);
+        for (key, child) in order.iter().filter(|_| highest >= crate::key::kind::BOOL) {
+            let FileKey { kind, content: Content::Word(word) } = key else { continue };
+            for twin in python_twins(*kind, *word) {
+                if let Ok(at) = order.binary_search_by(|(other, _)| other.cmp(&twin)) {
+                    return Err(Error::new(ErrorKind::KeysCollide)
+                        .at(path(*child))
+                        .note(path(order[at].1)));
                 }
             }
         }
-        for (_, child) in order {
-            self.tables.by_key.push(u32_le::from_native(number(child)?));
-        }
+        self.tables.by_key.extend(order.iter().map(|(_, child)| u32_le::from_native(*child)));
         Ok(())
     }
 
@@ -468,14 +443,6 @@ fn path_of(queue: &[Queued<'_>], mut node: usize) -> ObjectPath {
         node = queue[node].parent;
     }
     steps.into_iter().rev().collect()
-}
-
-fn too_large() -> Error {
-    Error::new(ErrorKind::TooLarge).note("a table would exceed 2^32 - 1 entries")
-}
-
-fn number(count: usize) -> Result<u32> {
-    u32::try_from(count).ok().filter(|number| *number != NONE).ok_or_else(too_large)
 }
 
 fn word(count: usize) -> Result<u64> {

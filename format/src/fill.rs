@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
@@ -23,7 +24,25 @@ pub(crate) struct RawBytes {
     /// Zeros in front, which bring its tensors to their alignment.
     pub(crate) lead: u64,
     /// The rest of it, in order.
-    pub(crate) segments: Vec<Bytes>,
+    pub(crate) segments: Segments,
+}
+
+/// Bytes of one owner, as nearly always, or of several in turn.
+#[derive(Clone, Debug)]
+pub(crate) enum Segments {
+    One(Bytes),
+    Many(Vec<Bytes>),
+}
+
+impl std::ops::Deref for Segments {
+    type Target = [Bytes];
+
+    fn deref(&self) -> &[Bytes] {
+        match self {
+            Self::One(bytes) => std::slice::from_ref(bytes),
+            Self::Many(segments) => segments,
+        }
+    }
 }
 
 /// A storage and its place in the file.
@@ -51,55 +70,47 @@ pub(crate) enum Body {
 #[derive(Clone, Debug)]
 pub struct Fill {
     range: Range<u64>,
-    pieces: Vec<Piece>,
+    /// What the file begins with, if that is in the range.
+    head: Option<Bytes>,
+    /// All storages of the layout. What lies between them is zero.
+    sources: Arc<[Source]>,
+    /// Its stored chunks: from this one on, that many.
+    first: Place,
+    count: usize,
 }
 
-/// What lies between pieces is zero.
-#[derive(Clone, Debug)]
-struct Piece {
-    offset: u64,
-    bytes: RawBytes,
-    /// What is wanted to be known of it: nothing of the head of the file.
-    sums: Option<Sums>,
-}
-
-#[derive(Clone, Debug)]
-struct Sums {
-    /// The entry of the checksum table.
-    entry: usize,
-    /// Its number among the chunks of a storage of this many bytes, if a digest is wanted.
-    digest: Option<(u64, u64)>,
+/// A stored chunk, by the numbers of its source and of itself in there.
+#[derive(Clone, Copy, Debug, Default)]
+struct Place {
+    source: usize,
+    chunk: usize,
 }
 
 /// What a job has found out: checksums, to be given to [`Layout::seal`](crate::Layout::seal).
 #[derive(Debug)]
 #[must_use = "the index needs the checksums of all jobs"]
 pub struct Filled {
-    /// By entry of the checksum table.
-    pub(crate) sums: Vec<(usize, Sum)>,
+    /// The entry of the checksum table that the first is for.
+    pub(crate) first: usize,
+    pub(crate) sums: Vec<Sum>,
 }
 
 /// What is known of the stored bytes of a chunk.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Sum {
     pub(crate) crc: u32,
     /// Its part of the digest of its storage, if there is to be one.
-    pub(crate) digest: Option<Digest>,
+    pub(crate) digest: Option<Box<Digest>>,
 }
 
 /// Sums in the making.
 #[derive(Default)]
 struct Summing {
     crc: Hasher,
-    digest: Option<ChunkHasher>,
+    digest: Option<Box<ChunkHasher>>,
 }
 
 impl Summing {
-    fn of(sums: &Sums) -> Self {
-        let digest = sums.digest.map(|(chunk, len)| ChunkHasher::new(chunk, len));
-        Self { crc: Hasher::new(), digest }
-    }
-
     fn copy(&mut self, bytes: &[u8], target: &mut [u8]) {
         let Some(digest) = &mut self.digest else {
             return copy_and_checksum(bytes, target, &mut self.crc);
@@ -118,7 +129,8 @@ impl Summing {
     }
 
     fn finish(self) -> Sum {
-        Sum { crc: self.crc.finalize(), digest: self.digest.map(|digest| digest.finish()) }
+        let digest = self.digest.map(|digest| digest.finish().into());
+        Sum { crc: self.crc.finalize(), digest }
     }
 }
 
@@ -175,19 +187,39 @@ impl Fill {
         put: &mut impl FnMut(&[u8], Option<&mut Summing>) -> Result<()>,
     ) -> Result<Filled> {
         let mut at = self.range.start;
-        let mut sums = Vec::with_capacity(self.pieces.len());
-        for piece in &self.pieces {
-            zeros(piece.offset - at, &mut |zeros| put(zeros, None))?;
-            let mut summing = piece.sums.as_ref().map(Summing::of).unwrap_or_default();
-            zeros(piece.bytes.lead, &mut |zeros| put(zeros, Some(&mut summing)))?;
-            for segment in &piece.bytes.segments {
-                put(segment, Some(&mut summing))?;
+        if let Some(head) = &self.head {
+            put(head, None)?;
+            at += length(head);
+        }
+        let mut sums = Vec::with_capacity(self.count);
+        for (source, chunk) in self.chunks() {
+            if chunk == 0 {
+                zeros(source.offset - at, &mut |zeros| put(zeros, None))?;
+                at = source.offset;
             }
-            at = piece.offset + piece.bytes.len();
-            sums.extend(piece.sums.as_ref().map(|wanted| (wanted.entry, summing.finish())));
+            let mut summing = source.summing(chunk);
+            let (bytes, range) = source.chunk(chunk);
+            zeros(bytes.zeros(&range), &mut |zeros| put(zeros, Some(&mut summing)))?;
+            for (segment, part) in bytes.cut(&range) {
+                put(&segment[part], Some(&mut summing))?;
+            }
+            at += range.end - range.start;
+            sums.push(summing.finish());
         }
         zeros(self.range.end - at, &mut |zeros| put(zeros, None))?;
-        Ok(Filled { sums })
+        let first = self.sources.get(self.first.source);
+        Ok(Filled { first: first.map_or(0, |source| source.first_crc + self.first.chunk), sums })
+    }
+
+    /// Its stored chunks, each with its number in its source.
+    fn chunks(&self) -> impl Iterator<Item = (&Source, usize)> {
+        let Place { source: first, chunk } = self.first;
+        let sources = self.sources[first..].iter().enumerate();
+        let chunks = sources.flat_map(move |(number, source)| {
+            let from = if number == 0 { chunk } else { 0 };
+            (from..source.chunks()).map(move |chunk| (source, chunk))
+        });
+        chunks.take(self.count)
     }
 }
 
@@ -203,47 +235,69 @@ fn zeros(mut count: u64, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()
 }
 
 /// The jobs that write `start..end` of a file, given the head if it is in there, and the storages.
-pub(crate) fn jobs(range: Range<u64>, head: Option<Bytes>, sources: &[Source]) -> Vec<Fill> {
+pub(crate) fn jobs(range: Range<u64>, head: Option<Bytes>, sources: &Arc<[Source]>) -> Vec<Fill> {
     let mut jobs = Vec::new();
-    let mut from = range.start;
-    let mut pieces = Vec::new();
-    pieces.extend(head.map(|head| Piece { offset: 0, bytes: head.into(), sums: None }));
-    for source in sources {
-        for piece in source.pieces() {
-            let end = piece.offset + piece.bytes.len();
-            pieces.push(piece);
-            if end - from >= JOB_BYTES {
-                jobs.push(Fill { range: from..end, pieces: std::mem::take(&mut pieces) });
-                from = end;
+    let mut next =
+        Fill { range, head, sources: sources.clone(), first: Place::default(), count: 0 };
+    for (number, source) in sources.iter().enumerate() {
+        let mut end = source.offset;
+        for chunk in 0..source.chunks() {
+            let (_, chunk_range) = source.chunk(chunk);
+            end += chunk_range.end - chunk_range.start;
+            next.count += 1;
+            if end - next.range.start >= JOB_BYTES {
+                let first = Place { source: number, chunk: chunk + 1 };
+                let rest = Fill {
+                    range: end..next.range.end,
+                    head: None,
+                    first,
+                    count: 0,
+                    ..next.clone()
+                };
+                jobs.push(Fill {
+                    range: next.range.start..end,
+                    ..std::mem::replace(&mut next, rest)
+                });
             }
         }
     }
-    if from < range.end {
-        jobs.push(Fill { range: from..range.end, pieces });
+    if next.range.start < next.range.end {
+        jobs.push(next);
     }
     jobs
 }
 
 impl Source {
-    /// Its stored chunks, and where each belongs.
-    fn pieces(&self) -> Vec<Piece> {
-        let (digest, chunks) = match &self.body {
-            Body::Raw { bytes, digest } => {
-                let starts = (0..bytes.len()).step_by(usize::try_from(CHUNK_BYTES).expect("2^20"));
-                let part = |start| bytes.part(start..(start + CHUNK_BYTES).min(bytes.len()));
-                (digest.then_some(bytes.len()), starts.map(part).collect())
+    /// How many stored chunks it has.
+    fn chunks(&self) -> usize {
+        match &self.body {
+            Body::Raw { bytes, .. } => {
+                usize::try_from(bytes.len().div_ceil(CHUNK_BYTES)).expect("it is in memory")
             }
-            Body::Packed(chunks) => (None, chunks.clone()),
-        };
-        let mut offset = self.offset;
-        let mut pieces = Vec::with_capacity(chunks.len());
-        for ((number, entry), bytes) in (0..).zip(self.first_crc..).zip(chunks) {
-            let len = bytes.len();
-            let sums = Some(Sums { entry, digest: digest.map(|len| (number, len)) });
-            pieces.push(Piece { offset, bytes, sums });
-            offset += len;
+            Body::Packed(chunks) => chunks.len(),
         }
-        pieces
+    }
+
+    /// A stored chunk, as a range of bytes.
+    fn chunk(&self, number: usize) -> (&RawBytes, Range<u64>) {
+        match &self.body {
+            Body::Raw { bytes, .. } => {
+                let start = wide(number) * CHUNK_BYTES;
+                (bytes, start..(start + CHUNK_BYTES).min(bytes.len()))
+            }
+            Body::Packed(chunks) => (&chunks[number], 0..chunks[number].len()),
+        }
+    }
+
+    /// What is wanted to be known of a stored chunk.
+    fn summing(&self, chunk: usize) -> Summing {
+        let digest = match &self.body {
+            Body::Raw { bytes, digest: true } => {
+                Some(ChunkHasher::new(wide(chunk), bytes.len()).into())
+            }
+            _ => None,
+        };
+        Summing { crc: Hasher::new(), digest }
     }
 }
 
@@ -253,32 +307,46 @@ impl RawBytes {
     }
 
     /// The part of it that lies in `range`.
-    pub(crate) fn part(&self, range: Range<u64>) -> Self {
-        let lead = self.lead.clamp(range.start, range.end) - range.start;
-        let mut segments = Vec::new();
-        let mut at = self.lead;
-        for segment in &self.segments {
-            let end = at + length(segment);
-            let part = at.max(range.start)..end.min(range.end);
-            if part.start < part.end {
-                let index =
-                    |byte: u64| usize::try_from(byte - at).expect("a place in memory fits usize");
-                segments.push(segment.slice(index(part.start)..index(part.end)));
-            }
-            at = end;
-        }
-        Self { lead, segments }
+    pub(crate) fn part(&self, range: &Range<u64>) -> Self {
+        let segments = self.cut(range).map(|(segment, part)| segment.slice(part));
+        Self { lead: self.zeros(range), segments: segments.collect::<Vec<_>>().into() }
     }
 
-    /// All of it in one piece, in `gathered` if it is not so already.
-    pub(crate) fn contiguous<'a>(&'a self, gathered: &'a mut Vec<u8>) -> &'a [u8] {
-        if let (0, [segment]) = (self.lead, self.segments.as_slice()) {
-            return segment;
+    /// How many of its zeros lie in `range`.
+    fn zeros(&self, range: &Range<u64>) -> u64 {
+        self.lead.clamp(range.start, range.end) - range.start
+    }
+
+    /// The segments that have bytes in `range`, and where in them.
+    fn cut(&self, range: &Range<u64>) -> impl Iterator<Item = (&Bytes, Range<usize>)> {
+        let index = |byte: u64| usize::try_from(byte).expect("a place in memory fits usize");
+        let mut end = self.lead;
+        self.segments.iter().filter_map(move |segment| {
+            let start = end;
+            end += length(segment);
+            let part = start.max(range.start)..end.min(range.end);
+            (part.start < part.end)
+                .then(|| (segment, index(part.start - start)..index(part.end - start)))
+        })
+    }
+
+    /// What of it lies in `range` in one piece, in `gathered` if it is not so already.
+    pub(crate) fn contiguous<'a>(
+        &'a self,
+        range: &Range<u64>,
+        gathered: &'a mut Vec<u8>,
+    ) -> &'a [u8] {
+        let zeros = self.zeros(range);
+        let mut parts = self.cut(range).map(|(segment, part)| &segment[part]);
+        if zeros == 0
+            && let (Some(only), None) = (parts.next(), parts.next())
+        {
+            return only;
         }
         gathered.clear();
-        gathered.resize(usize::try_from(self.lead).expect("at most 15"), 0);
-        for segment in &self.segments {
-            gathered.extend_from_slice(segment);
+        gathered.resize(usize::try_from(zeros).expect("at most 15"), 0);
+        for (segment, part) in self.cut(range) {
+            gathered.extend_from_slice(&segment[part]);
         }
         gathered
     }
@@ -286,10 +354,26 @@ impl RawBytes {
 
 impl From<Bytes> for RawBytes {
     fn from(bytes: Bytes) -> Self {
-        Self { lead: 0, segments: vec![bytes] }
+        Self { lead: 0, segments: Segments::One(bytes) }
+    }
+}
+
+impl From<Vec<Bytes>> for Segments {
+    fn from(mut segments: Vec<Bytes>) -> Self {
+        match segments.pop() {
+            Some(only) if segments.is_empty() => Self::One(only),
+            last => {
+                segments.extend(last);
+                Self::Many(segments)
+            }
+        }
     }
 }
 
 pub(crate) fn length(bytes: &[u8]) -> u64 {
-    u64::try_from(bytes.len()).expect("usize is at most 64 bits")
+    wide(bytes.len())
+}
+
+fn wide(count: usize) -> u64 {
+    u64::try_from(count).expect("usize is at most 64 bits")
 }

@@ -1,22 +1,21 @@
 //! Where everything goes: an archive planned from metadata alone, compressed if that is wanted, then filled.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use bytes::Bytes;
-use crc32fast::Hasher;
-use rend::u32_le;
 
 use crate::arrange::Arranger;
-use crate::digest;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Fill, Filled, Source, Sum, jobs, length};
+use crate::fill::{Fill, Filled, Source, jobs, length};
 use crate::frame::{self, DATA_START, FRAME_LEN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
+use crate::seal::StorageTables;
 use crate::state_dict::StateDict;
-use crate::storage::{CHUNK_BYTES, StorageReference};
+use crate::storage::StorageReference;
 use crate::structure::Node;
 use crate::table::{ROOT_LEN, Tables, Views};
 
@@ -33,9 +32,9 @@ use crate::table::{ROOT_LEN, Tables, Views};
 /// dict.insert("zeros", Tensor::from_slice(&[0_i64; 1 << 20], &[1 << 20])?);
 ///
 /// let draft = Draft::new(&dict, &Options::new().compress(Compression::Zstd))?;
+/// let jobs = draft.jobs();
 /// let packed = std::thread::scope(|scope| {
-///     let jobs = draft.jobs().into_iter();
-///     let threads: Vec<_> = jobs.map(|job| scope.spawn(move || job.run())).collect();
+///     let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
 ///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>, _>>()
 /// })?;
 /// let layout = draft.place(packed)?;
@@ -78,14 +77,14 @@ impl Draft {
     ///
     /// `Unfilled` if a job has not; else as [`Layout::plan`].
     pub fn place(self, packed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
-        let Self { mut arranger, mut tables, options } = self;
+        let Self { mut arranger, tables, options } = self;
         arranger.place(packed, &options)?;
-        tables.put_storages(&arranger.storages)?;
-        let index_len = tables.views().index_len()?;
+        let index_len = arranger.storages.views(&tables).index_len()?;
         let index_off = arranger.index_off()?;
         let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
         end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
-        Ok(Layout { tables, sources: arranger.sources, index_off, index_len })
+        let Arranger { sources, storages, .. } = arranger;
+        Ok(Layout { tables, storages, sources: sources.into(), index_off, index_len })
     }
 }
 
@@ -106,8 +105,10 @@ impl Draft {
 /// ```
 #[derive(Debug)]
 pub struct Layout {
+    /// All but those of storages.
     tables: Tables,
-    sources: Vec<Source>,
+    storages: StorageTables,
+    sources: Arc<[Source]>,
     index_off: u64,
     index_len: u64,
 }
@@ -156,33 +157,21 @@ impl Layout {
     }
 
     fn seal_into(&self, filled: impl IntoIterator<Item = Filled>, target: &mut [u8]) -> Result<()> {
-        let mut sums = vec![None; self.tables.crcs.len()];
-        for (entry, sum) in filled.into_iter().flat_map(|filled| filled.sums) {
-            if let Some(slot) = sums.get_mut(entry) {
-                *slot = Some(sum);
+        let mut filled: Vec<Filled> = filled.into_iter().collect();
+        filled.sort_by_key(|filled| filled.first);
+        let mut sums = Vec::with_capacity(self.storages.crc_count());
+        for filled in filled {
+            // A job that has run twice has found the same twice.
+            if filled.first == sums.len() {
+                sums.extend(filled.sums);
             }
         }
-        let sums: Option<Vec<Sum>> = sums.into_iter().collect();
-        let sums = sums.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
-        let mut storages = self.tables.storages.clone();
-        let mut digests = self.tables.digests.clone();
-        for (number, storage) in storages.iter_mut().enumerate() {
-            // What is compressed is known already.
-            if storage.codec != 0 {
-                continue;
-            }
-            let len = storage.raw_len.to_native();
-            let own = sums[crate::views::native(storage.crcs.to_native())..].iter();
-            let own = own.take(usize::try_from(len.div_ceil(CHUNK_BYTES)).unwrap_or(sums.len()));
-            storage.crc32 = combine(len, own.clone().map(|sum| sum.crc)).into();
-            if let Some(digest) = digests.get_mut(number) {
-                let parts: Option<Vec<_>> = own.map(|sum| sum.digest).collect();
-                *digest = digest::merge(len, &parts.unwrap_or_default());
-            }
+        if sums.len() != self.storages.crc_count() {
+            return Err(Error::new(ErrorKind::Unfilled));
         }
-        let crcs: Vec<u32_le> = sums.iter().map(|sum| sum.crc.into()).collect();
-        let tables = self.tables.views();
-        let views = Views { storages: &storages, crcs: &crcs, digests: &digests, ..tables };
+        let mut storages = self.storages.clone();
+        storages.seal(&sums);
+        let views = storages.views(&self.tables);
         write_tail(&views, self.index_off, target)
     }
 
@@ -235,11 +224,11 @@ pub fn manifest(
     attrs: &Attrs,
     shards: &[ShardFile],
 ) -> Result<Vec<u8>> {
-    let mut tables = encode(&root.as_tree(), attrs, shards)?;
-    tables.put_storages(storages)?;
+    let tables = encode(&root.as_tree(), attrs, shards)?;
+    let storages = StorageTables::of(storages)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
-    file.extend(tail(&tables.views(), DATA_START)?);
+    file.extend(tail(&storages.views(&tables), DATA_START)?);
     Ok(file)
 }
 
@@ -270,22 +259,4 @@ fn write_tail(views: &Views<'_>, index_off: u64, target: &mut [u8]) -> Result<()
     };
     trailer.copy_from_slice(&place.trailer());
     Ok(())
-}
-
-/// The CRC-32 of `len` bytes, given that of each of their chunks.
-pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
-    let mut crcs = crcs.into_iter();
-    let first_len = len.min(CHUNK_BYTES);
-    let Some(first) = crcs.next() else { return 0 };
-    if first_len == len {
-        return first;
-    }
-    let mut whole = Hasher::new_with_initial_len(first, first_len);
-    let mut rest = len - first_len;
-    for crc in crcs {
-        let chunk = rest.min(CHUNK_BYTES);
-        whole.combine(&Hasher::new_with_initial_len(crc, chunk));
-        rest -= chunk;
-    }
-    whole.finalize()
 }

@@ -60,6 +60,7 @@ mod fill;
 mod layout;
 mod options;
 mod pack;
+mod seal;
 mod writer;
 
 // Reading them.

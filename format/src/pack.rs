@@ -85,8 +85,8 @@ impl Pack {
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
             let start = number * CHUNK_BYTES;
-            let part = self.raw.part(start..(start + CHUNK_BYTES).min(self.raw.len()));
-            let raw = part.contiguous(&mut gathered);
+            let range = start..(start + CHUNK_BYTES).min(self.raw.len());
+            let raw = self.raw.contiguous(&range, &mut gathered);
             let digest = self.digest.then(|| {
                 let mut hasher = ChunkHasher::new(number, self.raw.len());
                 hasher.update(raw);

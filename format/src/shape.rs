@@ -1,5 +1,9 @@
 //! Shapes and strides: how elements lie in memory.
 
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::ops::Deref;
+
 use crate::error::{Error, ErrorKind, Result};
 
 /// The largest rank of a tensor or mesh.
@@ -7,6 +11,56 @@ pub const MAX_RANK: usize = 64;
 
 /// Sizes and strides in a file stay below this, so that sums of a few of them cannot overflow.
 pub(crate) const SIZE_LIMIT: u64 = 1 << 63;
+
+/// The sizes of a tensor. Those of a vector or a matrix, as nearly all are, take no memory of their own.
+#[derive(Clone)]
+pub(crate) enum Sizes {
+    Few(u8, [u64; 2]),
+    Many(Box<[u64]>),
+}
+
+impl From<&[u64]> for Sizes {
+    fn from(sizes: &[u64]) -> Self {
+        match *sizes {
+            [] => Self::Few(0, [0; 2]),
+            [only] => Self::Few(1, [only, 0]),
+            [rows, columns] => Self::Few(2, [rows, columns]),
+            _ => Self::Many(sizes.into()),
+        }
+    }
+}
+
+impl Deref for Sizes {
+    type Target = [u64];
+
+    #[inline]
+    fn deref(&self) -> &[u64] {
+        match self {
+            Self::Few(rank, sizes) => &sizes[..usize::from(*rank)],
+            Self::Many(sizes) => sizes,
+        }
+    }
+}
+
+impl PartialEq for Sizes {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Sizes {}
+
+impl Hash for Sizes {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (**self).hash(state);
+    }
+}
+
+impl fmt::Debug for Sizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
 
 /// The strides of a contiguous tensor of this shape, in elements, as torch gives them.
 pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
@@ -21,6 +75,7 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
 
 /// How many elements a tensor of this shape has; 1 for a shape without dimensions. Saturates at
 /// `u64::MAX`, which no checked shape reaches.
+#[inline]
 pub fn numel(shape: &[u64]) -> u64 {
     if shape.contains(&0) {
         return 0;
@@ -29,6 +84,7 @@ pub fn numel(shape: &[u64]) -> u64 {
 }
 
 /// Proves that a shape is within the limits of the format.
+#[inline]
 pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<()> {
     if shape.len() > MAX_RANK {
         return Err(Error::new(ErrorKind::RankTooLarge).note(shape.len()));
@@ -44,6 +100,7 @@ pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<()> {
 
 /// How many bytes lie between the first byte of the first element and the last byte of the last
 /// one; 0 for a tensor without elements.
+#[inline]
 pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) -> Result<u64> {
     if strides.is_some_and(|strides| strides.iter().any(|stride| *stride >= SIZE_LIMIT)) {
         return Err(Error::new(ErrorKind::ShapeOverflow).note(format_args!("strides {strides:?}")));

@@ -87,8 +87,10 @@ impl From<Shard> for Value {
 }
 
 /// The entries of a dict, in insertion order.
+///
+/// Keys come from foreign files: the hash has a seed of its own in each process.
 #[derive(Clone, Default)]
-pub struct Dict(IndexMap<Key, Value>);
+pub struct Dict(IndexMap<Key, Value, foldhash::fast::RandomState>);
 
 impl Dict {
     /// A dict without entries.
@@ -97,7 +99,7 @@ impl Dict {
     }
 
     pub(crate) fn with_capacity(entries: usize) -> Self {
-        Self(IndexMap::with_capacity(entries))
+        Self(IndexMap::with_capacity_and_hasher(entries, <_>::default()))
     }
 
     /// Sets an entry; a key that is there keeps its place. Returns the value that was there.

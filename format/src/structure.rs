@@ -223,8 +223,8 @@ fn check_depth(path: &Trail<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Where the bytes of each item of [`walk`] went: storage and byte offset in it.
-pub(crate) type Places = std::vec::IntoIter<(Option<u32>, u64)>;
+/// Where the bytes of an item of [`walk`] went: storage and byte offset in it.
+type Place = (Option<u32>, u64);
 
 /// A [`Node`] that borrows: what is encoded. A state dict of many tensors makes one for each plan, and
 /// most of what it would own would be copied again.
@@ -322,7 +322,10 @@ impl Placed<'_> {
 }
 
 /// The structure of a value that [`walk`] has been through, given where its items went.
-pub(crate) fn structure_of<'a>(value: &'a Value, places: &mut Places) -> Tree<'a> {
+pub(crate) fn structure_of<'a>(
+    value: &'a Value,
+    places: &mut impl Iterator<Item = Place>,
+) -> Tree<'a> {
     let mut place = || places.next().expect("walk and structure_of meet the same items");
     match value {
         Value::Tensor(tensor) => Tree::Tensor(placed(tensor, None, place())),
@@ -350,21 +353,29 @@ pub(crate) fn structure_of<'a>(value: &'a Value, places: &mut Places) -> Tree<'a
 fn placed<'a>(
     tensor: &'a Tensor,
     place: Option<&'a ShardPlace>,
-    (storage, byte_offset): (Option<u32>, u64),
+    (storage, byte_offset): Place,
 ) -> Placed<'a> {
     Placed { meta: tensor.meta(), storage, byte_offset, place }
 }
 
-fn stored(kind: Stored, (storage, _): (Option<u32>, u64)) -> Tree<'static> {
+fn stored(kind: Stored, (storage, _): Place) -> Tree<'static> {
     Tree::Stored(kind, storage.expect("content that is not inline is not empty"))
 }
 
-fn keyed<'a>(container: Container, dict: &'a Dict, places: &mut Places) -> Tree<'a> {
+fn keyed<'a>(
+    container: Container,
+    dict: &'a Dict,
+    places: &mut impl Iterator<Item = Place>,
+) -> Tree<'a> {
     let child = |(key, value)| (Branch::Key(key), structure_of(value, places));
     Tree::Container(container, dict.iter().map(child).collect())
 }
 
-fn listed<'a>(container: Container, values: &'a [Value], places: &mut Places) -> Tree<'a> {
+fn listed<'a>(
+    container: Container,
+    values: &'a [Value],
+    places: &mut impl Iterator<Item = Place>,
+) -> Tree<'a> {
     let child = |(index, value)| (Branch::Index(index), structure_of(value, places));
     Tree::Container(container, (0..).zip(values).map(child).collect())
 }

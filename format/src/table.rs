@@ -175,6 +175,17 @@ impl Views<'_> {
     }
 }
 
+/// The number of a record or of an entry.
+///
+/// # Errors
+///
+/// `TooLarge` if records have no room for it.
+pub(crate) fn number(count: usize) -> Result<u32> {
+    u32::try_from(count).ok().filter(|number| *number != record::NONE).ok_or_else(|| {
+        Error::new(ErrorKind::TooLarge).note("a table would exceed 2^32 - 1 entries")
+    })
+}
+
 /// Where each table starts, and where the last one ends; `None` if that overflows.
 fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
     let mut end = 0_usize;

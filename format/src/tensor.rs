@@ -7,13 +7,13 @@ use bytes::Bytes;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
-use crate::shape::{check_shape, numel, row_major_strides, span_bytes};
+use crate::shape::{Sizes, check_shape, numel, row_major_strides, span_bytes};
 
 /// What a tensor is, apart from its elements.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorMeta {
     dtype: Dtype,
-    shape: Box<[u64]>,
+    shape: Sizes,
     strides: Option<Box<[u64]>>,
     flags: TensorFlags,
 }
@@ -24,6 +24,7 @@ impl TensorMeta {
     /// # Errors
     ///
     /// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if it would be 2^63 bytes or more.
+    #[inline]
     pub fn new(dtype: Dtype, shape: &[u64]) -> Result<Self> {
         check_shape(dtype.itemsize(), shape)?;
         Ok(Self { dtype, shape: shape.into(), strides: None, flags: TensorFlags::default() })
@@ -85,6 +86,7 @@ impl TensorMeta {
     }
 
     /// How many elements it has.
+    #[inline]
     pub fn numel(&self) -> u64 {
         numel(&self.shape)
     }
@@ -95,6 +97,7 @@ impl TensorMeta {
     }
 
     /// From the first byte of the first element to the last byte of the last one, in bytes.
+    #[inline]
     pub fn span_bytes(&self) -> u64 {
         span_bytes(self.dtype.itemsize(), &self.shape, self.explicit_strides())
             .expect("shape and strides were checked when they were set")
@@ -200,16 +203,18 @@ impl Tensor {
     /// # Errors
     ///
     /// `ShapeMismatch` if the elements do not all lie in the storage.
+    #[inline]
     pub fn new(meta: TensorMeta, storage: Storage, byte_offset: u64) -> Result<Self> {
         let end = byte_offset.checked_add(meta.span_bytes());
         let len = u64::try_from(storage.bytes().len()).unwrap_or(u64::MAX);
-        if meta.numel() > 0 && end.is_none_or(|end| end > len) {
+        let has_elements = meta.numel() > 0;
+        if has_elements && end.is_none_or(|end| end > len) {
             return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
                 "{} of shape {:?} at byte {byte_offset} does not fit into {len} bytes",
                 meta.dtype, meta.shape
             )));
         }
-        let byte_offset = if meta.numel() == 0 { 0 } else { byte_offset };
+        let byte_offset = if has_elements { byte_offset } else { 0 };
         Ok(Self { meta, storage, byte_offset })
     }
 

@@ -71,6 +71,7 @@ enum Use {
 }
 
 impl<'a> Validator<'a> {
+    #[inline]
     fn claim_heap(&mut self, range: u64) -> Result<&'a [u8]> {
         let bytes = self.views.heap_at(range)?;
         let (offset, len) = split_heap_range(range);
@@ -81,6 +82,7 @@ impl<'a> Validator<'a> {
         }
     }
 
+    #[inline]
     fn claim_text(&mut self, range: u64) -> Result<()> {
         let bytes = self.claim_heap(range)?;
         let start = native(split_heap_range(range).0);
@@ -91,6 +93,7 @@ impl<'a> Validator<'a> {
         }
     }
 
+    #[inline]
     fn claim_dims(&mut self, start: u64, len: u64) -> Result<&'a [u64]> {
         let outside =
             || Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"));

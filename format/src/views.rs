@@ -15,6 +15,7 @@ pub(crate) use crate::table::Views;
 
 /// Looks at tables that are in bounds, or says what is not.
 impl<'a> Views<'a> {
+    #[inline]
     pub(crate) fn heap_at(&self, range: u64) -> Result<&'a [u8]> {
         let (offset, len) = split_heap_range(range);
         let (offset, len) = (native(offset), native(len));
@@ -23,6 +24,7 @@ impl<'a> Views<'a> {
         })
     }
 
+    #[inline]
     pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64]> {
         let start = native(start);
         usize::try_from(len)
@@ -46,6 +48,7 @@ impl<'a> Views<'a> {
     }
 
     /// What the key of a node is ordered by, as [`FileKey::order`] says.
+    #[inline]
     pub(crate) fn key_order(&self, node: &record::Node) -> Result<KeyOrder<'a>> {
         let key = node.key.to_native();
         Ok(if key::kind::is_heap(node.key_kind) {

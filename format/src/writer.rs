@@ -3,13 +3,12 @@
 use std::io::Write;
 
 use crate::arrange::Arranger;
-use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Sum, jobs};
 use crate::frame;
 use crate::key::{Key, ObjectPath, Step};
-use crate::layout::{combine, tail};
+use crate::layout::tail;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
 use crate::state_dict::Value;
@@ -93,14 +92,14 @@ impl<W: Write> ArchiveWriter<W> {
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
-        let sources = std::mem::take(&mut self.arranger.sources);
+        let sources: std::sync::Arc<[_]> = std::mem::take(&mut self.arranger.sources).into();
         // An entry without bytes leaves the end of the head unwritten for now.
         let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };
         let written = std::mem::replace(&mut self.written, end);
         for job in jobs(written..end, None, &sources) {
             // Jobs are in order, and so are their entries of the checksum table.
             let filled = job.write_to(&mut self.stream)?;
-            self.sums.extend(filled.sums.into_iter().map(|(_, sum)| sum));
+            self.sums.extend(filled.sums);
         }
         self.is_broken = false;
         self.keys.insert(key.clone());
@@ -124,26 +123,15 @@ impl<W: Write> ArchiveWriter<W> {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
         let root = Node::Container(Container::Dict, self.children);
-        let mut sums = self.sums.iter();
-        for storage in &mut self.arranger.storages {
-            let own: Vec<&Sum> = sums.by_ref().take(storage.crcs.len()).collect();
-            storage.crcs = own.iter().map(|sum| sum.crc).collect();
-            // What is compressed is known already.
-            if storage.packing.is_none() {
-                storage.crc32 = combine(storage.len, storage.crcs.iter().copied());
-                let parts: Option<Vec<Digest>> = own.iter().map(|sum| sum.digest).collect();
-                storage.digest = parts.map(|parts| digest::merge(storage.len, &parts));
-            }
-        }
+        self.arranger.storages.seal(&self.sums);
         self.options.attrs = self.attrs;
         let attrs = self.arranger.attrs(&self.options);
-        let mut tables = encode(&root.as_tree(), &attrs, &[])?;
-        tables.put_storages(&self.arranger.storages)?;
+        let tables = encode(&root.as_tree(), &attrs, &[])?;
         let index_off = self.arranger.index_off()?;
-        for job in jobs(self.written..index_off, None, &[]) {
+        for job in jobs(self.written..index_off, None, &[].into()) {
             let _no_checksums = job.write_to(&mut self.stream)?;
         }
-        self.stream.write_all(&tail(&tables.views(), index_off)?)?;
+        self.stream.write_all(&tail(&self.arranger.storages.views(&tables), index_off)?)?;
         Ok(self.stream)
     }
 }

@@ -1,6 +1,7 @@
 //! Benches as races: all runners take turns in one process, so that what else the machine does slows
 //! all of them alike, and only ratios are reported.
 
+use std::fmt;
 use std::time::Instant;
 
 /// Something that is timed.
@@ -10,24 +11,50 @@ pub struct Runner<'a> {
     /// What it does.
     pub run: Box<dyn FnMut() + 'a>,
     /// What its figure should be.
-    pub target: &'a str,
+    pub target: Option<Target>,
+}
+
+/// What a figure should be.
+#[derive(Clone, Copy)]
+pub enum Target {
+    /// At least this many times as fast as the first runner: below 1, that part of its speed.
+    Speed(f64),
+    /// At most this many milliseconds.
+    Milliseconds(f64),
+    /// At least this many GB/s.
+    Rate(f64),
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Speed(speed) => write!(f, "{speed} times the first"),
+            Self::Milliseconds(time) => write!(f, "{time} ms"),
+            Self::Rate(rate) => write!(f, "{rate} GB/s"),
+        }
+    }
+}
+
+/// Whether a target was reached, in words.
+pub fn verdict(is_met: bool) -> &'static str {
+    if is_met { "met" } else { "NOT MET" }
 }
 
 impl<'a> Runner<'a> {
     /// A runner.
     pub fn new(name: &'a str, run: impl FnMut() + 'a) -> Self {
-        Self { name, run: Box::new(run), target: "" }
+        Self { name, run: Box::new(run), target: None }
     }
 
     /// The same with what its figure should be, which is printed beside it.
     #[must_use]
-    pub fn target(self, target: &'a str) -> Self {
-        Self { target, ..self }
+    pub fn target(self, target: Target) -> Self {
+        Self { target: Some(target), ..self }
     }
 }
 
-/// Lets all runners take turns and prints, for each, its median time and the median of its ratios to
-/// the first runner in the same round; with the rate, if each moves that many bytes.
+/// Lets all runners take turns and prints, for each, its median time and the median of its speeds in
+/// terms of that of the first runner in the same round; with the rate, if each moves that many bytes.
 #[expect(clippy::print_stdout, reason = "a bench prints its result")]
 pub fn race(title: &str, bytes: Option<u64>, rounds: usize, mut runners: Vec<Runner<'_>>) {
     let mut seconds = vec![Vec::with_capacity(rounds); runners.len()];
@@ -45,21 +72,22 @@ pub fn race(title: &str, bytes: Option<u64>, rounds: usize, mut runners: Vec<Run
     }
     println!("{title} ({rounds} rounds, interleaved; medians)");
     for (runner, own) in runners.iter().zip(&seconds) {
-        let ratios = own.iter().zip(&seconds[0]).map(|(own, first)| own / first).collect();
-        let median_seconds = median(own.clone());
-        let rate = bytes.map_or_else(String::new, |bytes| {
-            #[expect(clippy::cast_precision_loss, reason = "a rate is rounded anyway")]
-            let gigabytes = bytes as f64 / 1e9;
-            format!("{:>8.2} GB/s", gigabytes / median_seconds)
+        // How many times as fast as the first one in the same round.
+        let speeds = own.iter().zip(&seconds[0]).map(|(own, first)| first / own).collect();
+        let (speed, time) = (median(speeds), median(own.clone()));
+        #[expect(clippy::cast_precision_loss, reason = "a rate is rounded anyway")]
+        let rate = bytes.map(|bytes| bytes as f64 / 1e9 / time);
+        let printed = rate.map_or_else(String::new, |rate| format!("{rate:>8.2} GB/s"));
+        let target = runner.target.map_or_else(String::new, |target| {
+            let is_met = match target {
+                Target::Speed(target) => speed >= target,
+                Target::Milliseconds(target) => time * 1e3 <= target,
+                Target::Rate(target) => rate.is_some_and(|rate| rate >= target),
+            };
+            format!("   target {target}: {}", verdict(is_met))
         });
-        let figures = format!(
-            "  {:<44} {:>10.3} ms{rate}   x {:.3}   {}",
-            runner.name,
-            median_seconds * 1e3,
-            median(ratios),
-            runner.target
-        );
-        println!("{}", figures.trim_end());
+        let name = runner.name;
+        println!("  {name:<48} {:>10.3} ms{printed}   speed {speed:>6.3}{target}", time * 1e3);
     }
     println!();
 }

@@ -15,6 +15,7 @@ impl Claims {
     }
 
     /// *Claimed in order*: the range extends the claimed part, or lies in it; an empty one is at 0.
+    #[inline]
     pub(super) fn in_order(&mut self, start: u64, len: u64) -> bool {
         if len == 0 {
             return start == 0;
@@ -27,6 +28,7 @@ impl Claims {
     }
 
     /// *Claimed once*: the range starts where the one before it ended.
+    #[inline]
     pub(super) fn once(&mut self, start: u64, len: u64) -> bool {
         let extends = start == self.claimed && len <= self.len.saturating_sub(start);
         if extends {
@@ -59,6 +61,7 @@ impl HeapClaims {
     }
 
     /// Claims a range that is not empty: one that is new, or the same as an earlier one.
+    #[inline]
     pub(super) fn claim(&mut self, start: u64, len: u64) -> bool {
         if start == self.claims.claimed {
             let is_new = len > 0 && self.claims.in_order(start, len);
@@ -77,6 +80,7 @@ impl HeapClaims {
     }
 
     /// Whether the claimed range that begins here is text; asks once for each range.
+    #[inline]
     pub(super) fn is_text(&mut self, start: usize, ask: impl FnOnce() -> bool) -> bool {
         let Some(texts) = &mut self.texts else { return true };
         if !texts.get(start) && ask() {

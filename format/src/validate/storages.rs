@@ -22,10 +22,11 @@ impl Validator<'_> {
         for (number, storage) in storages.iter().enumerate() {
             let check = || -> Result<u64> {
                 let wrong = |kind| Err(Error::new(kind).byte(storage.offset.to_native()));
-                let align = match storage.align_log2 {
-                    log2 @ 6..=21 => 1_u64 << log2,
-                    _ => return wrong(ErrorKind::Alignment),
-                };
+                if !matches!(storage.align_log2, 6..=21) {
+                    return wrong(ErrorKind::Alignment);
+                }
+                // The lower bits of a multiple of the alignment, which are zero: no division.
+                let below = (1_u64 << storage.align_log2) - 1;
                 let codec_fits = match storage.codec {
                     0 => {
                         storage.shuffle == 0
@@ -43,11 +44,12 @@ impl Validator<'_> {
                 let next = offset.checked_add(len).filter(|_| len > 0);
                 let tiles = if is_manifest {
                     offset >= from
-                        && offset.is_multiple_of(align)
+                        && offset & below == 0
                         && storage.shard >= last_shard
                         && self.shard_end(storage).is_some_and(|end| next <= Some(end))
                 } else {
-                    from.checked_next_multiple_of(align) == Some(offset) && storage.shard == 0
+                    let place = from.checked_add(below).map(|end| end & !below);
+                    place == Some(offset) && storage.shard == 0
                 };
                 next.filter(|_| tiles).map_or_else(|| wrong(ErrorKind::StorageLayout), Ok)
             };

@@ -49,6 +49,7 @@ impl Validator<'_> {
         Ok(())
     }
 
+    #[inline]
     fn node(
         &mut self,
         number: usize,
@@ -65,16 +66,17 @@ impl Validator<'_> {
     }
 
     /// The key of a node by itself; whether it fits its container is for the container to say.
+    #[inline]
     fn key(&mut self, node: &record::Node) -> Result<()> {
         if node.key_kind == key::kind::INDEX {
             return if node.key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
         }
-        check_key_len(&self.views.key_order(node)?)?;
         let key = node.key.to_native();
-        if node.key_kind == key::kind::STR {
-            return self.claim_text(key);
-        }
         if key::kind::is_heap(node.key_kind) {
+            check_key_len(self.views.heap_at(key)?)?;
+            if node.key_kind == key::kind::STR {
+                return self.claim_text(key);
+            }
             self.claim_heap(key)?;
         }
         self.views.file_key(node)?.check()
@@ -135,7 +137,7 @@ impl Validator<'_> {
                 return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
             }
             let next = self.views.key_order(&self.views.nodes[child])?;
-            check_key_len(&next)?;
+            check_key_len(next.1)?;
             if last.is_some_and(|last| last >= next) {
                 return Err(Error::new(ErrorKind::DuplicateKey).at(path_of(self.views, child)));
             }
@@ -157,6 +159,7 @@ impl Validator<'_> {
         Ok(())
     }
 
+    #[inline]
     fn leaf(&mut self, node: &record::Node, runs: &mut Claims) -> Result<()> {
         let wrong = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
         let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
@@ -238,7 +241,8 @@ impl Validator<'_> {
 }
 
 /// Keys are compared before they are claimed: a long one is refused first.
-fn check_key_len((_, bytes, _): &KeyOrder<'_>) -> Result<()> {
+#[inline]
+fn check_key_len(bytes: &[u8]) -> Result<()> {
     if bytes.len() > key::MAX_KEY_BYTES {
         return Err(
             Error::new(ErrorKind::KeyKind).note(format_args!("key of {} bytes", bytes.len()))
@@ -248,6 +252,7 @@ fn check_key_len((_, bytes, _): &KeyOrder<'_>) -> Result<()> {
 }
 
 /// Whether a child's key kind is one that its container allows.
+#[inline]
 fn key_fits(container: u8, child: &record::Node) -> bool {
     match container {
         kind::DICT | kind::ORDERED_DICT => {

@@ -1,0 +1,78 @@
+//! One tensor among many.
+
+use std::hint::black_box;
+
+use safetensors::SafeTensors;
+use tssd_format::{Archive, Dict, Key, ObjectPath, StateDict, Step, Tensor, Value};
+use tssd_tests::race::{Runner, Target, race};
+
+use crate::model::{encoded, model, name, safetensors_file, tensors};
+
+/// Row 6: 10,000 lookups in an order that is not that of the file.
+pub(crate) fn one_of_many() {
+    const COUNT: usize = 30_000;
+    const LOOKUPS: usize = 10_000;
+    let names: Vec<String> = (0..LOOKUPS).map(|number| name(number * 7919 % COUNT)).collect();
+    let flat = model(COUNT, 4);
+    let theirs = safetensors_file(&flat);
+    let theirs = SafeTensors::deserialize(&theirs).unwrap();
+    let nested = Archive::from_bytes(encoded(&nested(&flat))).unwrap();
+    let flat = Archive::from_bytes(encoded(&flat)).unwrap();
+    let flat_paths: Vec<ObjectPath> =
+        names.iter().map(|name| ObjectPath::root().key(name.as_str())).collect();
+    let step = |part| Step::Key(Key::from(part));
+    let nested_paths: Vec<ObjectPath> =
+        names.iter().map(|name| name.split('.').map(step).collect()).collect();
+    let by_path = |archive: &Archive, paths: &[ObjectPath]| {
+        for path in paths {
+            black_box(archive.value(path).unwrap());
+        }
+    };
+    let by_fqn = |archive: &Archive| {
+        for name in &names {
+            black_box(archive.tensor(name).unwrap());
+        }
+    };
+    // A microsecond for each.
+    let target = Target::Milliseconds(10.0);
+    race(
+        "6. look up 10,000 of 30,000 tensors: 1 ms is 100 ns for each",
+        None,
+        21,
+        vec![
+            Runner::new("safetensors: tensor (a hash map)", || {
+                for name in &names {
+                    black_box(theirs.tensor(name).unwrap());
+                }
+            }),
+            Runner::new("tssd, flat: value, by path", || by_path(&flat, &flat_paths))
+                .target(target),
+            Runner::new("tssd, nested: value, by path", || by_path(&nested, &nested_paths))
+                .target(target),
+            Runner::new("tssd, flat: tensor, by fqn", || by_fqn(&flat)).target(target),
+            Runner::new("tssd, nested: tensor, by fqn", || by_fqn(&nested)).target(target),
+        ],
+    );
+}
+
+/// The same tensors in a tree of dicts, cut at the dots.
+fn nested(flat: &StateDict) -> StateDict {
+    fn insert(dict: &mut Dict, name: &str, tensor: &Tensor) {
+        let Some((first, rest)) = name.split_once('.') else {
+            dict.insert(name, tensor.clone());
+            return;
+        };
+        if dict.get(first).is_none() {
+            dict.insert(first, Dict::new());
+        }
+        match dict.get_mut(first) {
+            Some(Value::Dict(inner)) => insert(inner, rest, tensor),
+            _ => unreachable!("no name is the beginning of another one"),
+        }
+    }
+    let mut nested = StateDict::new();
+    for (name, tensor) in tensors(flat) {
+        insert(nested.entries_mut(), &name, tensor);
+    }
+    nested
+}

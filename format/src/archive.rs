@@ -12,7 +12,7 @@ use crate::digest::{self, ChunkHasher, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::length;
-use crate::frame::{DATA_START, FRAME_LEN, check_len, parse_head, parse_trailer};
+use crate::frame::{DATA_START, FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::record::kind;
@@ -660,7 +660,7 @@ fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     let start = usize::try_from(file_len).unwrap_or(head.len()).min(head.len());
     file.read_exact_at(&mut head[..start], 0)?;
     // A foreign file is named as such, however short it is.
-    let looks_like_tssd = head.starts_with(b"\x89TSD\r\n\x1a\n");
+    let looks_like_tssd = head.starts_with(&MAGIC);
     check_len(file_len).map_err(|error| {
         if start >= 8 && !looks_like_tssd { Error::new(ErrorKind::NotTssd) } else { error }
     })?;

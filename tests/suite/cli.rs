@@ -293,6 +293,7 @@ fn a_tree_is_shown_without_its_tensors() {
     place.write("hurt.tssd", &file);
     place.expect(1, "verify hurt.tssd");
     assert!(place.expect(0, "inspect --json hurt.tssd").contains("4000"));
+    assert!(place.expect(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive"));
 }
 
 /// A pipe has no length, and opening one waits for its writer.

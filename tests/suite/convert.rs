@@ -531,6 +531,7 @@ fn odd_bools_are_a_warning() {
         ]
     );
     assert_eq!(place.expect(0, "verify --deep -q in.tssd"), said);
+    assert!(place.expect(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
     let json = json_of(&place.expect(0, "verify --deep --json in.tssd"));
     assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 3));
 }

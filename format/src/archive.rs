@@ -414,15 +414,16 @@ impl Archive {
 
     /// One job for each archive of a shard set.
     fn shard_jobs(&self, storages: &[Arc<StorageReference>], depth: Depth) -> Vec<Verify<'_>> {
-        let count = u32::try_from(self.blobs.len()).expect("a manifest names fewer");
-        let own = |shard| {
-            let all = storages.iter().filter(move |storage| storage.shard == shard);
-            Part::Archive(shard, all.cloned().collect(), depth)
-        };
         let none = Arc::new(StorageReference::default());
-        let job =
-            |shard| Verify { archive: self, number: 0, storage: none.clone(), part: own(shard) };
-        (0..count).map(job).collect()
+        // Proven: they are sorted by shard.
+        let mut rest = storages;
+        let mut job = |(number, file)| {
+            let (own, others) = rest.split_at(rest.partition_point(|each| each.shard <= number));
+            rest = others;
+            let part = Part::Archive(number, file, own.to_vec(), depth);
+            Verify { archive: self, number: 0, storage: none.clone(), part }
+        };
+        (0..).zip(self.shards()).map(&mut job).collect()
     }
 
     /// The storages that are strs, compressed ones or others.
@@ -490,7 +491,7 @@ enum Part {
     Meaning,
     /// An archive of a shard set, which must have these storages: its index, and what of its blob the
     /// manifest does not name.
-    Archive(u32, Vec<Arc<StorageReference>>, Depth),
+    Archive(u32, ShardFile, Vec<Arc<StorageReference>>, Depth),
 }
 
 /// Whether bytes are proven as they are stored, or what they decode to.
@@ -509,7 +510,7 @@ impl Verify<'_> {
             Part::Checksum => 0..0,
             Part::Text | Part::Meaning => self.storage.stored_range(),
             // Its index, and little more.
-            Part::Archive(shard, ..) => 0..self.archive.shards()[native(*shard)].index_len(),
+            Part::Archive(_, file, ..) => 0..file.index_len(),
         };
         range.end - range.start
     }
@@ -531,10 +532,9 @@ impl Verify<'_> {
             let at = range.start + length(&bytes[..at]);
             return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
         }
-        if let Part::Archive(shard, storages, depth) = &self.part {
-            let name = &self.archive.shards()[native(*shard)].name;
+        if let Part::Archive(shard, file, storages, depth) = &self.part {
             let proven = prove_shard(self.archive.blob(*shard), storages, *depth);
-            return proven.map_err(|error| error.at(name));
+            return proven.map_err(|error| error.at(&file.name));
         }
         self.prove().map_err(|error| {
             let at = error.offset().unwrap_or(self.storage.offset);

@@ -8,7 +8,7 @@ use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options};
 use tssd_store::VERSION_ATTRS;
 
 use crate::console::Console;
-use crate::document::Document;
+use crate::document::{Document, ZSTD_LEVEL_ATTR};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -128,7 +128,8 @@ impl Args {
             options = options.align(bytes).map_err(usage)?;
         }
         if self.raw {
-            return Ok(options.compress(Compression::None));
+            // Nothing has a level any more.
+            return Ok(options.without_attr(ZSTD_LEVEL_ATTR).compress(Compression::None));
         }
         if self.zstd.is_some() || !self.zstd_only.is_empty() {
             options = options.zstd_level(self.zstd.unwrap_or(1));

@@ -138,11 +138,17 @@ impl Document {
         }
     }
 
-    /// A tensor of its structure.
+    /// A tensor of its structure. No more of its storage is read than it spans.
     pub(crate) fn tensor(&self, reference: &TensorReference) -> Result<Tensor> {
-        let bytes = reference.storage.map_or_else(|| Ok(Bytes::new()), |at| self.storage(at))?;
-        Tensor::new(reference.meta.clone(), Storage::from(bytes), reference.byte_offset)
-            .map_err(|error| Failure::format(&self.path, &error))
+        let tensor = match &self.source {
+            Source::Archive(archive) => archive.tensor_of(reference),
+            Source::Safetensors(..) => {
+                let bytes = reference.storage.map(|at| self.storage(at)).transpose()?;
+                let storage = Storage::from(bytes.unwrap_or_default());
+                Tensor::new(reference.meta.clone(), storage, reference.byte_offset)
+            }
+        };
+        tensor.map_err(|error| Failure::format(&self.path, &error))
     }
 
     /// All of it, in memory.

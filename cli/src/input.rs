@@ -22,7 +22,7 @@ pub(crate) fn shown(path: &Path) -> &Path {
     if is_stream(path) { Path::new("<stdin>") } else { path }
 }
 
-/// Opens a file; a directory is none. Stdin is read to its end: what archives are is said there.
+/// Opens a regular file, in which every byte has its place. Stdin is read to its end: what archives are is said there.
 pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     if is_stream(path) {
         let mut bytes = Vec::new();
@@ -30,12 +30,19 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
         read.map_err(|error| Failure::io("read", shown(path), error))?;
         return Ok(Arc::new(Bytes::from(bytes)));
     }
-    let file = File::open(path).map_err(|error| Failure::io("read", path, error))?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+    let failed = |error| Failure::io("read", path, error);
+    // Opening a pipe would wait for its writer.
+    let metadata = path.metadata().map_err(failed)?;
+    if metadata.is_dir() {
         return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
             .help("name a file, or a directory with a manifest.tssd"));
     }
-    Ok(Arc::new(file))
+    if !metadata.is_file() {
+        let message = format_args!("{} is no regular file", path.display());
+        return Err(Failure::new(Exit::Refused, message)
+            .help("name a file, or `-` and pipe the file into the command"));
+    }
+    Ok(Arc::new(File::open(path).map_err(failed)?))
 }
 
 /// Whether a path is a directory with a manifest.

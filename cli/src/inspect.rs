@@ -4,7 +4,7 @@ mod digests;
 mod hex;
 mod tree;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Map, Value as Json, json};
 
@@ -72,28 +72,8 @@ fn json_of(document: &Document) -> Result<Json> {
     let Some(archive) = document.archive() else {
         return Ok(safetensors_json(document));
     };
-    let mut view =
-        tssd_format::to_json(archive).map_err(|error| failure(document.path(), &error))?;
-    drop_elements(&mut view);
-    Ok(view)
-}
-
-fn failure(path: &Path, error: &tssd_format::Error) -> Failure {
-    Failure::format(path, error)
-}
-
-/// Only what describes a tensor has both members; the keys of dicts are no members in this view.
-fn drop_elements(view: &mut Json) {
-    match view {
-        Json::Object(members) => {
-            if members.contains_key("dtype") {
-                members.remove("data");
-            }
-            members.values_mut().for_each(drop_elements);
-        }
-        Json::Array(items) => items.iter_mut().for_each(drop_elements),
-        _ => {}
-    }
+    tssd_format::to_json_without_elements(archive)
+        .map_err(|error| Failure::format(document.path(), &error))
 }
 
 /// The same for a file without index: name, dtype and shape of each tensor.

@@ -186,10 +186,14 @@ fn odd_bools(archive: &Archive) -> Result<Vec<String>, Error> {
         for reference in run.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
             let tensor = archive.tensor_of(reference)?;
             let bytes = tensor.view().span();
-            elements(&reference.meta).for_each(|start, _, len| {
+            let is_odd = |byte: &&u8| **byte > 1;
+            let Some(elements) = elements(&reference.meta) else {
+                odd += bytes.iter().filter(is_odd).count();
+                continue;
+            };
+            elements.for_each(|start, _, len| {
                 let index = |at| usize::try_from(at).expect("it is in memory");
-                let run = &bytes[index(start)..index(start + len)];
-                odd += run.iter().filter(|byte| **byte > 1).count();
+                odd += bytes[index(start)..index(start + len)].iter().filter(is_odd).count();
             });
         }
         if odd > 0 {
@@ -200,10 +204,13 @@ fn odd_bools(archive: &Archive) -> Result<Vec<String>, Error> {
     Ok(warnings)
 }
 
-/// The elements of a tensor; those that are repeated are looked at once.
-fn elements(meta: &TensorMeta) -> Runs {
+/// The elements of a tensor of bytes; those that are repeated are looked at once. `None` if strides
+/// make more elements than there are bytes: then all bytes are looked at.
+fn elements(meta: &TensorMeta) -> Option<Runs> {
     let strides = meta.strides();
     let once = |(size, stride): (&u64, &u64)| if *stride == 0 { (*size).min(1) } else { *size };
     let shape: Vec<u64> = meta.shape().iter().zip(&strides).map(once).collect();
-    Runs::to_row_major(meta.dtype().itemsize(), &shape, &strides)
+    let count = shape.iter().fold(1, |count: u64, size| count.saturating_mul(*size));
+    let is_once = count <= meta.span_bytes();
+    is_once.then(|| Runs::to_row_major(meta.dtype().itemsize(), &shape, &strides))
 }

@@ -12,7 +12,7 @@ use crate::digest::{self, ChunkHasher, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::length;
-use crate::frame::{DATA_START, FRAME_LEN, check_len, parse_head, parse_trailer};
+use crate::frame::{DATA_START, FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::record::kind;
@@ -414,15 +414,16 @@ impl Archive {
 
     /// One job for each archive of a shard set.
     fn shard_jobs(&self, storages: &[Arc<StorageReference>], depth: Depth) -> Vec<Verify<'_>> {
-        let count = u32::try_from(self.blobs.len()).expect("a manifest names fewer");
-        let own = |shard| {
-            let all = storages.iter().filter(move |storage| storage.shard == shard);
-            Part::Archive(shard, all.cloned().collect(), depth)
-        };
         let none = Arc::new(StorageReference::default());
-        let job =
-            |shard| Verify { archive: self, number: 0, storage: none.clone(), part: own(shard) };
-        (0..count).map(job).collect()
+        // Proven: they are sorted by shard.
+        let mut rest = storages;
+        let mut job = |(number, file)| {
+            let (own, others) = rest.split_at(rest.partition_point(|each| each.shard <= number));
+            rest = others;
+            let part = Part::Archive(number, file, own.to_vec(), depth);
+            Verify { archive: self, number: 0, storage: none.clone(), part }
+        };
+        (0..).zip(self.shards()).map(&mut job).collect()
     }
 
     /// The storages that are strs, compressed ones or others.
@@ -457,9 +458,7 @@ impl Archive {
 
     /// A leaf that lies in a storage, for errors.
     fn leaf_in(&self, storage: u32) -> String {
-        let lies_in_it = |node: &Node| node.storages().any(|number| number == storage);
-        let hurt = self.leaves().into_iter().find(|(_, node)| lies_in_it(node));
-        hurt.map_or_else(|| format!("storage {storage}"), |(path, _)| path.fqn())
+        self.index.first_leaves()[native(storage)].fqn()
     }
 }
 
@@ -492,7 +491,7 @@ enum Part {
     Meaning,
     /// An archive of a shard set, which must have these storages: its index, and what of its blob the
     /// manifest does not name.
-    Archive(u32, Vec<Arc<StorageReference>>, Depth),
+    Archive(u32, ShardFile, Vec<Arc<StorageReference>>, Depth),
 }
 
 /// Whether bytes are proven as they are stored, or what they decode to.
@@ -511,7 +510,7 @@ impl Verify<'_> {
             Part::Checksum => 0..0,
             Part::Text | Part::Meaning => self.storage.stored_range(),
             // Its index, and little more.
-            Part::Archive(shard, ..) => 0..self.archive.shards()[native(*shard)].index_len(),
+            Part::Archive(_, file, ..) => 0..file.index_len(),
         };
         range.end - range.start
     }
@@ -533,10 +532,9 @@ impl Verify<'_> {
             let at = range.start + length(&bytes[..at]);
             return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
         }
-        if let Part::Archive(shard, storages, depth) = &self.part {
-            let name = &self.archive.shards()[native(*shard)].name;
+        if let Part::Archive(shard, file, storages, depth) = &self.part {
             let proven = prove_shard(self.archive.blob(*shard), storages, *depth);
-            return proven.map_err(|error| error.at(name));
+            return proven.map_err(|error| error.at(&file.name));
         }
         self.prove().map_err(|error| {
             let at = error.offset().unwrap_or(self.storage.offset);
@@ -612,10 +610,12 @@ fn prove_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: Dep
     };
     for job in jobs {
         let own = &*job.storage;
-        let is_named = by_offset.get(&own.offset).is_some_and(|named| named.same_bytes(own));
-        match job.part {
-            // What the manifest names is proven by jobs of its own.
-            Part::Chunk(_) | Part::Text | Part::Meaning if is_named => {}
+        let named = by_offset.get(&own.offset).filter(|named| named.same_bytes(own));
+        match (&job.part, named) {
+            // What the manifest names is proven by jobs of its own, but for a digest that it leaves out.
+            (Part::Chunk(_), Some(_)) => {}
+            (Part::Meaning, Some(named)) if named.digest == own.digest || own.digest.is_none() => {}
+            // What is a str here need not be one in the manifest.
             _ => job.run()?,
         }
     }
@@ -660,7 +660,7 @@ fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     let start = usize::try_from(file_len).unwrap_or(head.len()).min(head.len());
     file.read_exact_at(&mut head[..start], 0)?;
     // A foreign file is named as such, however short it is.
-    let looks_like_tssd = head.starts_with(b"\x89TSD\r\n\x1a\n");
+    let looks_like_tssd = head.starts_with(&MAGIC);
     check_len(file_len).map_err(|error| {
         if start >= 8 && !looks_like_tssd { Error::new(ErrorKind::NotTssd) } else { error }
     })?;

@@ -16,7 +16,7 @@ pub(crate) const FRAME_LEN: usize = 64;
 /// The index begins at a multiple of this.
 pub(crate) const INDEX_ALIGN: u64 = 64;
 
-const MAGIC: [u8; 8] = *b"\x89TSD\r\n\x1a\n";
+pub(crate) const MAGIC: [u8; 8] = *b"\x89TSD\r\n\x1a\n";
 const END_MAGIC: [u8; 8] = *b"\n\x1a\n\rDST\x89";
 const MAJOR: u16 = 1;
 const INDEX_CODEC: u16 = 1;

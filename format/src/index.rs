@@ -1,5 +1,7 @@
 //! The index of an archive: proven tables, and what they say.
 
+use std::sync::OnceLock;
+
 use bytes::Bytes;
 
 use crate::decode::{decode, value};
@@ -23,6 +25,8 @@ pub(crate) struct Index {
     bytes: Bytes,
     map: TableMap,
     place: IndexPlace,
+    /// By storage the first leaf in it, once an error has asked.
+    first_leaves: OnceLock<Vec<ObjectPath>>,
 }
 
 impl Index {
@@ -35,7 +39,7 @@ impl Index {
         let root = size(place.root_off)..size(place.root_off).saturating_add(size(place.root_len));
         let map = table::map(&bytes, root)?;
         validate(&map.views(&bytes), place.index_off)?;
-        Ok(Self { bytes, map, place })
+        Ok(Self { bytes, map, place, first_leaves: OnceLock::new() })
     }
 
     pub(crate) fn views(&self) -> Views<'_> {
@@ -53,6 +57,21 @@ impl Index {
     /// The whole tree.
     pub(crate) fn structure(&self) -> Node {
         self.node(0)
+    }
+
+    /// By storage the path of the first leaf in it. Found once for all errors: a file may be damaged
+    /// everywhere.
+    pub(crate) fn first_leaves(&self) -> &[ObjectPath] {
+        self.first_leaves.get_or_init(|| {
+            let mut first = vec![None; self.views().storages.len()];
+            for (path, node) in self.structure().into_leaves() {
+                for number in node.storages() {
+                    first[native(number)].get_or_insert_with(|| path.clone());
+                }
+            }
+            // Proven: each storage is named.
+            first.into_iter().map(Option::unwrap_or_default).collect()
+        })
     }
 
     /// Everything below one node.

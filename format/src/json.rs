@@ -24,6 +24,27 @@ const DATA_MAX: u64 = 65_536;
 ///
 /// `Io` if the file cannot be read; `NotText` for a long str that is none.
 pub fn to_json(archive: &Archive) -> Result<Json> {
+    view_of(archive, Elements::OfSmallTensors)
+}
+
+/// The JSON view of an archive without the elements of tensors, which are not read. It takes no more
+/// memory than a few times that of the structure, whatever tensors share.
+///
+/// # Errors
+///
+/// As [`to_json`].
+pub fn to_json_without_elements(archive: &Archive) -> Result<Json> {
+    view_of(archive, Elements::LeftOut)
+}
+
+/// Which tensors are shown with their elements.
+#[derive(Clone, Copy, PartialEq)]
+enum Elements {
+    OfSmallTensors,
+    LeftOut,
+}
+
+fn view_of(archive: &Archive, elements: Elements) -> Result<Json> {
     let attrs = archive.attrs().into_iter().map(|(name, value)| {
         let value = match value {
             AttrValue::Int(int) => json!({ "int": int.to_string() }),
@@ -74,11 +95,11 @@ pub fn to_json(archive: &Archive) -> Result<Json> {
         };
         view["shards"] = shards.iter().map(shard).collect();
     }
-    view["root"] = node(archive, &archive.structure())?;
+    view["root"] = node(archive, &archive.structure(), elements)?;
     Ok(view)
 }
 
-fn node(archive: &Archive, each: &Node) -> Result<Json> {
+fn node(archive: &Archive, each: &Node, elements: Elements) -> Result<Json> {
     Ok(match each {
         Node::Leaf(value) => leaf(value),
         Node::Stored(stored, storage) => {
@@ -100,7 +121,7 @@ fn node(archive: &Archive, each: &Node) -> Result<Json> {
         }
         Node::Tensors(run) => {
             let views: Vec<Json> =
-                run.iter().map(|each| tensor(archive, each)).collect::<Result<_>>()?;
+                run.iter().map(|each| tensor(archive, each, elements)).collect::<Result<_>>()?;
             match run.as_slice() {
                 [TensorReference { place: None, .. }] => json!({ "tensor": views[0] }),
                 _ => json!({ "shard": views }),
@@ -109,7 +130,7 @@ fn node(archive: &Archive, each: &Node) -> Result<Json> {
         Node::Container(container, children) => {
             let children = children
                 .iter()
-                .map(|(step, child)| Ok((step, node(archive, child)?)))
+                .map(|(step, child)| Ok((step, node(archive, child, elements)?)))
                 .collect::<Result<Vec<_>>>()?;
             let pairs = |key: &dyn Fn(&Key) -> Json| -> Vec<Json> {
                 let pair = |(step, child): &(&Step, Json)| match step {
@@ -175,7 +196,7 @@ fn opaque(media: &Text, bytes: &[u8]) -> Json {
     json!({ "opaque": { "media": string(media), "bytes": hex(bytes) } })
 }
 
-fn tensor(archive: &Archive, each: &TensorReference) -> Result<Json> {
+fn tensor(archive: &Archive, each: &TensorReference, elements: Elements) -> Result<Json> {
     let meta = &each.meta;
     let mut view = Map::new();
     view.insert("dtype".into(), json!(meta.dtype().name()));
@@ -190,7 +211,8 @@ fn tensor(archive: &Archive, each: &TensorReference) -> Result<Json> {
     }
     view.insert("storage".into(), json!(each.storage));
     view.insert("byte_offset".into(), json!(each.byte_offset));
-    if meta.nbytes() <= DATA_MAX && !archive.is_manifest_alone() {
+    let is_shown = elements == Elements::OfSmallTensors && meta.nbytes() <= DATA_MAX;
+    if is_shown && !archive.is_manifest_alone() {
         let tensor = archive.tensor_of(each)?;
         view.insert(
             "data".into(),

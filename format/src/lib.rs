@@ -93,7 +93,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use fill::{Fill, Filled};
 pub use frame::DATA_START;
 #[cfg(feature = "json")]
-pub use json::to_json;
+pub use json::{to_json, to_json_without_elements};
 pub use key::{Key, ObjectPath, Step};
 pub use layout::{Draft, Layout, manifest};
 pub use mesh::DeviceMesh;

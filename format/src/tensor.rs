@@ -355,6 +355,10 @@ impl<'a> TensorView<'a> {
             return false;
         }
         let (own, others) = (self.meta.strides(), other.meta.strides());
+        // Strides can make any number of elements of the same bytes.
+        if own == others && self.bytes == other.bytes {
+            return true;
+        }
         // What is repeated on both sides is compared once.
         let mut shape = self.meta.shape.to_vec();
         for ((size, own), other) in shape.iter_mut().zip(&own).zip(&others) {

@@ -87,11 +87,11 @@ impl<W: Write> ArchiveWriter<W> {
         let value = value.into();
         check(&key, &value, &path, &self.options)?;
         let node = self.arranger.arrange(&value, &path, &self.options)?.to_node();
+        // What has a number by now is written or not: if it is not, nothing after it can be.
+        self.is_broken = true;
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
-        // What follows is written or not: if it is not, nothing after it can be.
-        self.is_broken = true;
         let sources: std::sync::Arc<[_]> = std::mem::take(&mut self.arranger.sources).into();
         // An entry without bytes leaves the end of the head unwritten for now.
         let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };

@@ -7,7 +7,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use tempfile::TempDir;
 use tssd_format::{
-    Archive, Dict, Dtype, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
+    Archive, Compression, Dict, Dtype, Options, StateDict, Storage, Tensor, TensorMeta,
+    TorchStoreStateDict, Value,
 };
 
 /// The binary: `TSSD_BIN`, or where cargo puts it beside this test.
@@ -278,6 +279,35 @@ fn a_file_is_shown_as_a_tree() {
     let tensor = &json["root"]["ordered_dict"][0][1]["tensor"];
     assert_eq!(tensor["dtype"], "float32");
     assert!(tensor.get("data").is_none(), "{tensor}");
+}
+
+/// What many tensors share would be there many times: a look at the tree reads no element.
+#[test]
+fn a_tree_is_shown_without_its_tensors() {
+    let place = Place::new();
+    let mut dict = StateDict::new();
+    dict.insert("weight", tensor(&[1.0; 4000], &[4000]));
+    let options = Options::new().compress(Compression::Zstd);
+    let mut file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().to_vec();
+    file[4096] ^= 1;
+    place.write("hurt.tssd", &file);
+    place.expect(1, "verify hurt.tssd");
+    assert!(place.expect(0, "inspect --json hurt.tssd").contains("4000"));
+    assert!(place.expect(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive"));
+}
+
+/// A pipe has no length, and opening one waits for its writer.
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_is_refused() {
+    let place = Place::new();
+    let made = Command::new("mkfifo").arg(place.path("pipe.tssd")).status().unwrap();
+    assert!(made.success());
+    for command in ["inspect", "verify", "unpack -o out", "diff /dev/null"] {
+        let said = place.expect(5, &format!("{command} pipe.tssd"));
+        assert!(said.contains("is no regular file"), "{said}");
+    }
+    assert_eq!(place.names(), ["pipe.tssd"]);
 }
 
 #[test]

@@ -159,6 +159,8 @@ fn what_is_asked_for_is_done_and_the_rest_stays() {
     place.expect(0, "convert in.tssd -o level.tssd --zstd=5");
     let level = open(&place, "level.tssd").attrs().remove("tssd.zstd_level");
     assert_eq!(level, Some(AttrValue::Int(5)));
+    place.expect(0, "convert level.tssd -o out.tssd --raw");
+    assert_eq!(place.read("out.tssd"), place.read("in.tssd"));
     assert_eq!(place.names(), ["in.tssd", "level.tssd", "out.tssd"]);
 }
 
@@ -513,6 +515,9 @@ fn odd_bools_are_a_warning() {
     // Between its elements there may be anything; one that is there often is one.
     dict.insert("strided", bools(&[1, 7, 0, 7, 1], &[1 << 40, 3], &[0, 2]));
     dict.insert("repeated", bools(&[3], &[1 << 40], &[0]));
+    // More elements than anyone could look at, in few bytes.
+    dict.insert("overlapping", bools(&[5; 3 << 10], &[1 << 10; 3], &[1, 1, 1]));
+    dict.insert("overlaps", bools(&vec![1; 5 << 20], &[1 << 20; 3], &[1, 1, 1]));
     place.write_dict("in.tssd", &dict);
     assert!(!place.expect(0, "verify in.tssd").contains("warning"));
     let said = place.expect(0, "verify --deep in.tssd");
@@ -522,11 +527,13 @@ fn odd_bools_are_a_warning() {
         [
             "         warning  `odd` has 2 bools other than 0 and 1",
             "         warning  `repeated` has 1 bool other than 0 and 1",
+            "         warning  `overlapping` has 3070 bools other than 0 and 1",
         ]
     );
     assert_eq!(place.expect(0, "verify --deep -q in.tssd"), said);
+    assert!(place.expect(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
     let json = json_of(&place.expect(0, "verify --deep --json in.tssd"));
-    assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 2));
+    assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 3));
 }
 
 #[test]

@@ -1,8 +1,12 @@
 //! Damaged and foreign bytes: every change is found, and nothing panics.
 
+use std::sync::Arc;
+
+use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, Compression, ErrorKind, Options, Result, StateDict, Tensor, TorchStoreStateDict, Value,
+    Archive, Attrs, Blob, Compression, Error, ErrorKind, Options, Result, ShardFile, StateDict,
+    StorageReference, Tensor, TorchStoreStateDict, Value, Verify,
 };
 use tssd_tests::damage::{index_off, repair};
 use tssd_tests::generate;
@@ -78,6 +82,62 @@ fn damage_of_small_files_is_found_without_exception() {
         counts.iter().sum::<u64>()
     );
     assert!(counts.iter().all(|count| *count > 0));
+}
+
+/// A file with a hole where its payload was: each leaf is named, in the time of one look at the tree.
+#[test]
+fn all_that_is_hurt_is_named() {
+    let name = |number: u32| format!("layers.{number}.weight");
+    let mut dict = StateDict::new();
+    (0..20_000_u32).for_each(|number| {
+        dict.insert(name(number), Tensor::from_slice(&[number + 1], &[1]).unwrap());
+    });
+    let mut file = TorchStoreStateDict::from_state_dict(&dict).unwrap().as_bytes().to_vec();
+    let blob = 4096..index_off(&file);
+    file[blob].fill(0);
+    let archive = Archive::from_bytes(file).unwrap();
+    let jobs = archive.verify_jobs();
+    let errors: Vec<Error> = jobs.iter().map(Verify::run).filter_map(Result::err).collect();
+    assert_eq!(errors.len(), 20_000);
+    for (number, error) in (0..).zip(&errors) {
+        assert_eq!((error.kind(), error.path()), (ErrorKind::ChunkCorrupt, Some(&*name(number))));
+    }
+}
+
+/// A manifest may leave out digests that its archives have: they are proven all the same.
+#[test]
+fn digests_that_a_manifest_leaves_out_are_proven() {
+    let mut dict = StateDict::new();
+    dict.insert("weight", Tensor::from_slice(&[1.0_f32; 100], &[100]).unwrap());
+    for compression in [Compression::None, Compression::Zstd] {
+        let options = Options::new().digests().compress(compression);
+        let good = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().to_vec();
+        let digest = Archive::from_bytes(good.clone()).unwrap().storage(0).digest.unwrap();
+        let mut lie = good.clone();
+        let at = lie.windows(32).position(|bytes| *bytes == digest).unwrap();
+        lie[at] ^= 1;
+        repair(&mut lie);
+        for (file, verdict) in [(good, None), (lie, Some(ErrorKind::DigestMismatch))] {
+            let file = Bytes::from(file);
+            let own = Archive::from_bytes(file.clone()).unwrap();
+            let storage = StorageReference { digest: None, ..own.storage(0) };
+            let shard = ShardFile {
+                name: "0.tssd".into(),
+                file_len: own.file_len(),
+                index_off: own.index_range().start,
+                index_crc32: own.index_crc32(),
+                writer: 0,
+                digest: None,
+            };
+            let manifest =
+                tssd_format::manifest(&own.structure(), &[storage], &Attrs::new(), &[shard]);
+            let manifest: Arc<dyn Blob> = Arc::new(Bytes::from(manifest.unwrap()));
+            let open = |_: &ShardFile| -> Result<Arc<dyn Blob>> { Ok(Arc::new(file.clone())) };
+            let set = Archive::from_shard_set(manifest, open).unwrap();
+            set.verify().unwrap();
+            assert_eq!(set.verify_deep().err().map(|error| error.kind()), verdict);
+        }
+    }
 }
 
 /// Each stored chunk zeroed, and each pair of equal length swapped, where that changes anything.

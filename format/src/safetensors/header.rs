@@ -18,6 +18,7 @@ use crate::blob::Blob;
 use crate::dtype::Dtype;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
+use crate::frame::MAGIC;
 use crate::tensor::{Tensor, TensorMeta};
 
 /// The member of the header that is no tensor.
@@ -316,6 +317,9 @@ pub(super) fn canonical(
 }
 
 fn check_len(len: u64) -> Result<()> {
+    if len.to_le_bytes() == MAGIC {
+        return Err(malformed("it is a TSSD archive"));
+    }
     if len > HEADER_MAX {
         let note = format_args!("its header would take {len} bytes, {HEADER_MAX} are allowed");
         return Err(malformed(note));

@@ -76,6 +76,7 @@ mod mmap;
 mod shard_set;
 mod tssd;
 mod validate;
+mod verify;
 mod views;
 
 // Other files.
@@ -84,7 +85,7 @@ pub mod safetensors;
 
 mod error;
 
-pub use archive::{Archive, Verify};
+pub use archive::Archive;
 pub use blob::Blob;
 pub use digest::Digest;
 pub use dtype::Dtype;
@@ -115,6 +116,7 @@ pub use structure::{Container, Node, Stored, TensorReference};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
 pub use tssd::{FlatLeaf, TorchStoreStateDict};
+pub use verify::Verify;
 pub use writer::ArchiveWriter;
 
 /// The records of the format with name, offset and size of each field, under the names that

@@ -13,6 +13,9 @@ use crate::tensor::TensorMeta;
 /// The attribute with the level of all frames.
 pub(crate) const ZSTD_LEVEL: &str = "tssd.zstd_level";
 
+/// The levels that zstd has.
+const LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
+
 /// What a writer may choose: attributes, compression, digests, alignment.
 ///
 /// # Examples
@@ -109,7 +112,8 @@ impl Options {
         options.attrs = archive.attrs();
         // The attribute stays, also if nothing was worth compressing.
         if let Some(AttrValue::Int(level)) = options.attrs.get(ZSTD_LEVEL) {
-            options.zstd_level = i32::try_from(*level).unwrap_or(options.zstd_level);
+            let level = i32::try_from(*level).unwrap_or(options.zstd_level);
+            options = options.zstd_level(level);
         }
         let storages: Vec<_> =
             (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
@@ -204,10 +208,10 @@ impl Options {
     }
 
     /// The level of zstd, 1 if it is not given: higher ones take longer, and seldom gain much on
-    /// shuffled floats.
+    /// shuffled floats. The levels of zstd end at 22; the ones below 0 are its fast ones.
     #[must_use]
     pub fn zstd_level(mut self, level: i32) -> Self {
-        self.zstd_level = level;
+        self.zstd_level = level.clamp(*LEVELS.start(), *LEVELS.end());
         self
     }
 

@@ -189,7 +189,10 @@ fn levels_and_alignments_have_bounds() {
     let dict = zeros();
     for level in [i32::MIN, -5, 0, 22, i32::MAX] {
         let options = Options::new().compress(Compression::Zstd).zstd_level(level);
-        assert_eq!(encode(&dict, &options).to_state_dict().unwrap(), dict, "level {level}");
+        let encoded = encode(&dict, &options);
+        assert_eq!(encoded.to_state_dict().unwrap(), dict, "level {level}");
+        let recorded = encoded.archive().attrs()["tssd.zstd_level"].clone();
+        assert_eq!(recorded, AttrValue::Int(i64::from(level.clamp(-131_072, 22))));
     }
 }
 

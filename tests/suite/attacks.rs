@@ -117,6 +117,19 @@ fn the_head_can_be_rewound_to() {
     }
 }
 
+/// A put that others may overtake is visible, or it is told that a newer one was first.
+fn prove_fared(fared: Result<bool, tssd_store::Error>) {
+    match fared {
+        Ok(visible) => assert!(visible),
+        Err(error) => {
+            let refusal = error.refusal();
+            let superseded =
+                matches!(refusal, Some(Refusal::Dropped { reason: Reason::Superseded { .. }, .. }));
+            assert!(superseded, "{error}");
+        }
+    }
+}
+
 /// A put is acknowledged, or it is told that a newer one was first: it is never told that it is gone.
 #[test]
 fn puts_that_overtake_each_other_know_how_they_fared() {
@@ -127,24 +140,8 @@ fn puts_that_overtake_each_other_know_how_they_fared() {
                 let store = &store;
                 scope.spawn(move || {
                     for step in 0..15 {
-                        let fared =
-                            put(store, &number(100 * putter + step), &PutOptions::default());
-                        match fared {
-                            Ok(visible) => assert!(visible),
-                            Err(error) => {
-                                let refusal = error.refusal();
-                                assert!(
-                                    matches!(
-                                        refusal,
-                                        Some(Refusal::Dropped {
-                                            reason: Reason::Superseded { .. },
-                                            ..
-                                        })
-                                    ),
-                                    "{error}"
-                                );
-                            }
-                        }
+                        let dict = number(100 * putter + step);
+                        prove_fared(put(store, &dict, &PutOptions::default()));
                     }
                 });
             }
@@ -163,17 +160,26 @@ fn few_threads_are_enough_for_many_puts() {
         .build() // without a timer
         .unwrap();
     let store = tssd_store::Store::directory(folder.path()).unwrap();
-    let puts = (0..8).map(|step| {
+    let put = |key: Key, step| {
         let store = store.clone();
         runtime.spawn(async move {
             let options = PutOptions { timeout: Duration::MAX, ..PutOptions::default() };
-            store.put_state_dict(&key(), &number(step), &options).await.unwrap().visible
+            let put = store.put_state_dict(&key, &number(step), &options).await;
+            put.map(|report| report.visible)
         })
-    });
-    let puts: Vec<_> = puts.collect();
-    for put in puts {
-        assert!(runtime.block_on(put).unwrap());
+    };
+    let apart: Vec<_> =
+        (0..8).map(|step| put(Key::new(format!("k{step}")).unwrap(), step)).collect();
+    for put in apart {
+        assert!(runtime.block_on(put).unwrap().unwrap());
     }
+    // Of one key, some wait for others, and some are overtaken.
+    let together: Vec<_> = (0..8).map(|step| put(key(), step)).collect();
+    for put in together {
+        prove_fared(runtime.block_on(put).unwrap());
+    }
+    let head = runtime.block_on(store.head(&key())).unwrap();
+    assert_eq!(head.unwrap().number, 8);
 }
 
 #[test]

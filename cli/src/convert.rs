@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::json;
-use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options};
+use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR};
 use tssd_store::VERSION_ATTRS;
 
 use crate::console::Console;
-use crate::document::{Document, ZSTD_LEVEL_ATTR};
+use crate::document::Document;
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};

@@ -7,15 +7,12 @@ use bytes::Bytes;
 use tssd_format::safetensors::{Entry, HEADER_ATTR, Header, INDEX_ATTR};
 use tssd_format::{
     Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
-    TensorReference, Value,
+    TensorReference, Value, ZSTD_LEVEL_ATTR,
 };
 use tssd_store::VERSION_ATTRS;
 
 use crate::failure::{Failure, Result};
 use crate::input::{is_shard_set, open, open_archive, shown};
-
-/// The attribute that says how an archive is compressed, and nothing of what it means.
-pub(crate) const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 
 /// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
 pub(crate) struct Document {

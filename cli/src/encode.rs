@@ -9,12 +9,6 @@ use crate::parallel;
 pub(crate) fn plan(dict: &StateDict, options: &Options, console: Console) -> Result<Layout> {
     let draft = Draft::new(dict, options)?;
     let jobs = draft.jobs();
-    let bar = console.bytes_bar("compressing", jobs.iter().map(Pack::len).sum());
-    let packed = parallel::map(&jobs, |job| {
-        let packed = job.run();
-        bar.inc(job.len());
-        packed
-    });
-    bar.finish_and_clear();
+    let packed = parallel::map(&jobs, (console, "compressing"), Pack::len, Pack::run);
     draft.place(packed.into_iter().collect::<Result<Vec<_>>>()?)
 }

@@ -4,8 +4,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Runs all jobs, each on one thread; what they return comes in any order.
-pub(crate) fn map<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
+use crate::console::Console;
+
+/// Runs all jobs, each on one thread, while a bar grows by the bytes of each; what they return comes in
+/// any order.
+pub(crate) fn map<J: Sync, R: Send>(
+    jobs: &[J],
+    (console, doing): (Console, &'static str),
+    len: impl Fn(&J) -> u64 + Sync,
+    run: impl Fn(&J) -> R + Sync,
+) -> Vec<R> {
+    let bar = console.bytes_bar(doing, jobs.iter().map(&len).sum());
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::with_capacity(jobs.len()));
     let threads = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
@@ -14,10 +23,12 @@ pub(crate) fn map<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) ->
             scope.spawn(|| {
                 while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let result = run(job);
+                    bar.inc(len(job));
                     results.lock().unwrap_or_else(PoisonError::into_inner).push(result);
                 }
             });
         }
     });
+    bar.finish_and_clear();
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
 }

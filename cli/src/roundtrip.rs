@@ -8,13 +8,15 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST, Options, manifest};
+use tssd_format::{
+    Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST, Options, ZSTD_LEVEL_ATTR, manifest,
+};
 
 use self::same::Same;
 use crate::archives::archives_in;
 use crate::console::{Console, print, print_json};
 use crate::diff;
-use crate::document::{Document, ZSTD_LEVEL_ATTR, looks_like_safetensors};
+use crate::document::{Document, looks_like_safetensors};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};

@@ -164,13 +164,7 @@ pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Err
     if deep {
         jobs.extend(archive.decode_jobs());
     }
-    let bar = console.bytes_bar("verifying", jobs.iter().map(Verify::len).sum());
-    let results = parallel::map(&jobs, |job| {
-        let result = job.run();
-        bar.inc(job.len());
-        result
-    });
-    bar.finish_and_clear();
+    let results = parallel::map(&jobs, (console, "verifying"), Verify::len, Verify::run);
     results.into_iter().filter_map(Result::err).collect()
 }
 

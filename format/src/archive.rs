@@ -317,10 +317,13 @@ impl Archive {
         decode().map_err(|error: Error| error.at(self.leaf_in(number)))
     }
 
+    fn blob_of(&self, shard: u32) -> Result<&Arc<dyn Blob>> {
+        self.blobs.get(native(shard)).ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))
+    }
+
     /// Stored bytes of a file.
     pub(crate) fn read(&self, shard: u32, range: Range<u64>) -> Result<Bytes> {
-        let blob = self.blobs.get(native(shard));
-        let blob = blob.ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))?;
+        let blob = self.blob_of(shard)?;
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::new(ErrorKind::TooLarge));
         if let Some(bytes) = blob.bytes() {
             return Ok(bytes.slice(size(range.start)?..size(range.end)?));
@@ -333,8 +336,7 @@ impl Archive {
     /// The CRC-32 of stored bytes. Those of a file are read block by block, into memory that stays in the
     /// cache.
     pub(crate) fn crc_of(&self, shard: u32, range: Range<u64>) -> Result<u32> {
-        let blob = self.blobs.get(native(shard));
-        let blob = blob.ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))?;
+        let blob = self.blob_of(shard)?;
         if blob.bytes().is_some() {
             return Ok(crc32fast::hash(&self.read(shard, range)?));
         }
@@ -357,8 +359,8 @@ impl Archive {
         texts
     }
 
-    /// A leaf that lies in a storage, for errors.
-    pub(crate) fn leaf_in(&self, storage: u32) -> String {
+    /// The fqn of a leaf that lies in a storage, for errors.
+    pub fn leaf_in(&self, storage: u32) -> String {
         self.index.first_leaves()[native(storage)].fqn()
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Body, RawBytes, Segments, Source};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
-use crate::options::{Compression, Options, ZSTD_LEVEL};
+use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
 use crate::pack::{Pack, Packed, StoredChunk};
 use crate::record::NONE;
 use crate::seal::{StorageTables, combine};
@@ -250,7 +250,7 @@ impl Arranger {
     pub(crate) fn attrs(&self, options: &Options) -> Attrs {
         let mut attrs = options.attrs.clone();
         if self.compresses {
-            attrs.insert(ZSTD_LEVEL.to_owned(), AttrValue::Int(options.zstd_level.into()));
+            attrs.insert(ZSTD_LEVEL_ATTR.to_owned(), AttrValue::Int(options.zstd_level.into()));
         }
         attrs
     }

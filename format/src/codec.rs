@@ -1,13 +1,16 @@
 //! One chunk as it is stored: shuffled, then one zstd frame. Spec: section 6 and F-093.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::storage::CHUNK_BYTES;
 
 /// A chunk that would not lose this part of its length, in percent, stays raw.
 #[cfg(feature = "zstd")]
 const MIN_GAIN_PERCENT: usize = 3;
 
-/// The largest window of a frame, which is also the largest chunk, in bytes.
-const MAX_WINDOW: u64 = 1 << 20;
+/// Whether elements of this many bytes can be shuffled.
+pub(crate) fn is_width(bytes: u8) -> bool {
+    matches!(bytes, 2 | 4 | 8 | 16)
+}
 
 /// Compresses chunks; keeps its working memory from one to the next.
 #[cfg(feature = "zstd")]
@@ -35,6 +38,21 @@ impl Encoder {
         let gain = raw.len().saturating_sub(frame.len());
         frame.shrink_to_fit();
         Ok((gain * 100 >= raw.len() * MIN_GAIN_PERCENT).then_some(frame))
+    }
+}
+
+/// Stands in for it in a build without zstd, where there is none.
+#[cfg(not(feature = "zstd"))]
+pub(crate) enum Encoder {}
+
+#[cfg(not(feature = "zstd"))]
+impl Encoder {
+    pub(crate) fn new(_: i32) -> Result<Self> {
+        Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
+    }
+
+    pub(crate) fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
+        match *self {}
     }
 }
 
@@ -123,7 +141,7 @@ fn check_header(frame: &[u8], len: usize) -> Result<()> {
     if !single_segment {
         let window = take(1)?;
         let base = 1_u64 << (10 + (window >> 3));
-        if base + base / 8 * (window & 7) > MAX_WINDOW {
+        if base + base / 8 * (window & 7) > CHUNK_BYTES {
             return Err(corrupt("window"));
         }
     }
@@ -148,7 +166,7 @@ fn shuffle_bytes(plain: &[u8], width: u8, shuffled: &mut [u8]) {
         4 => split::<4>(plain, shuffled),
         8 => split::<8>(plain, shuffled),
         16 => split::<16>(plain, shuffled),
-        _ => unreachable!("the validator and the planner know no other width"),
+        _ => unreachable!("`is_width` knows no other"),
     }
 }
 
@@ -160,7 +178,7 @@ fn unshuffle_bytes(shuffled: &[u8], width: u8, plain: &mut [u8]) {
         4 => join::<4>(shuffled, plain),
         8 => join::<8>(shuffled, plain),
         16 => join::<16>(shuffled, plain),
-        _ => unreachable!("the validator and the planner know no other width"),
+        _ => unreachable!("`is_width` knows no other"),
     }
 }
 

@@ -101,7 +101,7 @@ pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
 pub use mmap::{Map, map_file};
 pub use number::{Float, Int};
-pub use options::{Compression, Options};
+pub use options::{Compression, Options, ZSTD_LEVEL_ATTR};
 pub use pack::{Pack, Packed};
 pub use placement::Placement;
 pub use region::Region;

@@ -4,14 +4,16 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::archive::Archive;
+use crate::codec::is_width;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::structure::Trail;
 use crate::tensor::TensorMeta;
 
-/// The attribute with the level of all frames.
-pub(crate) const ZSTD_LEVEL: &str = "tssd.zstd_level";
+/// The attribute with the level of all frames: it says how an archive is compressed, and nothing of what it
+/// means.
+pub const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 
 /// The levels that zstd has.
 const LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
@@ -70,10 +72,8 @@ pub enum Compression {
 impl Compression {
     /// The width of the byte shuffle for elements of this many bytes; 0 for none.
     pub(crate) fn shuffle(self, itemsize: u64) -> u8 {
-        match (self, itemsize) {
-            (Self::ShuffledZstd, 2 | 4 | 8 | 16) => itemsize.to_le_bytes()[0],
-            _ => 0,
-        }
+        let width = u8::try_from(itemsize).ok().filter(|width| is_width(*width));
+        width.filter(|_| self == Self::ShuffledZstd).unwrap_or(0)
     }
 }
 
@@ -111,7 +111,7 @@ impl Options {
         let mut options = Self::new().allow_opaque();
         options.attrs = archive.attrs();
         // The attribute stays, also if nothing was worth compressing.
-        if let Some(AttrValue::Int(level)) = options.attrs.get(ZSTD_LEVEL) {
+        if let Some(AttrValue::Int(level)) = options.attrs.get(ZSTD_LEVEL_ATTR) {
             let level = i32::try_from(*level).unwrap_or(options.zstd_level);
             options = options.zstd_level(level);
         }
@@ -119,10 +119,10 @@ impl Options {
             (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
         options.digests = storages.first().is_some_and(|storage| storage.digest.is_some());
         // One alignment for all that is not the usual one was asked for.
-        let usual = |storage: &&crate::storage::StorageReference| {
+        let is_unusual = |storage: &&crate::storage::StorageReference| {
             storage.align_log2 != usual_align_log2(storage.stored_len())
         };
-        options.align_log2 = storages.iter().find(usual).map(|storage| storage.align_log2);
+        options.align_log2 = storages.iter().find(is_unusual).map(|storage| storage.align_log2);
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
             let Some(number) = node.storages().next() else { continue };

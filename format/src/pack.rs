@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 
+use crate::codec::Encoder;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
 use crate::fill::RawBytes;
@@ -80,7 +81,7 @@ impl Pack {
     ///
     /// `Io` if zstd fails, which it does only without memory; `FeatureMissing` in a build without zstd.
     pub fn run(&self) -> Result<Packed> {
-        let mut encoder = encoder(self.level)?;
+        let mut encoder = Encoder::new(self.level)?;
         let mut gathered = Vec::new();
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
@@ -100,26 +101,4 @@ impl Pack {
         }
         Ok(Packed { place: (self.storage, self.chunks.start), chunks })
     }
-}
-
-#[cfg(feature = "zstd")]
-fn encoder(level: i32) -> Result<crate::codec::Encoder> {
-    crate::codec::Encoder::new(level)
-}
-
-/// Stands in for the encoder of a build without zstd.
-#[cfg(not(feature = "zstd"))]
-enum NoEncoder {}
-
-#[cfg(not(feature = "zstd"))]
-impl NoEncoder {
-    fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
-        match *self {}
-    }
-}
-
-#[cfg(not(feature = "zstd"))]
-fn encoder(_: i32) -> Result<NoEncoder> {
-    use crate::error::{Error, ErrorKind};
-    Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Region, ShardFile, Step,
-    StorageReference, TensorReference,
+    StorageReference, TensorReference, ZSTD_LEVEL_ATTR,
 };
 
 use crate::ledger::WriterSet;
@@ -72,7 +72,7 @@ fn common_attrs(contributions: &[Contribution]) -> Result<Attrs, String> {
     for contribution in contributions {
         // How an archive was compressed says nothing of the version.
         let attrs = contribution.archive.attrs().into_iter();
-        for (name, value) in attrs.filter(|(name, _)| name != "tssd.zstd_level") {
+        for (name, value) in attrs.filter(|(name, _)| name != ZSTD_LEVEL_ATTR) {
             match common.get(&name) {
                 Some(other) if *other != value => {
                     let writer = contribution.writer;

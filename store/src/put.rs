@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tssd_format::{AttrValue, Attrs, Compression, Draft, Fill, Filled, Layout, Options, StateDict};
+use tssd_format::{
+    AttrValue, Attrs, Compression, Draft, Fill, Filled, Layout, Options, Pack, StateDict,
+};
 
 use self::replicas::without_replicas;
 use self::role::Role;
@@ -155,10 +157,11 @@ pub(crate) async fn put(
     let role = Role::of(dict, options)?;
     let draft =
         draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
-    let layout = if draft.jobs().is_empty() {
-        place(draft)?
+    let jobs = draft.jobs();
+    let layout = if jobs.is_empty() {
+        place(draft, jobs)?
     } else {
-        controller.on_disk(move |_| place(draft)).await?
+        controller.on_disk(move |_| place(draft, jobs)).await?
     };
     let bytes = layout.file_len();
     let begun = begin(controller, key, options, &role, call).await?;
@@ -293,9 +296,9 @@ fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
 }
 
 /// Compresses what is to be compressed, on all cores.
-fn place(draft: Draft) -> Result<Layout> {
+fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     let failed = |error| Error::request("compression", error);
-    let packed = parallel::map(draft.jobs(), |job| job.run()).map_err(failed)?;
+    let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
     draft.place(packed).map_err(failed)
 }
 

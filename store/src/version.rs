@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
+    Archive, AttrValue, Attrs, CHUNK_BYTES, Container, Error as FormatError,
     ErrorKind as FormatKind, Key, MANIFEST, Node, ObjectPath, Step, StorageReference,
-    TensorReference, Unpack,
+    TensorReference, Unpack, ZSTD_LEVEL_ATTR,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -131,23 +131,22 @@ impl OpenVersion {
 
     /// Raw bytes of a storage, proven: a view where they are in memory as they are.
     pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
-        let Stored { reference, verified } = &self.storages[native(u64::from(storage))];
+        let reference = &self.stored(storage).reference;
         let blob = &**self.archive.blob(reference.shard);
         let chunks = reference.chunks(&range);
         if reference.packing.is_some() {
             let failed = |error: FormatError| Error::format(&self.folder, error);
             let mut unpack = Unpack::new(reference, range).map_err(failed)?;
             for chunk in chunks {
-                let stored = self.proven(blob, reference, verified, chunk)?;
-                unpack
-                    .add(chunk, &stored)
-                    .map_err(|error| failed(error.at(self.leaf_in(reference))))?;
+                let stored = self.proven(storage, chunk)?;
+                let added = unpack.add(chunk, &stored);
+                added.map_err(|error| failed(error.at(self.archive.leaf_in(storage))))?;
             }
             return Ok(unpack.finish());
         }
         if let Some(mapped) = blob.bytes() {
             for chunk in chunks {
-                self.proven(blob, reference, verified, chunk)?;
+                self.proven(storage, chunk)?;
             }
             return Ok(mapped.slice(
                 native(reference.offset + range.start)..native(reference.offset + range.end),
@@ -160,20 +159,16 @@ impl OpenVersion {
         blob.read_exact_at(&mut read, reference.offset + first)
             .map_err(|error| Error::io(&self.folder, error))?;
         for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
-            self.prove(reference, chunk, bytes)?;
+            self.prove(storage, chunk, bytes)?;
         }
         Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
     }
 
     /// The stored bytes of a chunk. Those that are in memory are proven once.
-    fn proven(
-        &self,
-        blob: &dyn Blob,
-        storage: &StorageReference,
-        verified: &[AtomicBool],
-        chunk: u64,
-    ) -> Result<Bytes> {
-        let place = storage.stored_chunk(chunk);
+    fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
+        let Stored { reference, verified } = self.stored(storage);
+        let blob = &**self.archive.blob(reference.shard);
+        let place = reference.stored_chunk(chunk);
         if let Some(mapped) = blob.bytes() {
             let stored = mapped.slice(native(place.start)..native(place.end));
             let known = &verified[native(chunk)];
@@ -190,9 +185,13 @@ impl OpenVersion {
         Ok(stored.into())
     }
 
+    fn stored(&self, storage: u32) -> &Stored {
+        &self.storages[native(u64::from(storage))]
+    }
+
     /// How many bytes of a storage there are.
     pub(crate) fn storage_len(&self, storage: u32) -> u64 {
-        self.storages[native(u64::from(storage))].reference.len
+        self.stored(storage).reference.len
     }
 
     /// How many bytes were checksummed since the version was opened.
@@ -200,25 +199,17 @@ impl OpenVersion {
         self.verified.load(Ordering::Relaxed)
     }
 
-    fn prove(&self, storage: &StorageReference, chunk: u64, bytes: &[u8]) -> Result<()> {
+    fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
         self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
-        if crc32fast::hash(bytes) == storage.crcs[native(chunk)] {
+        let reference = &self.stored(storage).reference;
+        if crc32fast::hash(bytes) == reference.crcs[native(chunk)] {
             return Ok(());
         }
         let error = FormatError::new(FormatKind::ChunkCorrupt)
-            .byte(storage.stored_chunk(chunk).start)
-            .note(format_args!("{} bytes of shard {}", bytes.len(), storage.shard))
-            .at(self.leaf_in(storage));
+            .byte(reference.stored_chunk(chunk).start)
+            .note(format_args!("{} bytes of shard {}", bytes.len(), reference.shard))
+            .at(self.archive.leaf_in(storage));
         Err(Error::format(&self.folder, error))
-    }
-
-    /// A leaf that lies in a storage, for errors.
-    fn leaf_in(&self, storage: &StorageReference) -> String {
-        let number = self.storages.iter().position(|other| other.reference == *storage);
-        let is_it = |storage: u32| Some(native(u64::from(storage))) == number;
-        let lies_in_it = |(_, node): &(ObjectPath, Node)| node.storages().any(is_it);
-        let hurt = self.root.clone().into_leaves().into_iter().find(lies_in_it);
-        hurt.map_or_else(|| "a leaf".to_owned(), |(path, _)| path.fqn())
     }
 }
 
@@ -262,7 +253,7 @@ pub const VERSION_ATTRS: [&str; 6] =
 /// The attributes of a manifest but those that the store and its compression have added.
 fn user_attrs(manifest: &Archive) -> Attrs {
     let mut attrs = manifest.attrs();
-    for own in VERSION_ATTRS.into_iter().chain(["tssd.zstd_level"]) {
+    for own in VERSION_ATTRS.into_iter().chain([ZSTD_LEVEL_ATTR]) {
         attrs.remove(own);
     }
     attrs

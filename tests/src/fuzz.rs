@@ -9,12 +9,12 @@ mod set;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, Compression, Draft, Options, Pack, PackedChunk, Packing, StateDict, StorageReference,
+    Archive, Compression, Layout, Options, PackedChunk, Packing, StateDict, StorageReference,
     Unpack,
 };
 
 pub use self::compact::{compacted, expanded};
-pub use self::readers::{Verdict, python_differs};
+pub use self::readers::{Verdict, python_differs, readers_agree};
 
 /// A fuzz target: a name, which is that of its corpus, and what it does with an input.
 pub type Target = (&'static str, fn(&[u8]));
@@ -74,10 +74,8 @@ pub fn roundtrip(data: &[u8]) {
 }
 
 fn encode(dict: &StateDict, options: &Options) -> tssd_format::Result<Vec<u8>> {
-    let draft = Draft::new(dict, options)?;
-    let packed = draft.jobs().iter().map(Pack::run).collect::<tssd_format::Result<Vec<_>>>()?;
     let mut file = Vec::new();
-    draft.place(packed)?.write_to(&mut file)?;
+    Layout::plan(dict, options)?.write_to(&mut file)?;
     Ok(file)
 }
 

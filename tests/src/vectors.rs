@@ -7,7 +7,7 @@ mod shards;
 mod tensors;
 mod values;
 
-use tssd_format::{Dict, Draft, Dtype, Key, Options, Pack, StateDict, Tensor, TensorMeta, Value};
+use tssd_format::{Dict, Dtype, Key, Layout, Options, StateDict, Tensor, TensorMeta, Value};
 
 /// One vector.
 #[derive(Debug)]
@@ -47,9 +47,7 @@ fn file(name: &'static str, about: &'static str, bytes: Vec<u8>) -> Vector {
 
 /// The archive of a state dict.
 fn encode(dict: &StateDict, options: &Options) -> Vec<u8> {
-    let draft = Draft::new(dict, options).expect("vectors are legal");
-    let packed = draft.jobs().iter().map(Pack::run).collect::<Result<Vec<_>, _>>();
-    let layout = draft.place(packed.expect("there is memory")).expect("vectors are legal");
+    let layout = Layout::plan(dict, options).expect("vectors are legal");
     let mut file = Vec::new();
     layout.write_to(&mut file).expect("a Vec takes all");
     file

@@ -1,9 +1,8 @@
 //! How files store the same differently: what compression, alignment and digests they have.
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Packing, StorageReference};
+use tssd_format::{Archive, Packing, StorageReference, ZSTD_LEVEL_ATTR};
 
-use crate::document::ZSTD_LEVEL_ATTR;
 use crate::size::count;
 use crate::value::of_attr;
 

@@ -2,6 +2,7 @@
 
 use super::claims::Claims;
 use super::{Use, Validator, narrow};
+use crate::codec::is_width;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
@@ -33,7 +34,7 @@ impl Validator<'_> {
                             && storage.chunks == NONE
                             && storage.stored_len == storage.raw_len
                     }
-                    1 => matches!(storage.shuffle, 0 | 2 | 4 | 8 | 16),
+                    1 => storage.shuffle == 0 || is_width(storage.shuffle),
                     _ => false,
                 };
                 if !codec_fits || storage.chunk_log2 != 20 || storage.reserved != 0 {

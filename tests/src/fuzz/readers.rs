@@ -30,16 +30,25 @@ macro_rules! verdict {
 static WITH_PYTHON: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TSSD_FUZZ_PYTHON").is_some());
 
-/// Compares both readers of this workspace; and the third, if `TSSD_FUZZ_PYTHON` says so.
+/// What the fuzzer compares: both readers of this workspace; and the third, if `TSSD_FUZZ_PYTHON` says so.
 pub(super) fn compare(file: &[u8]) {
     if is_bomb(file) {
         return;
     }
-    let with = verdict!(tssd_format, file);
-    assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv, without");
+    readers_agree(file);
     if *WITH_PYTHON && let Some(difference) = python_differs(file) {
         panic!("{difference}");
     }
+}
+
+/// Has the readers with and without rkyv read an archive.
+///
+/// # Panics
+///
+/// If they differ.
+pub fn readers_agree(file: &[u8]) {
+    let with = verdict!(tssd_format, file);
+    assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv, without");
 }
 
 /// Views of tensors that share bytes can be much longer than their file.

@@ -42,53 +42,33 @@ impl Archive {
     /// The jobs that together are [`Archive::verify`], independent of each other. Those of
     /// a manifest that was opened alone read nothing: its payload lies in other archives.
     pub fn verify_jobs(&self) -> Vec<Verify<'_>> {
-        let mut jobs = Vec::new();
-        let mut job = |number, storage: &Arc<StorageReference>, part| {
-            jobs.push(Verify { archive: self, number, storage: storage.clone(), part });
-        };
-        let storages: Vec<Arc<StorageReference>> =
-            (0..self.storage_count()).map(|number| Arc::new(self.storage(number))).collect();
+        let storages = self.storages();
         let is_alone = self.is_manifest_alone();
         let owns_blob = self.shards().is_empty();
+        let mut parts = Vec::new();
         if !is_alone {
-            for number in self.stored_texts(false) {
-                job(number, &storages[native(number)], Part::Text);
-            }
+            parts.extend(self.text_parts(&storages, false));
         }
         let mut end = DATA_START;
         for (number, storage) in (0..).zip(&storages) {
+            let check = |check| Part::Storage(number, storage.clone(), check);
             if owns_blob {
-                job(number, storage, Part::Padding(end..storage.offset));
+                parts.push(Part::Padding(end..storage.offset));
             }
             end = storage.stored_range().end;
             if storage.packing.is_none() {
-                job(number, storage, Part::Checksum);
+                parts.push(check(Check::Checksum));
             }
             let chunks = storage.chunks(&(0..storage.len)).filter(|_| !is_alone);
-            chunks.for_each(|chunk| job(number, storage, Part::Chunk(chunk)));
+            parts.extend(chunks.map(|chunk| check(Check::Chunk(chunk))));
         }
-        if let Some(storage) = storages.last().filter(|_| owns_blob) {
-            let number = self.storage_count() - 1;
-            job(number, storage, Part::Padding(end..self.index_range().start));
+        if owns_blob && !storages.is_empty() {
+            parts.push(Part::Padding(end..self.index_range().start));
         }
         if !owns_blob && !is_alone {
-            jobs.extend(self.shard_jobs(&storages, Depth::Stored));
+            parts.extend(self.shard_parts(&storages, Depth::Stored));
         }
-        jobs
-    }
-
-    /// One job for each archive of a shard set.
-    fn shard_jobs(&self, storages: &[Arc<StorageReference>], depth: Depth) -> Vec<Verify<'_>> {
-        let none = Arc::new(StorageReference::default());
-        // Proven: they are sorted by shard.
-        let mut rest = storages;
-        let mut job = |(number, file)| {
-            let (own, others) = rest.split_at(rest.partition_point(|each| each.shard <= number));
-            rest = others;
-            let part = Part::Archive(number, file, own.to_vec(), depth);
-            Verify { archive: self, number: 0, storage: none.clone(), part }
-        };
-        (0..).zip(self.shards()).map(&mut job).collect()
+        self.jobs(parts)
     }
 
     /// The jobs that [`Archive::verify_deep`] has besides, independent of each other.
@@ -96,22 +76,48 @@ impl Archive {
         if self.is_manifest_alone() {
             return Vec::new();
         }
-        let mut jobs = Vec::new();
-        for number in self.stored_texts(true) {
-            let storage = Arc::new(self.storage(number));
-            jobs.push(Verify { archive: self, number, storage, part: Part::Text });
-        }
-        for number in 0..self.storage_count() {
-            let storage = Arc::new(self.storage(number));
-            if storage.packing.is_some() || storage.digest.is_some() {
-                jobs.push(Verify { archive: self, number, storage, part: Part::Meaning });
-            }
-        }
-        if !self.shards().is_empty() {
-            let storages = (0..self.storage_count()).map(|number| Arc::new(self.storage(number)));
-            jobs.extend(self.shard_jobs(&storages.collect::<Vec<_>>(), Depth::Decoded));
-        }
-        jobs
+        let storages = self.storages();
+        let mut parts: Vec<Part> = self.text_parts(&storages, true).collect();
+        let meant = (0..).zip(&storages);
+        let meant = meant.filter(|(_, each)| each.packing.is_some() || each.digest.is_some());
+        parts.extend(
+            meant.map(|(number, each)| Part::Storage(number, each.clone(), Check::Meaning)),
+        );
+        parts.extend(self.shard_parts(&storages, Depth::Decoded));
+        self.jobs(parts)
+    }
+
+    fn jobs(&self, parts: Vec<Part>) -> Vec<Verify<'_>> {
+        parts.into_iter().map(|part| Verify { archive: self, part }).collect()
+    }
+
+    fn storages(&self) -> Vec<Arc<StorageReference>> {
+        (0..self.storage_count()).map(|number| Arc::new(self.storage(number))).collect()
+    }
+
+    /// One part for each storage that holds a str, of those that are compressed or of those that are not.
+    fn text_parts(
+        &self,
+        storages: &[Arc<StorageReference>],
+        are_packed: bool,
+    ) -> impl Iterator<Item = Part> {
+        let texts = self.stored_texts(are_packed).into_iter();
+        texts.map(|number| Part::Storage(number, storages[native(number)].clone(), Check::Text))
+    }
+
+    /// One part for each archive of a shard set.
+    fn shard_parts(
+        &self,
+        storages: &[Arc<StorageReference>],
+        depth: Depth,
+    ) -> impl Iterator<Item = Part> {
+        // Proven: they are sorted by shard.
+        let mut rest = storages;
+        (0..).zip(self.shards()).map(move |(number, file)| {
+            let (own, others) = rest.split_at(rest.partition_point(|each| each.shard <= number));
+            rest = others;
+            Part::Shard(number, file, own.to_vec(), depth)
+        })
     }
 }
 
@@ -119,15 +125,23 @@ impl Archive {
 #[derive(Debug)]
 pub struct Verify<'a> {
     archive: &'a Archive,
-    number: u32,
-    storage: Arc<StorageReference>,
     part: Part,
 }
 
 #[derive(Debug)]
 enum Part {
-    /// Bytes of the file in front of the storage, or behind the last one, that must be zero.
+    /// Bytes of the blob between or behind storages, which must be zero.
     Padding(Range<u64>),
+    /// A storage, by its number.
+    Storage(u32, Arc<StorageReference>, Check),
+    /// An archive of a shard set, which must have these storages: its index, and what of its blob the
+    /// manifest does not name.
+    Shard(u32, ShardFile, Vec<Arc<StorageReference>>, Depth),
+}
+
+/// What is proven of a storage.
+#[derive(Clone, Copy, Debug)]
+enum Check {
     /// A stored chunk.
     Chunk(u64),
     /// The checksum of a raw storage against those of its chunks: no payload at all.
@@ -136,9 +150,6 @@ enum Part {
     Text,
     /// The raw bytes: that they can be decoded, their checksum and their digest.
     Meaning,
-    /// An archive of a shard set, which must have these storages: its index, and what of its blob the
-    /// manifest does not name.
-    Archive(u32, ShardFile, Vec<Arc<StorageReference>>, Depth),
 }
 
 /// Whether bytes are proven as they are stored, or what they decode to.
@@ -153,11 +164,11 @@ impl Verify<'_> {
     pub fn len(&self) -> u64 {
         let range = match &self.part {
             Part::Padding(range) => range.clone(),
-            Part::Chunk(chunk) => self.storage.stored_chunk(*chunk),
-            Part::Checksum => 0..0,
-            Part::Text | Part::Meaning => self.storage.stored_range(),
+            Part::Storage(_, storage, Check::Chunk(chunk)) => storage.stored_chunk(*chunk),
+            Part::Storage(_, _, Check::Checksum) => 0..0,
+            Part::Storage(_, storage, Check::Text | Check::Meaning) => storage.stored_range(),
             // Its index, and little more.
-            Part::Archive(_, file, ..) => 0..file.index_len(),
+            Part::Shard(_, file, ..) => 0..file.index_len(),
         };
         range.end - range.start
     }
@@ -173,57 +184,58 @@ impl Verify<'_> {
     ///
     /// As [`Archive::verify_deep`].
     pub fn run(&self) -> Result<()> {
-        if let Part::Padding(range) = &self.part {
-            let bytes = self.archive.read(self.storage.shard, range.clone())?;
-            let Some(at) = bytes.iter().position(|byte| *byte != 0) else { return Ok(()) };
-            let at = range.start + length(&bytes[..at]);
-            return Err(Error::new(ErrorKind::PaddingNotZero).byte(at));
+        match &self.part {
+            Part::Padding(range) => prove_padding(self.archive, range),
+            Part::Storage(number, storage, check) => {
+                prove_storage(self.archive, *number, storage, *check).map_err(|error| {
+                    let at = error.offset().unwrap_or(storage.offset);
+                    error.at(self.archive.leaf_in(*number)).byte(at)
+                })
+            }
+            Part::Shard(number, file, storages, depth) => {
+                prove_shard(self.archive.blob(*number), storages, *depth)
+                    .map_err(|error| error.at(&file.name))
+            }
         }
-        if let Part::Archive(shard, file, storages, depth) = &self.part {
-            let proven = prove_shard(self.archive.blob(*shard), storages, *depth);
-            return proven.map_err(|error| error.at(&file.name));
-        }
-        self.prove().map_err(|error| {
-            let at = error.offset().unwrap_or(self.storage.offset);
-            error.at(self.archive.leaf_in(self.number)).byte(at)
-        })
     }
+}
 
-    fn prove(&self) -> Result<()> {
-        let Self { archive, number, storage, part } = self;
-        let all = || storage.chunks(&(0..storage.len));
-        match part {
-            Part::Padding(_) | Part::Archive(..) => unreachable!("run has done these"),
-            Part::Chunk(chunk) => {
-                let place = storage.stored_chunk(*chunk);
-                let crc = archive.crc_of(storage.shard, place.clone())?;
-                prove_chunk(storage, *chunk, crc).map_err(|error| error.byte(place.start))
+fn prove_padding(archive: &Archive, range: &Range<u64>) -> Result<()> {
+    let bytes = archive.read(0, range.clone())?;
+    let Some(at) = bytes.iter().position(|byte| *byte != 0) else { return Ok(()) };
+    Err(Error::new(ErrorKind::PaddingNotZero).byte(range.start + length(&bytes[..at])))
+}
+
+fn prove_storage(
+    archive: &Archive,
+    number: u32,
+    storage: &StorageReference,
+    check: Check,
+) -> Result<()> {
+    match check {
+        Check::Chunk(chunk) => {
+            let place = storage.stored_chunk(chunk);
+            let crc = archive.crc_of(storage.shard, place.clone())?;
+            prove_chunk(storage, chunk, crc).map_err(|error| error.byte(place.start))
+        }
+        Check::Checksum => check_crc(storage, combine(storage.len, storage.crcs.iter().copied())),
+        Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
+        Check::Text => Err(Error::new(ErrorKind::NotText)),
+        Check::Meaning => {
+            let mut crc = crc32fast::Hasher::new();
+            let mut digests = Vec::new();
+            for chunk in storage.chunks(&(0..storage.len)) {
+                let raw = archive.storage_range(number, storage.chunk(chunk))?;
+                crc.update(&raw);
+                let mut hasher = ChunkHasher::new(chunk, storage.len);
+                hasher.update(&raw);
+                digests.push(hasher.finish());
             }
-            Part::Checksum => {
-                check_crc(storage, combine(storage.len, storage.crcs.iter().copied()))
-            }
-            Part::Text => {
-                let bytes = archive.storage_bytes(*number)?;
-                if is_text(&bytes) { Ok(()) } else { Err(Error::new(ErrorKind::NotText)) }
-            }
-            Part::Meaning => {
-                let mut crc = crc32fast::Hasher::new();
-                let mut digests = Vec::new();
-                for chunk in all() {
-                    let raw = archive.storage_range(*number, storage.chunk(chunk))?;
-                    crc.update(&raw);
-                    let mut hasher = ChunkHasher::new(chunk, storage.len);
-                    hasher.update(&raw);
-                    digests.push(hasher.finish());
-                }
-                check_crc(storage, crc.finalize())?;
-                let digest = digest::merge(storage.len, &digests);
-                match storage.digest {
-                    Some(recorded) if recorded != digest => {
-                        Err(Error::new(ErrorKind::DigestMismatch))
-                    }
-                    _ => Ok(()),
-                }
+            check_crc(storage, crc.finalize())?;
+            let digest = digest::merge(storage.len, &digests);
+            match storage.digest {
+                Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
+                _ => Ok(()),
             }
         }
     }
@@ -245,14 +257,21 @@ fn prove_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: Dep
         Depth::Decoded => archive.decode_jobs(),
     };
     for job in jobs {
-        let own = &*job.storage;
-        let named = by_offset.get(&own.offset).filter(|named| named.same_bytes(own));
-        match (&job.part, named) {
-            // What the manifest names is proven by jobs of its own, but for a digest that it leaves out.
-            (Part::Chunk(_), Some(_)) => {}
-            (Part::Meaning, Some(named)) if named.digest == own.digest || own.digest.is_none() => {}
-            // What is a str here need not be one in the manifest.
-            _ => job.run()?,
+        let is_named = match &job.part {
+            Part::Storage(_, own, check) => by_offset
+                .get(&own.offset)
+                .filter(|named| named.same_bytes(own))
+                .is_some_and(|named| match check {
+                    Check::Chunk(_) => true,
+                    Check::Meaning => named.digest == own.digest || own.digest.is_none(),
+                    // What is a str here need not be one in the manifest.
+                    Check::Text | Check::Checksum => false,
+                }),
+            Part::Padding(_) | Part::Shard(..) => false,
+        };
+        // What the manifest names is proven by jobs of its own, but for a digest that it leaves out.
+        if !is_named {
+            job.run()?;
         }
     }
     for number in 0..archive.storage_count() {

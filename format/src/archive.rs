@@ -99,7 +99,7 @@ impl Archive {
         let mut blobs = Vec::with_capacity(shards.len());
         for shard in &shards {
             let blob = open(shard)?;
-            check_shard(shard, &blob).map_err(|error| error.at(&shard.name))?;
+            shard.prove(&blob).map_err(|error| error.at(&shard.name))?;
             blobs.push(blob);
         }
         archive.blobs = blobs.into();
@@ -382,26 +382,32 @@ pub(crate) fn prove_chunk(storage: &StorageReference, chunk: u64, crc: u32) -> R
     Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
 }
 
-/// Proves that an archive is the one that a manifest names (F-083).
-fn check_shard(shard: &ShardFile, blob: &Arc<dyn Blob>) -> Result<()> {
-    let wrong = |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).note(note);
-    let len = blob.size()?;
-    if len != shard.file_len {
-        return Err(wrong(&format_args!("{len} bytes, the manifest says {}", shard.file_len)));
-    }
-    if shard.digest.is_some() {
-        let archive = Archive::from_blob(blob.clone())?;
-        if archive.root_digest() != shard.digest {
-            return Err(wrong(&"another root digest"));
+impl ShardFile {
+    /// Proves that an archive is the one that a manifest names.
+    ///
+    /// # Errors
+    ///
+    /// `ShardMismatch` (F-083); what opening it gives, if the manifest names its digest; `Io`.
+    pub fn prove(&self, blob: &Arc<dyn Blob>) -> Result<()> {
+        let wrong = |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).note(note);
+        let len = blob.size()?;
+        if len != self.file_len {
+            return Err(wrong(&format_args!("{len} bytes, the manifest says {}", self.file_len)));
         }
+        if self.digest.is_some() {
+            let archive = Archive::from_blob(blob.clone())?;
+            if archive.root_digest() != self.digest {
+                return Err(wrong(&"another root digest"));
+            }
+        }
+        let mut trailer = [0; FRAME_LEN];
+        blob.read_exact_at(&mut trailer, len - 64)?;
+        let place = parse_trailer(&trailer, len)?;
+        if (place.index_off, place.index_crc32) != (self.index_off, self.index_crc32) {
+            return Err(wrong(&"another index"));
+        }
+        Ok(())
     }
-    let mut trailer = [0; FRAME_LEN];
-    blob.read_exact_at(&mut trailer, len - 64)?;
-    let place = parse_trailer(&trailer, len)?;
-    if (place.index_off, place.index_crc32) != (shard.index_off, shard.index_crc32) {
-        return Err(wrong(&"another index"));
-    }
-    Ok(())
 }
 
 /// Reads and proves head, trailer and index; nothing is allocated before its length is proven

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
 use tssd_format::{Region, StateDict, Tensor};
 
+use crate::controller::VersionInfo;
 use crate::error::{Error, Result};
 use crate::get::{GetOptions, GetReport, Target};
 use crate::key::Key;
 use crate::put::{PutOptions, PutReport};
-use crate::store::VersionInfo;
 
 /// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
 ///

@@ -9,10 +9,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tssd_format::{Blob, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
 
-use crate::controller::Controller;
+use crate::controller::LocalController;
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Timestamp;
+use crate::ledgers::SharedLedgers;
 use crate::meta::{MemoryMeta, MetaStore};
 use crate::volume::{MemoryVolume, Reservation, Volume};
 use crate::{GetOptions, JobId, Key, PutOptions, Store};
@@ -122,8 +123,9 @@ impl World {
     /// A process that dies after so many steps.
     fn process(&self, number: u64, steps: i64) -> Store {
         let life = Life(Arc::new(AtomicI64::new(steps)));
-        Store::new(Controller::new(
-            Arc::new(Mortal { inner: self.meta.clone(), life: life.clone() }),
+        let meta = Mortal { inner: self.meta.clone(), life: life.clone() };
+        Store::new(LocalController::new(
+            Arc::new(SharedLedgers::new(Arc::new(meta))),
             Arc::new(Mortal { inner: self.volume.clone(), life }),
             Arc::new(Fake { clock: self.clock.clone(), next: AtomicU64::new(1), process: number }),
         ))

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::error::{Error, Result};
 use crate::ledger::Timestamp;
 
 /// Time and chance, so that tests can bring their own.
@@ -33,4 +34,13 @@ impl Environment for SystemEnvironment {
 pub(crate) async fn pause(span: Duration) {
     // Only the end of the runtime cuts it short.
     let _ = tokio::task::spawn_blocking(move || std::thread::sleep(span)).await;
+}
+
+/// Runs something that takes long on a thread that may.
+pub(crate) async fn wait<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }

@@ -179,7 +179,7 @@ impl<'a> Read<'a> {
         if region.is_none() && is_whole(references) {
             let TensorReference { meta, storage, byte_offset, .. } = &references[0];
             let span = *byte_offset..byte_offset + meta.span_bytes();
-            let bytes = storage.map(|storage| self.version.bytes(storage, span)).transpose()?;
+            let bytes = storage.map(|storage| self.version.view(storage, span)).transpose()?;
             self.needed += meta.nbytes();
             self.transferred += meta.span_bytes();
             let tensor = Tensor::new(meta.clone(), bytes.unwrap_or_default().into(), 0);
@@ -236,7 +236,7 @@ impl<'a> Read<'a> {
     fn views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
         let load = |storage: u32| {
             let len = self.version.storage_len(storage);
-            Ok((storage, self.version.bytes(storage, 0..len)?))
+            Ok((storage, self.version.view(storage, 0..len)?))
         };
         let views: BTreeMap<u32, Bytes> =
             parallel::map(storages.into_iter().collect(), load)?.into_iter().collect();

@@ -17,6 +17,7 @@ pub mod plan;
 // Where things are.
 mod disk;
 mod environment;
+mod ledgers;
 mod meta;
 mod volume;
 
@@ -33,11 +34,12 @@ pub mod blocking;
 mod error;
 mod store;
 
+pub use controller::VersionInfo;
 pub use error::{Error, ErrorKind, Result};
 pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use put::{PutOptions, PutReport, Replicas};
-pub use store::{Store, VersionInfo};
+pub use store::Store;
 pub use version::VERSION_ATTRS;

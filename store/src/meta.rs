@@ -1,6 +1,7 @@
 //! Where the ledger's records are kept.
 
 mod directory;
+#[cfg(test)]
 mod memory;
 
 use std::any::Any;
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::OwnedMutexGuard;
 
 pub(crate) use directory::DirectoryMeta;
+#[cfg(test)]
 pub(crate) use memory::MemoryMeta;
 
 /// Small records by name, created once: what a ledger needs of the thing that it runs over.

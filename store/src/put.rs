@@ -4,7 +4,7 @@ mod replicas;
 mod role;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use tssd_format::{
@@ -13,17 +13,13 @@ use tssd_format::{
 
 use self::replicas::without_replicas;
 use self::role::Role;
-use crate::controller::{Controller, DIVERGENT, digest, folder_of};
-use crate::environment::pause;
+use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Proposal, digest};
+use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Digest, Fate, JobId, Outcome, Refusal, Version,
-    VersionId, WriterSet,
-};
+use crate::ledger::{Digest, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
-use crate::volume::Volume;
 
 /// How a state dict is put. The default suits one writer.
 #[derive(Clone, Debug)]
@@ -109,16 +105,6 @@ pub struct PutReport {
     pub seconds: f64,
 }
 
-/// A version that has begun.
-#[derive(Clone, Copy)]
-struct Begun {
-    id: VersionId,
-    epoch: u32,
-    number: u64,
-    /// What this writer has committed to it before, in an earlier try.
-    committed: Option<Digest>,
-}
-
 /// How many puts each writer of each job has called: what matches the contributions to a version
 /// without a number.
 #[derive(Default)]
@@ -135,7 +121,7 @@ impl Calls {
 
 /// Puts one writer's state dict.
 pub(crate) async fn put(
-    controller: &Arc<Controller>,
+    controller: &dyn Controller,
     key: &Key,
     dict: &StateDict,
     options: &PutOptions,
@@ -161,112 +147,43 @@ pub(crate) async fn put(
     let layout = if jobs.is_empty() {
         place(draft, jobs)?
     } else {
-        controller.on_disk(move |_| place(draft, jobs)).await?
+        wait(move || place(draft, jobs)).await?
     };
     let bytes = layout.file_len();
-    let begun = begin(controller, key, options, &role, call).await?;
-    // Each try has a file of its own: one that died may have left another behind.
-    let file = format!("{}-{:032x}.tssd", role.writer, controller.random());
-    let mut attempt = Attempt {
-        controller: controller.clone(),
-        key: key.clone(),
-        id: begun.id,
+    let proposal = Proposal {
         writer: role.writer,
-        folder: folder_of(key, begun.epoch, begun.number),
-        file: file.clone(),
-        is_decided: false,
+        writers: role.writers,
+        writers_defaulted: role.defaulted,
+        job: options.job.clone(),
+        call,
+        number: options.version,
+        rewind: options.rewind,
+        file_len: bytes,
+        timeout: options.timeout,
     };
-    let committed = async {
-        let path = format!("{}/{file}", attempt.folder);
-        let is_stored = begun.committed.is_some();
-        let digest = controller
-            .on_disk(
-                move |volume| if is_stored { sum(&layout) } else { store(volume, &path, &layout) },
-            )
-            .await?;
-        let archive = ArchiveReference { name: file, file_len: bytes, bytes };
-        commit(controller, key, options, &role, begun.id, digest, archive).await
-    };
-    let committed = committed.await;
-    attempt.is_decided = true;
-    let (visible, missing) = match committed {
-        Ok(done) => done,
-        Err(error) => {
-            let error = attempt.reason(&begun, error).await;
-            attempt.withdraw().await;
-            return Err(error);
-        }
+    let Begun { id, epoch, number, committed, mut contribution } =
+        controller.begin(key, proposal).await?;
+    let (contribution, filled) = wait(move || {
+        let filled = match committed {
+            Some(_) => sum(&layout),
+            None => store(&mut *contribution, &layout),
+        };
+        Ok((contribution, filled))
+    })
+    .await?;
+    let progress = match filled {
+        Ok(digest) => contribution.commit(digest).await?,
+        Err(error) => return Err(contribution.withdraw(error).await),
     };
     Ok(PutReport {
-        version: begun.number,
-        epoch: begun.epoch,
-        id: begun.id,
-        visible,
-        missing,
+        version: number,
+        epoch,
+        id,
+        visible: progress.visible,
+        missing: progress.missing,
         bytes,
         seconds: started.elapsed().as_secs_f64(),
     })
-}
-
-/// A put between begin and commit. One that is dropped undecided, because its future was, withdraws
-/// itself.
-struct Attempt {
-    controller: Arc<Controller>,
-    key: Key,
-    id: VersionId,
-    writer: u32,
-    folder: String,
-    file: String,
-    is_decided: bool,
-}
-
-impl Attempt {
-    /// Why the put failed: what has become of the version comes before what that has led to.
-    async fn reason(&self, begun: &Begun, error: Error) -> Error {
-        let state = self.controller.state(&self.key).await;
-        match state.ok().and_then(|state| state.outcome_of(self.id)) {
-            Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
-                Error::refused(&self.key, Refusal::Dropped { number: begun.number, reason })
-            }
-            _ => error,
-        }
-    }
-
-    /// Takes back what is not committed. The put has failed already; if this fails too, the version
-    /// ends by its age.
-    async fn withdraw(&self) {
-        let abort = Command::Abort { id: self.id, writer: self.writer };
-        let _ = self.controller.apply(&self.key, abort).await;
-        let state = self.controller.state(&self.key).await;
-        let is_committed =
-            |version: &Version| version.id == self.id && version.digest_of(self.writer).is_some();
-        if state.is_ok_and(|state| !state.versions().any(is_committed)) {
-            let (folder, path) = (self.folder.clone(), format!("{}/{}", self.folder, self.file));
-            let delete = move |volume: &dyn Volume| {
-                volume.delete(&path)?;
-                volume.remove_folder(&folder)
-            };
-            let _ = self.controller.on_disk(delete).await;
-        }
-        let _ = self.controller.reclaim_owed(&self.key).await;
-    }
-}
-
-impl Drop for Attempt {
-    fn drop(&mut self) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        if !self.is_decided {
-            let attempt = Self {
-                controller: self.controller.clone(),
-                key: self.key.clone(),
-                folder: std::mem::take(&mut self.folder),
-                file: std::mem::take(&mut self.file),
-                is_decided: true,
-                ..*self
-            };
-            drop(runtime.spawn(async move { attempt.withdraw().await }));
-        }
-    }
 }
 
 /// Arranges what this writer stores.
@@ -302,124 +219,19 @@ fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     draft.place(packed).map_err(failed)
 }
 
-async fn begin(
-    controller: &Controller,
-    key: &Key,
-    options: &PutOptions,
-    role: &Role,
-    call: Option<u64>,
-) -> Result<Begun> {
-    // A timeout beyond all time is none.
-    let deadline = Instant::now().checked_add(options.timeout);
-    let id = VersionId(controller.random());
-    let mut span = Duration::from_millis(1);
-    loop {
-        let begin = Begin {
-            writer: role.writer,
-            writers: role.writers.clone(),
-            writers_defaulted: role.defaulted,
-            job: options.job.clone(),
-            call,
-            number: options.version,
-            rewind: options.rewind,
-            digest: None,
-            id,
-            now: controller.now(),
-        };
-        let on = match controller.apply(key, Command::Begin(begin)).await? {
-            Outcome::Begun { id, epoch, number } => {
-                return Ok(Begun { id, epoch, number, committed: None });
-            }
-            Outcome::Retry { id, epoch, number, digest } => {
-                return Ok(Begun { id, epoch, number, committed: Some(digest) });
-            }
-            Outcome::Wait { on } => on,
-            other => unreachable!("begin does not lead to {other:?}"),
-        };
-        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            let on: Vec<String> = on.iter().map(ToString::to_string).collect();
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format_args!(
-                    "key `{key}`: versions {} are still open after {:?}",
-                    on.join(", "),
-                    options.timeout
-                ),
-            ));
-        }
-        // Deletions that are owed, and proofs whose prover may have died, are in the way too.
-        controller.state(key).await?;
-        controller.reclaim_owed(key).await?;
-        pause(span).await;
-        span = (span * 2).min(Duration::from_millis(100));
-    }
-}
-
-/// Commits the contribution, and proves the version if it was the last one.
-async fn commit(
-    controller: &Controller,
-    key: &Key,
-    options: &PutOptions,
-    role: &Role,
-    id: VersionId,
-    digest: Digest,
-    archive: ArchiveReference,
-) -> Result<(bool, WriterSet)> {
-    let commit = || Commit {
-        id,
-        writer: role.writer,
-        job: options.job.clone(),
-        digest,
-        archive: archive.clone(),
-        now: controller.now(),
-    };
-    let committed = |outcome| match outcome {
-        Outcome::Committed { visible, missing } => (visible, missing),
-        other => unreachable!("commit does not lead to {other:?}"),
-    };
-    let (visible, missing) = committed(controller.apply(key, Command::Commit(commit())).await?);
-    if visible || !missing.is_empty() {
-        return Ok((visible, missing));
-    }
-    if let Err(error) = controller.prove(key, id).await {
-        // Nobody is left to complete it: a version that cannot be proven now is no version.
-        let reason = error.to_string();
-        let _ = controller.apply(key, Command::Rejected { id, reason }).await;
-        return Err(error);
-    }
-    // What is owed beyond the version itself stays owed if it cannot be done now.
-    let _ = controller.reclaim_owed(key).await;
-    // The same commit again tells how the proof went: visible, or the reason why not.
-    match controller.apply(key, Command::Commit(commit())).await {
-        Ok(outcome) => Ok(committed(outcome)),
-        // A newer version has replaced it already.
-        Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
-            Ok((true, WriterSet::default()))
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// Writes an archive to a volume; returns its digest.
-fn store(volume: &dyn Volume, path: &str, layout: &Layout) -> Result<Digest> {
+/// Writes an archive into the room that is reserved for it; returns its digest.
+fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
     lens.push(layout.file_len() - layout.index_off());
-    let mut reservation = volume.reserve(path, layout.file_len())?;
-    let digest = {
-        let mut parts = reservation.parts(&lens);
-        let mut tail_part = parts.pop().expect("the tail is a part");
-        let work = jobs.iter().zip(parts).collect();
-        let filled = parallel::map(work, |(job, mut part)| part.fill(job))?;
-        let tail = seal(layout, filled)?;
-        tail_part.write(&tail)?;
-        digest(&tail)
-    };
-    if reservation.seal()? {
-        return Ok(digest);
-    }
-    Err(Error::new(ErrorKind::Busy, format_args!("`{path}` is there already")))
+    let mut parts = contribution.parts(&lens);
+    let mut tail_part = parts.pop().expect("the tail is a part");
+    let work = jobs.iter().zip(parts).collect();
+    let filled = parallel::map(work, |(job, mut part)| part.fill(job))?;
+    let tail = seal(layout, filled)?;
+    tail_part.write(&tail)?;
+    Ok(digest(&tail))
 }
 
 /// The digest that an archive would have.

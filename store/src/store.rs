@@ -3,22 +3,21 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Region, StateDict, Tensor};
 
-use crate::controller::Controller;
+use crate::controller::{Controller, LocalController, VersionInfo};
 use crate::disk;
-use crate::environment::SystemEnvironment;
+use crate::environment::{SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
 use crate::key::Key;
-use crate::ledger::{
-    Command, Contribution, Selection, Selector, Status, Timestamp, Version, VersionId, WriterSet,
-};
-use crate::meta::{DirectoryMeta, MemoryMeta};
+use crate::ledger::{Selection, Selector};
+use crate::ledgers::{OwnedLedgers, SharedLedgers};
+use crate::meta::DirectoryMeta;
 use crate::put::{Calls, PutOptions, PutReport, put};
-use crate::version::OpenVersion;
+use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
 
 /// A store of state dicts: in this process's memory, or in a directory that several processes share.
@@ -51,43 +50,22 @@ use crate::volume::{DirectoryVolume, MemoryVolume};
 pub struct Store(Arc<Inner>);
 
 struct Inner {
-    controller: Arc<Controller>,
+    controller: Box<dyn Controller>,
     plans: PlanCache,
-    /// The version of each key that was read last: its files, and which chunks are proven.
-    opened: Mutex<BTreeMap<Key, Arc<OpenVersion>>>,
+    /// What is known of the version of each key that was read last, such as which chunks are proven.
+    known: Mutex<BTreeMap<Key, Arc<Contents>>>,
     calls: Calls,
 }
 
-/// How many keys' versions stay open between reads.
-const MAX_OPENED: usize = 16;
-
-/// A visible version.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct VersionInfo {
-    /// Its number.
-    pub number: u64,
-    /// How often the key had been rewound when it opened.
-    pub epoch: u32,
-    /// Its identity.
-    pub id: VersionId,
-    /// Length of its archives together, in bytes.
-    pub bytes: u64,
-    /// Who wrote it.
-    pub writers: WriterSet,
-    /// When it became visible.
-    pub since: Timestamp,
-}
+/// Of how many keys' versions something is known.
+const MAX_KNOWN: usize = 16;
 
 impl Store {
     /// A store in this process's memory. It ends with its last clone.
     pub fn memory() -> Self {
-        let controller = Controller::new(
-            Arc::new(MemoryMeta::default()),
-            Arc::new(MemoryVolume::default()),
-            Arc::new(SystemEnvironment),
-        );
-        Self::new(controller)
+        let (ledgers, volume) = (OwnedLedgers::default(), MemoryVolume::default());
+        let environment = Arc::new(SystemEnvironment);
+        Self::new(LocalController::new(Arc::new(ledgers), Arc::new(volume), environment))
     }
 
     /// A store in a directory that is there. See [`Store::directory`], which makes one.
@@ -117,12 +95,9 @@ impl Store {
     }
 
     fn at(root: PathBuf) -> Self {
-        let controller = Controller::new(
-            Arc::new(DirectoryMeta::new(root.clone())),
-            Arc::new(DirectoryVolume::new(root)),
-            Arc::new(SystemEnvironment),
-        );
-        Self::new(controller)
+        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(root.clone())));
+        let volume = Arc::new(DirectoryVolume::new(root));
+        Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
     }
 
     /// The store at an address: a directory that is there (`PATH` or `file:PATH`), or `memory:`, a
@@ -144,11 +119,11 @@ impl Store {
         path_of(url)?.map_or_else(|| Ok(Self::memory()), Self::directory)
     }
 
-    pub(crate) fn new(controller: Controller) -> Self {
+    pub(crate) fn new(controller: impl Controller + 'static) -> Self {
         Self(Arc::new(Inner {
-            controller: Arc::new(controller),
+            controller: Box::new(controller),
             plans: PlanCache::default(),
-            opened: Mutex::default(),
+            known: Mutex::default(),
             calls: Calls::default(),
         }))
     }
@@ -171,11 +146,7 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        let report = put(&self.0.controller, key, dict, options, &self.0.calls).await?;
-        if report.visible {
-            self.forget(key);
-        }
-        Ok(report)
+        put(&*self.0.controller, key, dict, options, &self.0.calls).await
     }
 
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
@@ -266,8 +237,7 @@ impl Store {
     ///
     /// `Io` or `Corrupt` if the ledger cannot be read.
     pub async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
-        let state = self.0.controller.state(key).await?;
-        Ok(state.visible().map(VersionInfo::of).collect())
+        self.0.controller.versions(key).await
     }
 
     /// The newest visible version of a key.
@@ -276,8 +246,7 @@ impl Store {
     ///
     /// `Io` or `Corrupt` if the ledger cannot be read.
     pub async fn head(&self, key: &Key) -> Result<Option<VersionInfo>> {
-        let state = self.0.controller.state(key).await?;
-        Ok(state.head().map(VersionInfo::of))
+        Ok(self.versions(key).await?.pop())
     }
 
     /// The keys that have a visible version, sorted; those that begin with `prefix`, if it is given.
@@ -295,8 +264,8 @@ impl Store {
     ///
     /// `Io` or `Corrupt` if the ledger cannot be read.
     pub async fn exists(&self, key: &Key, version: Option<u64>) -> Result<bool> {
-        let state = self.0.controller.state(key).await?;
-        Ok(state.version(selector(version)).is_some())
+        let versions = self.versions(key).await?;
+        Ok(versions.iter().any(|each| version.is_none_or(|number| each.number == number)))
     }
 
     /// Deletes a version of a key, or all versions, open ones included; says how many there were.
@@ -306,7 +275,6 @@ impl Store {
     ///
     /// `Io` if the store cannot be written.
     pub async fn delete(&self, key: &Key, version: Option<u64>) -> Result<u64> {
-        self.forget(key);
         let selection = version.map_or(Selection::All, Selection::Number);
         self.0.controller.delete(key, selection).await
     }
@@ -317,66 +285,32 @@ impl Store {
     ///
     /// `Io` if the store cannot be written.
     pub async fn retain(&self, key: &Key, keep: NonZeroU32) -> Result<()> {
-        let controller = &self.0.controller;
-        controller.apply(key, Command::Retain { keep, ttl: None }).await?;
-        controller.reclaim_owed(key).await
+        self.0.controller.retain(key, keep, None).await
     }
 
-    /// A version that is open already, or now.
-    async fn version(&self, key: &Key, number: Option<u64>) -> Result<Arc<OpenVersion>> {
-        let state = self.0.controller.state(key).await?;
-        let wanted = state.version(selector(number)).map(|version| version.id);
-        {
-            let opened = self.opened();
-            if let Some(version) = opened.get(key).filter(|opened| Some(opened.id) == wanted) {
-                return Ok(version.clone());
-            }
+    /// Opens a version.
+    async fn version(&self, key: &Key, number: Option<u64>) -> Result<OpenVersion> {
+        let selector = number.map_or(Selector::Newest, Selector::Number);
+        let located = self.0.controller.locate(key, selector).await?;
+        let known = self.known().get(key).cloned();
+        let version = OpenVersion::open(located, known)?;
+        let mut known = self.known();
+        if known.len() >= MAX_KNOWN && !known.contains_key(key) {
+            known.pop_first();
         }
-        // What was replaced is let go before its successor is opened.
-        self.forget(key);
-        let version = Arc::new(self.0.controller.open(key, selector(number), state).await?);
-        let mut opened = self.opened();
-        if opened.len() >= MAX_OPENED {
-            opened.pop_first();
-        }
-        opened.insert(key.clone(), version.clone());
+        known.insert(key.clone(), version.contents().clone());
+        drop(known);
         Ok(version)
     }
 
-    /// Lets go of the version of a key that was read last.
-    fn forget(&self, key: &Key) {
-        self.opened().remove(key);
-    }
-
-    fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Arc<OpenVersion>>> {
-        self.0.opened.lock().expect("nobody panics while holding the open versions")
+    fn known(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Contents>>> {
+        self.0.known.lock().expect("nobody panics while holding what is known")
     }
 }
 
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Store")
-    }
-}
-
-impl VersionInfo {
-    fn of(version: &Version) -> Self {
-        let lens = version.contributions.values().map(|contribution| match contribution {
-            Contribution::Committed { archive, .. } => archive.file_len,
-            Contribution::Begun => 0,
-        });
-        let since = match version.status {
-            Status::Visible { since, .. } => since,
-            _ => Timestamp(0),
-        };
-        Self {
-            number: version.number,
-            epoch: version.epoch,
-            id: version.id,
-            bytes: lens.fold(0, u64::saturating_add),
-            writers: version.writers.clone(),
-            since,
-        }
     }
 }
 
@@ -401,15 +335,4 @@ fn path_of(url: &str) -> Result<Option<&Path>> {
 fn unreachable_at(path: &Path, error: &std::io::Error) -> Error {
     let path = path.display();
     Error::new(ErrorKind::Unreachable, format_args!("no store at `{path}`: {error}"))
-}
-
-fn selector(version: Option<u64>) -> Selector {
-    version.map_or(Selector::Newest, Selector::Number)
-}
-
-/// Runs something that takes long on a thread that may.
-async fn wait<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }

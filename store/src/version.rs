@@ -1,23 +1,25 @@
 //! One visible version, open for reading.
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::fmt;
+use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, CHUNK_BYTES, Container, Error as FormatError,
-    ErrorKind as FormatKind, Key, MANIFEST, Node, ObjectPath, Step, StorageReference,
-    TensorReference, Unpack, ZSTD_LEVEL_ATTR,
+    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
+    ErrorKind as FormatKind, Key, Node, ObjectPath, Step, StorageReference, TensorReference,
+    Unpack, ZSTD_LEVEL_ATTR,
 };
 
+use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
-use crate::volume::Volume;
 
-/// A version whose files are open: it stays readable whatever the ledger does.
-pub(crate) struct OpenVersion {
+/// What is known of a version, without its bytes: it stays true whoever has them.
+pub(crate) struct Contents {
     pub(crate) id: VersionId,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
@@ -26,12 +28,20 @@ pub(crate) struct OpenVersion {
     pub(crate) root: Node,
     /// What its writers say of it as a whole.
     pub(crate) attrs: Attrs,
-    folder: String,
+    manifest: Archive,
     storages: Vec<Stored>,
-    archive: Archive,
     /// The tensor leaves by fqn, as each writer that was asked for has them.
     tensors: Mutex<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
+}
+
+/// A version whose bytes are there: it stays readable whatever the ledger does.
+#[derive(Clone)]
+pub(crate) struct OpenVersion {
+    contents: Arc<Contents>,
+    /// Its archives, in the order of the manifest.
+    blobs: Arc<[Arc<dyn Blob>]>,
+    lease: Arc<dyn Any + Send + Sync>,
 }
 
 /// Tensor leaves by fqn.
@@ -47,64 +57,40 @@ enum Entry {
     Divergent(Vec<String>),
 }
 
-/// Why a version could not be opened.
-enum Unopened {
-    /// A file of it is gone, because the version is.
-    Gone,
-    Store(Error),
-    Format(FormatError),
-}
-
-impl From<FormatError> for Unopened {
-    fn from(error: FormatError) -> Self {
-        Self::Format(error)
-    }
-}
-
 struct Stored {
     reference: StorageReference,
     /// Which chunks are known to be whole.
     verified: Box<[AtomicBool]>,
 }
 
-impl OpenVersion {
-    /// Opens a version and all files of it; none if one is gone, because the version is.
-    pub(crate) fn open(volume: &dyn Volume, folder: &str, id: VersionId) -> Result<Option<Self>> {
-        let path = format!("{folder}/{MANIFEST}");
-        let Some(blob) = volume.open(&path)? else { return Ok(None) };
-        let opened = Archive::from_shard_set(blob, |shard| {
-            let found = volume.open(&format!("{folder}/{}", shard.name));
-            found.map_err(Unopened::Store)?.ok_or(Unopened::Gone)
-        });
-        let archive = match opened {
-            Ok(archive) => archive,
-            Err(Unopened::Gone) => return Ok(None),
-            Err(Unopened::Store(error)) => return Err(error),
-            Err(Unopened::Format(error)) => return Err(Error::format(&path, error)),
+impl Contents {
+    fn read(located: &Located) -> Result<Self> {
+        let corrupt = |text: &dyn fmt::Display| Error::new(ErrorKind::Corrupt, text);
+        let manifest = Archive::from_blob(located.manifest.clone())
+            .map_err(|error| Error::format("manifest", error))?;
+        let Some(label) = Label::of(&manifest) else {
+            return Err(corrupt(&"the manifest names no version"));
         };
-        let Some(label) = Label::of(&archive) else {
-            return Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` names no version")));
-        };
-        // Another version may have taken the folder since the look at the ledger.
-        if label.id != id {
-            return Ok(None);
+        if label.id != located.id {
+            let (found, wanted) = (label.id, located.id);
+            return Err(corrupt(&format_args!(
+                "the manifest is that of version {found}, not {wanted}"
+            )));
         }
-        let root = archive.structure();
         let storages =
-            (0..archive.storage_count()).map(|number| Stored::new(archive.storage(number)));
-        Ok(Some(Self {
-            id,
+            (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
+        Ok(Self {
+            id: label.id,
             epoch: label.epoch,
             number: label.number,
             layout: label.layout,
-            tensors: Mutex::default(),
-            root,
-            attrs: user_attrs(&archive),
-            folder: folder.to_owned(),
+            root: manifest.structure(),
+            attrs: user_attrs(&manifest),
             storages: storages.collect(),
-            archive,
+            tensors: Mutex::default(),
             verified: AtomicU64::new(0),
-        }))
+            manifest,
+        })
     }
 
     /// The references of the tensor leaf with an fqn, as a writer has it.
@@ -116,7 +102,12 @@ impl OpenVersion {
             Some(Entry::Twice) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
         };
-        Err(Error::format(&self.folder, FormatError::new(kind).at(fqn)))
+        Err(Error::format(self.name(), FormatError::new(kind).at(fqn)))
+    }
+
+    /// How errors name it.
+    fn name(&self) -> String {
+        format!("version {}", self.number)
     }
 
     fn tensors_of(&self, writer: Option<u32>) -> Arc<TensorsByFqn> {
@@ -127,62 +118,6 @@ impl OpenVersion {
             Arc::new(tensors)
         };
         known.entry(writer).or_insert_with(by_fqn).clone()
-    }
-
-    /// Raw bytes of a storage, proven: a view where they are in memory as they are.
-    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
-        let reference = &self.stored(storage).reference;
-        let blob = &**self.archive.blob(reference.shard);
-        let chunks = reference.chunks(&range);
-        if reference.packing.is_some() {
-            let failed = |error: FormatError| Error::format(&self.folder, error);
-            let mut unpack = Unpack::new(reference, range).map_err(failed)?;
-            for chunk in chunks {
-                let stored = self.proven(storage, chunk)?;
-                let added = unpack.add(chunk, &stored);
-                added.map_err(|error| failed(error.at(self.archive.leaf_in(storage))))?;
-            }
-            return Ok(unpack.finish());
-        }
-        if let Some(mapped) = blob.bytes() {
-            for chunk in chunks {
-                self.proven(storage, chunk)?;
-            }
-            return Ok(mapped.slice(
-                native(reference.offset + range.start)..native(reference.offset + range.end),
-            ));
-        }
-        // Whole chunks are read, because only they can be proven.
-        let first = chunks.start * CHUNK_BYTES;
-        let last = (chunks.end * CHUNK_BYTES).min(reference.len);
-        let mut read = vec![0; native(last - first)];
-        blob.read_exact_at(&mut read, reference.offset + first)
-            .map_err(|error| Error::io(&self.folder, error))?;
-        for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
-            self.prove(storage, chunk, bytes)?;
-        }
-        Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
-    }
-
-    /// The stored bytes of a chunk. Those that are in memory are proven once.
-    fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
-        let Stored { reference, verified } = self.stored(storage);
-        let blob = &**self.archive.blob(reference.shard);
-        let place = reference.stored_chunk(chunk);
-        if let Some(mapped) = blob.bytes() {
-            let stored = mapped.slice(native(place.start)..native(place.end));
-            let known = &verified[native(chunk)];
-            if !known.load(Ordering::Relaxed) {
-                self.prove(storage, chunk, &stored)?;
-                known.store(true, Ordering::Relaxed);
-            }
-            return Ok(stored);
-        }
-        let mut stored = vec![0; native(place.end - place.start)];
-        blob.read_exact_at(&mut stored, place.start)
-            .map_err(|error| Error::io(&self.folder, error))?;
-        self.prove(storage, chunk, &stored)?;
-        Ok(stored.into())
     }
 
     fn stored(&self, storage: u32) -> &Stored {
@@ -208,8 +143,122 @@ impl OpenVersion {
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .byte(reference.stored_chunk(chunk).start)
             .note(format_args!("{} bytes of shard {}", bytes.len(), reference.shard))
-            .at(self.archive.leaf_in(storage));
-        Err(Error::format(&self.folder, error))
+            .at(self.manifest.leaf_in(storage));
+        Err(Error::format(self.name(), error))
+    }
+}
+
+impl OpenVersion {
+    /// Opens a version that was located. What is known of it already is not read again.
+    pub(crate) fn open(located: Located, known: Option<Arc<Contents>>) -> Result<Self> {
+        let known = known.filter(|known| known.id == located.id);
+        let is_known = known.is_some();
+        let contents = match known {
+            Some(known) => known,
+            None => Arc::new(Contents::read(&located)?),
+        };
+        let mut blobs = Vec::with_capacity(located.archives.len());
+        for shard in contents.manifest.shards() {
+            let blob = located.archives.get(&shard.name).ok_or_else(|| {
+                let name = &shard.name;
+                Error::new(
+                    ErrorKind::Corrupt,
+                    format_args!("{}: `{name}` is gone", contents.name()),
+                )
+            })?;
+            if !is_known {
+                shard.prove(blob).map_err(|error| Error::format(contents.name(), error))?;
+            }
+            blobs.push(blob.clone());
+        }
+        Ok(Self { contents, blobs: blobs.into(), lease: located.lease })
+    }
+
+    /// What is known of it.
+    pub(crate) fn contents(&self) -> &Arc<Contents> {
+        &self.contents
+    }
+
+    /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
+    pub(crate) fn view(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
+        let bytes = self.bytes(storage, range)?;
+        Ok(Bytes::from_owner(View { bytes, _lease: self.lease.clone() }))
+    }
+
+    /// Raw bytes of a storage, proven: a view where they are in memory as they are.
+    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
+        let reference = &self.stored(storage).reference;
+        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let chunks = reference.chunks(&range);
+        if reference.packing.is_some() {
+            let failed = |error: FormatError| Error::format(self.name(), error);
+            let mut unpack = Unpack::new(reference, range).map_err(failed)?;
+            for chunk in chunks {
+                let stored = self.proven(storage, chunk)?;
+                let added = unpack.add(chunk, &stored);
+                added.map_err(|error| failed(error.at(self.manifest.leaf_in(storage))))?;
+            }
+            return Ok(unpack.finish());
+        }
+        if let Some(mapped) = blob.bytes() {
+            for chunk in chunks {
+                self.proven(storage, chunk)?;
+            }
+            return Ok(mapped.slice(
+                native(reference.offset + range.start)..native(reference.offset + range.end),
+            ));
+        }
+        // Whole chunks are read, because only they can be proven.
+        let first = chunks.start * CHUNK_BYTES;
+        let last = (chunks.end * CHUNK_BYTES).min(reference.len);
+        let mut read = vec![0; native(last - first)];
+        blob.read_exact_at(&mut read, reference.offset + first)
+            .map_err(|error| Error::io(self.name(), error))?;
+        for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
+            self.prove(storage, chunk, bytes)?;
+        }
+        Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
+    }
+
+    /// The stored bytes of a chunk. Those that are in memory are proven once.
+    fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
+        let Stored { reference, verified } = self.stored(storage);
+        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let place = reference.stored_chunk(chunk);
+        if let Some(mapped) = blob.bytes() {
+            let stored = mapped.slice(native(place.start)..native(place.end));
+            let known = &verified[native(chunk)];
+            if !known.load(Ordering::Relaxed) {
+                self.prove(storage, chunk, &stored)?;
+                known.store(true, Ordering::Relaxed);
+            }
+            return Ok(stored);
+        }
+        let mut stored = vec![0; native(place.end - place.start)];
+        blob.read_exact_at(&mut stored, place.start)
+            .map_err(|error| Error::io(self.name(), error))?;
+        self.prove(storage, chunk, &stored)?;
+        Ok(stored.into())
+    }
+}
+
+/// Bytes that a reader sees, and what holds them.
+struct View {
+    bytes: Bytes,
+    _lease: Arc<dyn Any + Send + Sync>,
+}
+
+impl AsRef<[u8]> for View {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Deref for OpenVersion {
+    type Target = Contents;
+
+    fn deref(&self) -> &Contents {
+        &self.contents
     }
 }
 

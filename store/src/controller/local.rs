@@ -1,0 +1,563 @@
+//! Versions over ledgers and a volume: the ledger's commands, and the effects that they owe.
+//!
+//! A key's turn is kept from one step of its ledger to the next, and while data is deleted or
+//! a manifest gets its name, so that all of these see one order. Whoever finds an effect owed by
+//! a process that died carries it out.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tssd_format::MANIFEST;
+
+use super::attempt::Attempt;
+use super::proof::prove;
+use super::{Begun, Controller, Located, Progress, Proposal, VersionInfo};
+use crate::environment::{Environment, wait};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{
+    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Effect, Fate,
+    JobId, ManifestReference, Outcome, Refusal, Selection, Selector, State, Status, Step,
+    Timestamp, Version, VersionId, WriterSet, pending, step,
+};
+use crate::ledgers::Ledgers;
+use crate::volume::Volume;
+
+/// A proof that is owed for longer than this is taken over: its prover may have died.
+const PROOF_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often a read starts anew because the version it was about to open is deleted.
+const OPEN_TRIES: u32 = 16;
+
+/// How often others that are in the way are looked at.
+const WAIT: Duration = Duration::from_millis(100);
+
+/// How many keys' versions stay open between reads.
+const MAX_OPENED: usize = 16;
+
+#[derive(Clone)]
+pub(crate) struct LocalController(Arc<Inner>);
+
+struct Inner {
+    ledgers: Arc<dyn Ledgers>,
+    volume: Arc<dyn Volume>,
+    environment: Arc<dyn Environment>,
+    /// The version of each key that was located last: whoever reads it again finds it mapped.
+    opened: Mutex<BTreeMap<Key, Located>>,
+}
+
+/// The place of a writer's archive: of which version, and under which name.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) key: Key,
+    pub(crate) id: VersionId,
+    pub(crate) epoch: u32,
+    pub(crate) number: u64,
+    pub(crate) writer: u32,
+    pub(crate) job: Option<JobId>,
+    /// Each try has a file of its own: one that died may have left another behind.
+    pub(crate) file: String,
+}
+
+impl Place {
+    pub(crate) fn folder(&self) -> String {
+        folder_of(&self.key, self.epoch, self.number)
+    }
+
+    /// The archive's name in the volume.
+    pub(crate) fn path(&self) -> String {
+        format!("{}/{}", self.folder(), self.file)
+    }
+}
+
+impl LocalController {
+    pub(crate) fn new(
+        ledgers: Arc<dyn Ledgers>,
+        volume: Arc<dyn Volume>,
+        environment: Arc<dyn Environment>,
+    ) -> Self {
+        Self(Arc::new(Inner { ledgers, volume, environment, opened: Mutex::default() }))
+    }
+
+    pub(crate) fn now(&self) -> Timestamp {
+        self.0.environment.now()
+    }
+
+    pub(crate) fn random(&self) -> u128 {
+        self.0.environment.random()
+    }
+
+    /// Gives a command to the ledger of a key. Time passes first, so that what is too old is gone.
+    pub(crate) async fn apply(&self, key: &Key, command: Command) -> Result<Outcome> {
+        let mut turn = self.0.ledgers.turn(key).await?;
+        let expired = advance(key, turn.state(), Command::Expire { now: self.now() })?;
+        let next = advance(key, &expired.state, command)?;
+        turn.save(next.state).await?;
+        Ok(next.outcome)
+    }
+
+    /// The ledger of a key as it is now; one that was never written is empty.
+    pub(crate) async fn state(&self, key: &Key) -> Result<Arc<State>> {
+        let state = self.0.ledgers.state(key).await?;
+        // Somebody who may not write, or cannot now, still reads what is visible.
+        if self.owes_old_proof(&state) && self.settle(key).await.is_ok() {
+            return self.0.ledgers.state(key).await;
+        }
+        Ok(state)
+    }
+
+    /// Opens a version for a writer, or joins one; waits for others that are in the way. Returns also
+    /// what the writer has committed to it before.
+    pub(crate) async fn open(
+        &self,
+        key: &Key,
+        proposal: &Proposal,
+    ) -> Result<(Place, Option<Digest>)> {
+        // A timeout beyond all time is none.
+        let deadline = Instant::now().checked_add(proposal.timeout);
+        let id = VersionId(self.random());
+        let place = |id, epoch, number| Place {
+            key: key.clone(),
+            id,
+            epoch,
+            number,
+            writer: proposal.writer,
+            job: proposal.job.clone(),
+            file: format!("{}-{:032x}.tssd", proposal.writer, self.random()),
+        };
+        loop {
+            let begin = Begin {
+                writer: proposal.writer,
+                writers: proposal.writers.clone(),
+                writers_defaulted: proposal.writers_defaulted,
+                job: proposal.job.clone(),
+                call: proposal.call,
+                number: proposal.number,
+                rewind: proposal.rewind,
+                digest: None,
+                id,
+                now: self.now(),
+            };
+            let on = match self.apply(key, Command::Begin(begin)).await? {
+                Outcome::Begun { id, epoch, number } => {
+                    return Ok((place(id, epoch, number), None));
+                }
+                Outcome::Retry { id, epoch, number, digest } => {
+                    return Ok((place(id, epoch, number), Some(digest)));
+                }
+                Outcome::Wait { on } => on,
+                other => unreachable!("begin does not lead to {other:?}"),
+            };
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                let on: Vec<String> = on.iter().map(ToString::to_string).collect();
+                return Err(Error::new(
+                    ErrorKind::Busy,
+                    format_args!(
+                        "key `{key}`: versions {} are still open after {:?}",
+                        on.join(", "),
+                        proposal.timeout
+                    ),
+                ));
+            }
+            // Deletions that are owed, and proofs whose prover may have died, are in the way too.
+            let seen = self.state(key).await?;
+            self.reclaim_owed(key).await?;
+            let left = deadline.map_or(WAIT, |deadline| deadline.saturating_duration_since(now));
+            self.0.ledgers.changed(key, &seen, left.min(WAIT)).await;
+        }
+    }
+
+    /// Commits the contribution, and proves the version if it was the last one.
+    pub(crate) async fn commit(
+        &self,
+        place: &Place,
+        digest: Digest,
+        file_len: u64,
+    ) -> Result<Progress> {
+        let Place { key, id, writer, job, file, .. } = place;
+        let archive = ArchiveReference { name: file.clone(), file_len, bytes: file_len };
+        let commit = || Commit {
+            id: *id,
+            writer: *writer,
+            job: job.clone(),
+            digest,
+            archive: archive.clone(),
+            now: self.now(),
+        };
+        let committed = |outcome| match outcome {
+            Outcome::Committed { visible, missing } => Progress { visible, missing },
+            other => unreachable!("commit does not lead to {other:?}"),
+        };
+        let progress = committed(self.apply(key, Command::Commit(commit())).await?);
+        if progress.visible || !progress.missing.is_empty() {
+            return Ok(progress);
+        }
+        if let Err(error) = self.prove(key, *id).await {
+            // Nobody is left to complete it: a version that cannot be proven now is no version.
+            let reason = error.to_string();
+            let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
+            return Err(error);
+        }
+        // What is owed beyond the version itself stays owed if it cannot be done now.
+        let _ = self.reclaim_owed(key).await;
+        // The same commit again tells how the proof went: visible, or the reason why not.
+        match self.apply(key, Command::Commit(commit())).await {
+            Ok(outcome) => Ok(committed(outcome)),
+            // A newer version has replaced it already.
+            Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+                Ok(Progress { visible: true, missing: WriterSet::default() })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Why a put failed: what has become of the version comes before what that has led to.
+    pub(crate) async fn reason(&self, place: &Place, error: Error) -> Error {
+        let state = self.state(&place.key).await;
+        match state.ok().and_then(|state| state.outcome_of(place.id)) {
+            Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
+                Error::refused(&place.key, Refusal::Dropped { number: place.number, reason })
+            }
+            _ => error,
+        }
+    }
+
+    /// Takes back what is not committed. The put has failed already; if this fails too, the version
+    /// ends by its age.
+    pub(crate) async fn withdraw(&self, place: &Place) {
+        let abort = Command::Abort { id: place.id, writer: place.writer };
+        let _ = self.apply(&place.key, abort).await;
+        let state = self.state(&place.key).await;
+        let is_committed =
+            |version: &Version| version.id == place.id && version.digest_of(place.writer).is_some();
+        if state.is_ok_and(|state| !state.versions().any(is_committed)) {
+            let (folder, path) = (place.folder(), place.path());
+            let delete = move |volume: &dyn Volume| {
+                volume.delete(&path)?;
+                volume.remove_folder(&folder)
+            };
+            let _ = self.on_disk(delete).await;
+        }
+        let _ = self.reclaim_owed(&place.key).await;
+    }
+
+    /// Carries out what the ledger of a key owes.
+    pub(crate) async fn settle(&self, key: &Key) -> Result<()> {
+        for effect in pending(&*self.0.ledgers.state(key).await?) {
+            if let Effect::Prove { id } = effect {
+                self.prove(key, id).await?;
+            }
+        }
+        self.reclaim_owed(key).await
+    }
+
+    /// Deletes what the ledger of a key wants deleted.
+    pub(crate) async fn reclaim_owed(&self, key: &Key) -> Result<()> {
+        for effect in pending(&*self.0.ledgers.state(key).await?) {
+            if let Effect::Delete { id, .. } = effect {
+                self.reclaim(key, id).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Proves a version that all writers have committed, and makes it visible or drops it.
+    pub(crate) async fn prove(&self, key: &Key, id: VersionId) -> Result<()> {
+        let state = self.0.ledgers.state(key).await?;
+        let Some(version) = proving(&state, id).cloned() else { return Ok(()) };
+        let folder = folder(key, &version);
+        let merged = {
+            let (version, folder) = (version.clone(), folder.clone());
+            self.on_disk(move |volume| prove(volume, &folder, &version)).await?
+        };
+        let mut turn = self.0.ledgers.turn(key).await?;
+        if proving(turn.state(), id).is_none() {
+            return Ok(());
+        }
+        let command = match merged {
+            Err(reason) => Command::Rejected { id, reason },
+            Ok(manifest) => {
+                let digest = digest(&manifest);
+                let name = format!("{folder}/{MANIFEST}");
+                let (path, named) = (name.clone(), archives(&version));
+                self.on_disk(move |volume| {
+                    // What tries that died have left behind is no part of the version.
+                    sweep(volume, &folder, &named);
+                    write(volume, &path, &manifest)
+                })
+                .await?;
+                Command::Proved {
+                    id,
+                    manifest: ManifestReference { name, digest },
+                    now: self.now(),
+                }
+            }
+        };
+        let next = advance(key, turn.state(), command)?;
+        turn.save(next.state).await
+    }
+
+    /// Deletes the data of a version that nobody can reach.
+    ///
+    /// The key's turn is kept meanwhile: its folder may be another version's as soon as the ledger
+    /// knows that the data is gone.
+    async fn reclaim(&self, key: &Key, id: VersionId) -> Result<()> {
+        let mut turn = self.0.ledgers.turn(key).await?;
+        let owed = pending(turn.state());
+        let is_owed = owed
+            .iter()
+            .any(|effect| matches!(effect, Effect::Delete { id: other, .. } if *other == id));
+        let version = turn.state().versions().find(|version| version.id == id);
+        let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
+        let (folder, named) = (folder(key, version), archives(version));
+        self.on_disk(move |volume| {
+            // The manifest first: without it, no reader finds the rest.
+            volume.delete(&format!("{folder}/{MANIFEST}"))?;
+            for name in named {
+                volume.delete(&format!("{folder}/{name}"))?;
+            }
+            sweep(volume, &folder, &[]);
+            volume.remove_folder(&folder)
+        })
+        .await?;
+        let next = advance(key, turn.state(), Command::Reclaimed { id })?;
+        turn.save(next.state).await
+    }
+
+    fn owes_old_proof(&self, state: &State) -> bool {
+        state.open().any(|version| match version.status {
+            Status::Proving { since } => since.after(PROOF_PATIENCE) < self.now(),
+            _ => false,
+        })
+    }
+
+    /// Runs something that waits for the volume on a thread that may wait.
+    pub(crate) async fn on_disk<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let volume = self.0.volume.clone();
+        wait(move || work(&*volume)).await
+    }
+
+    fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Located>> {
+        self.0.opened.lock().expect("nobody panics while holding the open versions")
+    }
+}
+
+#[async_trait]
+impl Controller for LocalController {
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
+        let (place, committed) = self.open(key, &proposal).await?;
+        let Place { id, epoch, number, .. } = place;
+        let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
+        if committed.is_none() {
+            attempt.reserve().await?;
+        }
+        Ok(Begun { id, epoch, number, committed, contribution: attempt })
+    }
+
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+        let mut failed = None;
+        for _ in 0..OPEN_TRIES {
+            let state = self.state(key).await?;
+            let newest = state.head().map(|version| version.number);
+            let Some(version) = state.version(selector) else {
+                return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
+            };
+            let (folder, names, id) = (folder(key, version), archives(version), version.id);
+            {
+                let mut opened = self.opened();
+                if let Some(located) = opened.get(key).filter(|located| located.id == id) {
+                    return Ok(located.clone());
+                }
+                // What was replaced is let go before its successor is opened.
+                opened.remove(key);
+            }
+            if failed.replace(id) == Some(id) {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format_args!("key `{key}`: version {} lacks files", version.number),
+                ));
+            }
+            let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
+            if let Some(located) = located {
+                let mut opened = self.opened();
+                if opened.len() >= MAX_OPENED {
+                    opened.pop_first();
+                }
+                opened.insert(key.clone(), located.clone());
+                return Ok(located);
+            }
+            // It was deleted between the look at the ledger and the opening: look again.
+        }
+        Err(Error::new(
+            ErrorKind::Busy,
+            format_args!("key `{key}`: versions are deleted faster than they can be opened"),
+        ))
+    }
+
+    async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
+        Ok(self.state(key).await?.visible().map(VersionInfo::of).collect())
+    }
+
+    async fn newer(
+        &self,
+        key: &Key,
+        seen: Option<VersionId>,
+        patience: Duration,
+    ) -> Result<Option<VersionInfo>> {
+        let deadline = Instant::now().checked_add(patience);
+        loop {
+            let state = self.state(key).await?;
+            if let Some(head) = state.head().filter(|head| Some(head.id) != seen) {
+                return Ok(Some(VersionInfo::of(head)));
+            }
+            let left = deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() {
+                return Ok(None);
+            }
+            // A proof that is owed is looked at again by then.
+            self.0.ledgers.changed(key, &state, left.min(PROOF_PATIENCE)).await;
+        }
+    }
+
+    async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {
+        let mut keys = self.0.ledgers.keys().await?;
+        keys.retain(|key| key.as_str().starts_with(prefix));
+        let mut visible = Vec::with_capacity(keys.len());
+        for key in keys {
+            if self.0.ledgers.state(&key).await?.head().is_some() {
+                visible.push(key);
+            }
+        }
+        visible.sort_unstable();
+        Ok(visible)
+    }
+
+    async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
+        self.opened().remove(key);
+        let outcome = self.apply(key, Command::Delete { selection }).await?;
+        self.reclaim_owed(key).await?;
+        Ok(match outcome {
+            Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
+            _ => 0,
+        })
+    }
+
+    async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()> {
+        self.apply(key, Command::Retain { keep, ttl }).await?;
+        self.reclaim_owed(key).await
+    }
+
+    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
+        let command = Command::Pin { selector, label: label.to_owned() };
+        let outcome = self.apply(key, command).await?;
+        self.reclaim_owed(key).await?;
+        match outcome {
+            Outcome::Pinned { number, .. } => Ok(number),
+            other => unreachable!("pin does not lead to {other:?}"),
+        }
+    }
+
+    async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
+        self.apply(key, Command::Unpin { label: label.to_owned() }).await?;
+        self.reclaim_owed(key).await
+    }
+
+    async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
+        let state = self.state(key).await?;
+        let number = |id| state.versions().find(|version| version.id == id);
+        let pins = state
+            .pins()
+            .filter_map(|(label, id)| number(id).map(|version| (label.to_owned(), version.number)));
+        Ok(pins.collect())
+    }
+}
+
+fn advance(key: &Key, state: &State, command: Command) -> Result<Step> {
+    step(state, command).map_err(|refusal| Error::refused(key, refusal))
+}
+
+/// Opens all files of a version; none if one is gone, because the version is.
+fn locate(
+    volume: &dyn Volume,
+    folder: &str,
+    names: Vec<String>,
+    id: VersionId,
+) -> Result<Option<Located>> {
+    let Some(manifest) = volume.open(&format!("{folder}/{MANIFEST}"))? else { return Ok(None) };
+    let mut archives = BTreeMap::new();
+    for name in names {
+        let Some(blob) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
+        archives.insert(name, blob);
+    }
+    // What is open stays readable whatever the ledger does.
+    Ok(Some(Located { id, manifest, archives, lease: Arc::new(()) }))
+}
+
+/// The folder of a version: a shard set, one archive for each writer and the manifest.
+pub(crate) fn folder(key: &Key, version: &Version) -> String {
+    folder_of(key, version.epoch, version.number)
+}
+
+/// As [`folder`], for a version that has just begun.
+pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
+    format!("{}/{epoch}-{number}", key.to_path())
+}
+
+/// A digest of 16 bytes, for telling contents apart.
+pub(crate) fn digest(bytes: &[u8]) -> Digest {
+    let mut short = [0; 16];
+    short.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+    Digest(short)
+}
+
+fn proving(state: &State, id: VersionId) -> Option<&Version> {
+    let version = state.versions().find(|version| version.id == id)?;
+    matches!(version.status, Status::Proving { .. }).then_some(version)
+}
+
+/// The names of the archives that a version has.
+pub(crate) fn archives(version: &Version) -> Vec<String> {
+    let name = |contribution: &Contributed| match contribution {
+        Contributed::Committed { archive, .. } => Some(archive.name.clone()),
+        Contributed::Begun => None,
+    };
+    version.contributions.values().filter_map(name).collect()
+}
+
+/// Deletes everything in a folder but the manifest and what is named, as far as it can be deleted:
+/// somebody else may have put something there that is not ours.
+fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) {
+    let names = volume.list(folder).unwrap_or_default();
+    for name in names.iter().filter(|name| *name != MANIFEST && !keep.contains(name)) {
+        let _ = volume.delete(&format!("{folder}/{name}"));
+    }
+}
+
+/// Writes a blob that may be there already: from an earlier try, with the same bytes.
+fn write(volume: &dyn Volume, path: &str, bytes: &[u8]) -> Result<()> {
+    let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+    let mut reservation = volume.reserve(path, len)?;
+    for part in &mut reservation.parts(&[len]) {
+        part.write(bytes)?;
+    }
+    if reservation.seal()? {
+        return Ok(());
+    }
+    let there = volume.open(path)?.ok_or_else(|| {
+        Error::new(ErrorKind::Busy, format_args!("`{path}` was there and is gone"))
+    })?;
+    let same = there.bytes().is_some_and(|there| there == bytes);
+    if same {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` is there with other contents")))
+}

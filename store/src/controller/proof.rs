@@ -1,0 +1,64 @@
+//! The proof of a version: what its writers have committed, opened and merged.
+
+use tssd_format::{Archive, AttrValue};
+
+use crate::error::Result;
+use crate::ledger::{Contribution as Contributed, Version};
+use crate::merge::{Contribution, Divergent, Label, merge};
+use crate::volume::Volume;
+
+/// Merges what the writers of a version have committed. The outer error is the system's, and leaves
+/// the proof owed; the inner one is the writers'.
+pub(super) fn prove(
+    volume: &dyn Volume,
+    folder: &str,
+    version: &Version,
+) -> Result<Result<Vec<u8>, String>> {
+    let mut contributions = Vec::with_capacity(version.contributions.len());
+    for (writer, contribution) in &version.contributions {
+        let Contributed::Committed { archive, .. } = contribution else { continue };
+        let path = format!("{folder}/{}", archive.name);
+        let Some(blob) = volume.open(&path)? else {
+            return Ok(Err(format!("the archive of writer {writer} is gone")));
+        };
+        match Archive::from_blob(blob) {
+            Ok(opened) => contributions.push(Contribution {
+                writer: *writer,
+                file: archive.name.clone(),
+                archive: opened,
+            }),
+            Err(error) => return Ok(Err(format!("the archive of writer {writer}: {error}"))),
+        }
+    }
+    let divergent = match divergent_of(&contributions) {
+        Ok(divergent) => divergent,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let label = Label {
+        id: version.id.0,
+        epoch: version.epoch,
+        number: version.number,
+        writers: version.writers.clone(),
+    };
+    Ok(merge(&contributions, divergent, &label))
+}
+
+/// The attribute of an archive that says what its writer wants done with divergent leaves.
+pub(crate) const DIVERGENT: &str = "tssd.divergent";
+
+fn divergent_of(contributions: &[Contribution]) -> Result<Divergent, String> {
+    let mut agreed = None;
+    for contribution in contributions {
+        let own = match contribution.archive.attrs().get(DIVERGENT) {
+            None => Divergent::Error,
+            Some(AttrValue::Text(text)) if text.as_str() == Some("lowest") => Divergent::Lowest,
+            Some(AttrValue::Text(text)) if text.as_str() == Some("keep") => Divergent::Keep,
+            Some(other) => return Err(format!("divergent={other:?} is unknown")),
+        };
+        if *agreed.get_or_insert(own) != own {
+            let writer = contribution.writer;
+            return Err(format!("writers disagree on divergent=: see writer {writer}"));
+        }
+    }
+    Ok(agreed.unwrap_or_default())
+}

@@ -28,6 +28,18 @@ pub(crate) fn install() -> Result<()> {
     .map_err(|error| Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}")))
 }
 
+/// What hears of Ctrl-C and of the signals that end a process, in place of [`install`]: the process
+/// then ends itself.
+#[cfg(target_os = "linux")]
+pub(crate) fn notified() -> Result<tokio::sync::oneshot::Receiver<()>> {
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let mut stop = Some(stop);
+    ctrlc::set_handler(move || drop(stop.take())).map_err(|error| {
+        Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}"))
+    })?;
+    Ok(stopped)
+}
+
 /// Other threads may still be writing into a directory while it is removed, or make it again: it is
 /// gone once it has been gone twice in a row.
 fn remove(path: &Path) {

@@ -8,6 +8,8 @@ mod console;
 mod exit;
 mod failure;
 mod interrupt;
+#[cfg(target_os = "linux")]
+mod notify;
 mod parallel;
 mod size;
 mod table;
@@ -33,6 +35,8 @@ mod verify;
 
 // Commands on stores.
 mod demo;
+#[cfg(target_os = "linux")]
+mod serve;
 mod store;
 
 use std::process::ExitCode;
@@ -73,6 +77,8 @@ enum Command {
     Get(store::get::Args),
     Ls(store::ls::Args),
     Rm(store::rm::Args),
+    #[cfg(target_os = "linux")]
+    Serve(serve::Args),
     Demo(demo::Args),
 }
 
@@ -91,6 +97,10 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> Result<Exit> {
     let (json, quiet, verbose) = (cli.json, cli.quiet, cli.verbose);
     let console = Console { json, quiet, verbose, results: Stream::Stdout };
+    #[cfg(target_os = "linux")]
+    if let Command::Serve(args) = &cli.command {
+        return serve::run(args, console);
+    }
     interrupt::install()?;
     match &cli.command {
         Command::Pack(args) => pack::run(args, console),
@@ -105,5 +115,7 @@ fn run(cli: &Cli) -> Result<Exit> {
         Command::Ls(args) => store::ls::run(args, console),
         Command::Rm(args) => store::rm::run(args, console),
         Command::Demo(args) => demo::run(args, console),
+        #[cfg(target_os = "linux")]
+        Command::Serve(_) => unreachable!("it has its own way to end"),
     }
 }

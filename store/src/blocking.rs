@@ -50,7 +50,7 @@ impl Store {
     ///
     /// See there; `Io` if the system gives no threads.
     pub fn connect(url: &str) -> Result<Self> {
-        Self::new(crate::Store::connect(url)?)
+        Self::opened(crate::Store::connect(url))
     }
 
     /// See [`crate::Store::create`].
@@ -59,12 +59,18 @@ impl Store {
     ///
     /// See there; `Io` if the system gives no threads.
     pub fn create(url: &str) -> Result<Self> {
-        Self::new(crate::Store::create(url)?)
+        Self::opened(crate::Store::create(url))
     }
 
     fn new(store: crate::Store) -> Result<Self> {
-        let runtime = Builder::new_multi_thread().worker_threads(1).enable_time().build();
+        Self::opened(std::future::ready(Ok(store)))
+    }
+
+    /// A store that is opened on the runtime that it will have.
+    fn opened(store: impl Future<Output = Result<crate::Store>>) -> Result<Self> {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
+        let store = runtime.block_on(store)?;
         Ok(Self { store, runtime: Arc::new(runtime) })
     }
 
@@ -103,4 +109,45 @@ blocking! {
     exists(key: &Key, version: Option<u64>) -> bool;
     delete(key: &Key, version: Option<u64>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
+}
+
+/// [`crate::Daemon`], for programs without an async runtime.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+pub struct Daemon {
+    daemon: crate::Daemon,
+    runtime: Runtime,
+}
+
+#[cfg(target_os = "linux")]
+impl Daemon {
+    /// See [`crate::Daemon::bind`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn bind(options: crate::DaemonOptions) -> Result<Self> {
+        let runtime = Builder::new_multi_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
+        let daemon = {
+            let _context = runtime.enter();
+            crate::Daemon::bind(options)?
+        };
+        Ok(Self { daemon, runtime })
+    }
+
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        self.daemon.socket()
+    }
+
+    /// Serves until something comes through `stop`, or its other end is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`crate::Daemon::serve`].
+    pub fn serve(self, stop: tokio::sync::oneshot::Receiver<()>) -> Result<()> {
+        let stop = async { drop(stop.await) };
+        self.runtime.block_on(self.daemon.serve(stop))
+    }
 }

@@ -156,6 +156,14 @@ impl Lock {
     }
 }
 
+impl Lock {
+    /// Says in the locked file who holds it.
+    pub(crate) fn write(&self, pid: u32) -> io::Result<()> {
+        self.0.set_len(0)?;
+        self.0.write_all_at(format!("{pid}\n").as_bytes(), 0)
+    }
+}
+
 impl Drop for Lock {
     fn drop(&mut self) {
         // Closing the file is not enough: a child that was forked meanwhile has it open too.

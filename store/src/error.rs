@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use crate::ledger::{Reason, Refusal};
 
 /// The result of every fallible call of this crate.
@@ -20,7 +22,7 @@ struct Inner {
 }
 
 /// What can be done about an [`Error`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// There is no such key, version or leaf: wait for it, or ask for another.
@@ -86,6 +88,20 @@ impl Error {
         let mut error = Self::new(kind, format_args!("key `{key}`"));
         error.0.source = Some(Box::new(refusal));
         error
+    }
+
+    /// The same, because of something.
+    pub(crate) fn because(
+        mut self,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        self.0.source = Some(Box::new(source));
+        self
+    }
+
+    /// Its own words, without those of what it is because of.
+    pub(crate) fn text(&self) -> &str {
+        &self.0.text
     }
 
     pub(crate) fn target_modified(mut self) -> Self {

@@ -234,7 +234,7 @@ impl<'a> Read<'a> {
 
     /// The storages that leaves are views of, proven.
     fn views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
-        let load = |storage: u32| {
+        let load = |storage: u32| -> Result<_> {
             let len = self.version.storage_len(storage);
             Ok((storage, self.version.view(storage, 0..len)?))
         };

@@ -15,11 +15,23 @@ mod merge;
 pub mod plan;
 
 // Where things are.
+#[cfg(target_os = "linux")]
+mod arena;
 mod disk;
 mod environment;
 mod ledgers;
 mod meta;
 mod volume;
+
+// Between processes.
+#[cfg(target_os = "linux")]
+mod daemon;
+#[cfg(target_os = "linux")]
+mod link;
+#[cfg(target_os = "linux")]
+mod remote;
+#[cfg(target_os = "linux")]
+mod wire;
 
 // What is done.
 mod controller;
@@ -35,6 +47,8 @@ mod error;
 mod store;
 
 pub use controller::VersionInfo;
+#[cfg(target_os = "linux")]
+pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use error::{Error, ErrorKind, Result};
 pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};

@@ -100,14 +100,38 @@ impl Store {
         Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
     }
 
-    /// The store at an address: a directory that is there (`PATH` or `file:PATH`), or `memory:`, a
-    /// new one.
+    /// The store at an address:
+    ///
+    /// - `PATH` or `file:PATH`: a directory that is there;
+    /// - `unix:PATH`: the daemon that listens at that socket; `unix:NAME`: the user's of that name;
+    /// - `memory:`: a new one in this process.
     ///
     /// # Errors
     ///
     /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address.
-    pub fn connect(url: &str) -> Result<Self> {
-        path_of(url)?.map_or_else(|| Ok(Self::memory()), Self::open_directory)
+    pub async fn connect(url: &str) -> Result<Self> {
+        match Address::of(url)? {
+            Address::Memory => Ok(Self::memory()),
+            Address::Directory(path) => Self::open_directory(path),
+            Address::Socket(path) => Self::daemon(path).await,
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    async fn daemon(socket: &Path) -> Result<Self> {
+        // A name has no folders.
+        let socket = match socket.to_str().filter(|name| !name.contains('/')) {
+            Some(name) => crate::daemon::socket_of(name)?,
+            None => socket.to_owned(),
+        };
+        Ok(Self::new(crate::remote::RemoteController::connect(&socket).await?))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    async fn daemon(socket: &Path) -> Result<Self> {
+        let socket = socket.display();
+        let text = format_args!("`{socket}`: daemons share memory in a way that only Linux has");
+        Err(Error::new(ErrorKind::Invalid, text))
     }
 
     /// As [`Store::connect`], but makes the directory if it is not there.
@@ -115,8 +139,11 @@ impl Store {
     /// # Errors
     ///
     /// As [`Store::connect`].
-    pub fn create(url: &str) -> Result<Self> {
-        path_of(url)?.map_or_else(|| Ok(Self::memory()), Self::directory)
+    pub async fn create(url: &str) -> Result<Self> {
+        match Address::of(url)? {
+            Address::Directory(path) => Self::directory(path),
+            Address::Memory | Address::Socket(_) => Self::connect(url).await,
+        }
     }
 
     pub(crate) fn new(controller: impl Controller + 'static) -> Self {
@@ -314,21 +341,31 @@ impl std::fmt::Debug for Store {
     }
 }
 
-/// The directory that an address names; none is memory.
-fn path_of(url: &str) -> Result<Option<&Path>> {
-    match url.split_once(':') {
-        _ if url.is_empty() => {
-            Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
-        }
-        Some(("memory", "")) => Ok(None),
-        Some(("file", path)) => Ok(Some(Path::new(path.strip_prefix("//").unwrap_or(path)))),
-        Some((scheme @ ("unix" | "tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => {
-            Err(Error::new(
+/// Where a store is.
+enum Address<'a> {
+    Memory,
+    Directory(&'a Path),
+    Socket(&'a Path),
+}
+
+impl<'a> Address<'a> {
+    fn of(url: &'a str) -> Result<Self> {
+        let path = |path: &'a str| Path::new(path.strip_prefix("//").unwrap_or(path));
+        match url.split_once(':') {
+            _ if url.is_empty() => {
+                Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
+            }
+            Some(("memory", "")) => Ok(Self::Memory),
+            Some(("file", rest)) => Ok(Self::Directory(path(rest))),
+            Some(("unix", rest)) => Ok(Self::Socket(path(rest))),
+            Some((scheme @ ("tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => Err(Error::new(
                 ErrorKind::Invalid,
-                format_args!("`{url}`: {scheme}: addresses cannot be reached yet; use a directory"),
-            ))
+                format_args!(
+                    "`{url}`: {scheme}: addresses cannot be reached yet; use unix: or a directory"
+                ),
+            )),
+            _ => Ok(Self::Directory(Path::new(url))),
         }
-        _ => Ok(Some(Path::new(url))),
     }
 }
 

@@ -56,3 +56,15 @@ pub(crate) trait Part: Send {
     /// Writes these bytes, which are as long as the part.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
 }
+
+/// Memory as parts of these lengths.
+pub(crate) fn split<'a>(mut memory: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
+    let mut parts: Vec<Box<dyn Part + 'a>> = Vec::with_capacity(lens.len());
+    for len in lens {
+        let len = usize::try_from(*len).unwrap_or(usize::MAX);
+        let (part, rest) = std::mem::take(&mut memory).split_at_mut(len);
+        parts.push(Box::new(part));
+        memory = rest;
+    }
+    parts
+}

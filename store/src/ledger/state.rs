@@ -75,6 +75,11 @@ impl Default for State {
 }
 
 impl State {
+    /// That of a key never written, of which so many of the newest versions are kept.
+    pub fn keeping(keep: NonZeroU32) -> Self {
+        Self { keep, ..Self::default() }
+    }
+
     /// The newest visible version.
     pub fn head(&self) -> Option<&Version> {
         self.visible().next_back()

@@ -1,6 +1,7 @@
 //! Ledgers that this process alone advances: in memory.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -14,7 +15,11 @@ use crate::key::Key;
 use crate::ledger::State;
 
 #[derive(Clone, Default)]
-pub(crate) struct OwnedLedgers(Arc<Mutex<BTreeMap<Key, Arc<Slot>>>>);
+pub(crate) struct OwnedLedgers {
+    slots: Arc<Mutex<BTreeMap<Key, Arc<Slot>>>>,
+    /// What the ledger of a key is before anybody has written it.
+    blank: Arc<State>,
+}
 
 /// The ledger of one key.
 struct Slot {
@@ -23,8 +28,21 @@ struct Slot {
 }
 
 impl OwnedLedgers {
+    /// Ledgers that keep so many versions of a key as long as nobody says otherwise.
+    pub(crate) fn keeping(keep: NonZeroU32) -> Self {
+        Self { slots: Arc::default(), blank: Arc::new(State::keeping(keep)) }
+    }
+
     fn slots(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Slot>>> {
-        self.0.lock().expect("nobody panics while holding the ledgers")
+        self.slots.lock().expect("nobody panics while holding the ledgers")
+    }
+
+    /// The slot of a key, which is made if it is not there.
+    fn make(&self, key: &Key) -> Arc<Slot> {
+        let blank = || {
+            Arc::new(Slot { turn: Arc::default(), state: watch::Sender::new(self.blank.clone()) })
+        };
+        self.slots().entry(key.clone()).or_insert_with(blank).clone()
     }
 
     fn slot(&self, key: &Key) -> Option<Arc<Slot>> {
@@ -32,21 +50,16 @@ impl OwnedLedgers {
     }
 }
 
-impl Default for Slot {
-    fn default() -> Self {
-        Self { turn: Arc::default(), state: watch::Sender::new(Arc::default()) }
-    }
-}
-
 #[async_trait]
 impl Ledgers for OwnedLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
-        Ok(self.slot(key).map(|slot| slot.state.borrow().clone()).unwrap_or_default())
+        let state = self.slot(key).map(|slot| slot.state.borrow().clone());
+        Ok(state.unwrap_or_else(|| self.blank.clone()))
     }
 
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
         loop {
-            let slot = self.slots().entry(key.clone()).or_default().clone();
+            let slot = self.make(key);
             let lock = slot.turn.clone().lock_owned().await;
             let state = slot.state.borrow().clone();
             let turn =
@@ -63,7 +76,7 @@ impl Ledgers for OwnedLedgers {
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let slot = self.slots().entry(key.clone()).or_default().clone();
+        let slot = self.make(key);
         let mut states = slot.state.subscribe();
         let is_other = |state: &Arc<State>| !Arc::ptr_eq(state, seen) && **state != **seen;
         // That the time is over is an answer too.
@@ -82,7 +95,7 @@ impl OwnedLedgers {
         let mut slots = self.slots();
         let is_unused = |slot: &Arc<Slot>| {
             // One is the map's own; whoever has another may be about to write.
-            Arc::strong_count(slot) == 1 && **slot.state.borrow() == State::default()
+            Arc::strong_count(slot) == 1 && **slot.state.borrow() == *self.blank
         };
         if slots.get(key).is_some_and(is_unused) {
             slots.remove(key);
@@ -121,7 +134,7 @@ impl Drop for OwnedTurn {
     fn drop(&mut self) {
         let mut slots = self.ledgers.slots();
         // The map's and this one: nobody else waits for the turn or watches.
-        if *self.state == State::default() && Arc::strong_count(&self.slot) == 2 {
+        if *self.state == *self.ledgers.blank && Arc::strong_count(&self.slot) == 2 {
             slots.remove(&self.key);
         }
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use bytes::Bytes;
 use tssd_format::{Blob, Fill, Filled};
 
-use super::{Part, Reservation, Volume};
+use super::{Part, Reservation, Volume, split};
 use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Clone, Debug, Default)]
@@ -68,15 +68,7 @@ struct Reserved {
 
 impl Reservation for Reserved {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
-        let mut rest = &mut self.memory[self.range.clone()];
-        let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
-        for len in lens {
-            let len = usize::try_from(*len).unwrap_or(usize::MAX);
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(len);
-            parts.push(Box::new(part));
-            rest = tail;
-        }
-        parts
+        split(&mut self.memory[self.range.clone()], lens)
     }
 
     fn seal(self: Box<Self>) -> Result<bool> {

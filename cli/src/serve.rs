@@ -1,0 +1,77 @@
+//! `tssd serve`: a daemon, in the foreground.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use serde_json::json;
+use tssd_store::DaemonOptions;
+use tssd_store::blocking::Daemon;
+
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::{Failure, Result};
+use crate::interrupt;
+use crate::notify::notify;
+use crate::size::Size;
+use crate::store::failure;
+
+/// Serve a store to the processes of this host, in shared memory, until SIGTERM or Ctrl-C.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Where to listen: a path, or the name of a store (a socket in the user's runtime directory)
+    #[arg(long, value_name = "PATH", default_value = "default")]
+    socket: PathBuf,
+    /// How many of the newest versions of a key are kept, unless somebody says otherwise
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    keep: NonZeroU32,
+    /// How much memory versions take at most [default: half of what there is]
+    #[arg(long, value_name = "SIZE")]
+    memory_limit: Option<Size>,
+    /// Let processes of this user connect too
+    #[arg(long, value_name = "UID")]
+    allow_uid: Vec<u32>,
+}
+
+/// One line when it is ready, none when all is well.
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    let stop = interrupt::notified()?;
+    let name = args.socket.to_str().filter(|name| !name.contains('/'));
+    let mut options =
+        DaemonOptions::of(name.unwrap_or("default")).map_err(|error| failure(&error))?;
+    if name.is_none() {
+        options.socket.clone_from(&args.socket);
+    }
+    options.keep = args.keep;
+    options.allow_uids.clone_from(&args.allow_uid);
+    if let Some(Size(limit)) = args.memory_limit {
+        options.memory_limit = limit;
+    }
+    let (keep, limit) = (u64::from(args.keep.get()), options.memory_limit);
+    // One more than is kept is being written, or still read.
+    let model = limit / (keep + 1);
+    let daemon = Daemon::bind(options).map_err(|error| failure(&error))?;
+    let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
+    let line = format!(
+        "serving unix:{socket} (process {pid}, version {}): {} of memory, a model of up to {} with {} \
+         kept",
+        env!("CARGO_PKG_VERSION"),
+        Size(limit),
+        Size(model),
+        keep,
+    );
+    let json = json!({
+        "socket": socket,
+        "pid": pid,
+        "version": env!("CARGO_PKG_VERSION"),
+        "memory_limit": limit,
+        "keep": keep,
+        "model_limit": model,
+    });
+    console.report(line, &json)?;
+    notify("READY=1")
+        .map_err(|error| Failure::new(Exit::Refused, format_args!("NOTIFY_SOCKET: {error}")))?;
+    daemon.serve(stop).map_err(|error| failure(&error))?;
+    // The daemon has ended; nobody needs to hear of it.
+    let _ = notify("STOPPING=1");
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,13 @@
+//! Memory that processes of one host share: segments, each an anonymous file that one process writes
+//! and others map to read.
+//!
+//! Nothing has a name in a file system: a segment lives as long as somebody has it open or mapped, so
+//! nothing is left behind whoever dies.
+
+mod pool;
+mod segment;
+mod volume;
+
+pub(crate) use pool::{Exhausted, Lent, PeerId, Pool, SegmentId, Span, Usage};
+pub(crate) use segment::{ReadMap, SharedBlob, WriteMap, check_lent, check_shared};
+pub(crate) use volume::ArenaVolume;

@@ -1,0 +1,475 @@
+//! The segments of a daemon: whose they are, what is in them, and when they are written again.
+//!
+//! A segment belongs to one writer, which has it mapped. It is recycled, warm as it is, only when
+//! everybody who read it has handed it back; if somebody was lost instead, it is retired: closed, and
+//! its bytes count until the last one who had it mapped has unmapped it or is gone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use tokio::sync::{Notify, mpsc};
+use tssd_format::Blob;
+
+use super::segment::{self, ReadMap, SharedBlob, WriteMap};
+
+/// A segment's name in its daemon.
+pub(crate) type SegmentId = u64;
+
+/// A connection's name in its daemon.
+pub(crate) type PeerId = u64;
+
+/// Where a blob is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Span {
+    pub(crate) segment: SegmentId,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// What a peer is told to unmap.
+pub(crate) type Unmap = SegmentId;
+
+/// Small blobs share segments of this many bytes, which the daemon writes.
+const SLAB_BYTES: u64 = 4 << 20;
+
+/// Blobs begin at multiples of this many bytes.
+const PAGE: u64 = 4096;
+
+/// Segments of writers are multiples of this many bytes, so that archives that grow a little still fit.
+const STEP: u64 = 2 << 20;
+
+/// Segments of writers and of the daemon, within a limit.
+pub(crate) struct Pool {
+    inner: Mutex<Inner>,
+    limit: u64,
+    /// Rung whenever bytes become free.
+    pub(crate) freed: Notify,
+}
+
+#[derive(Default)]
+struct Inner {
+    next: SegmentId,
+    segments: BTreeMap<SegmentId, Segment>,
+    /// What is retired and still mapped by somebody.
+    retired: BTreeMap<SegmentId, Retired>,
+    blobs: BTreeMap<String, Span>,
+    peers: BTreeMap<PeerId, mpsc::UnboundedSender<Unmap>>,
+    /// Capacity of all segments, retired ones included.
+    used: u64,
+    counts: Counts,
+}
+
+/// What the pool has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Counts {
+    /// Segments that were lent again, warm.
+    pub(crate) recycled: u64,
+    /// Bytes of segments that were made.
+    pub(crate) created_bytes: u64,
+    /// Bytes of segments that were retired.
+    pub(crate) retired_bytes: u64,
+}
+
+/// What the pool holds now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Usage {
+    pub(crate) limit: u64,
+    pub(crate) used: u64,
+    /// Of that, what is retired and still mapped.
+    pub(crate) retired: u64,
+    /// Of that, what is warm and free.
+    pub(crate) warm: u64,
+    pub(crate) segments: u64,
+    pub(crate) counts: Counts,
+}
+
+struct Segment {
+    memory: OwnedFd,
+    capacity: u64,
+    writer: Writer,
+    /// Blobs that are in it.
+    blobs: usize,
+    /// Whether its writer is writing.
+    is_lent: bool,
+    /// Who has it mapped to read.
+    readers: BTreeSet<PeerId>,
+    /// Whether somebody who read it was lost.
+    is_suspect: bool,
+    /// The daemon's own map.
+    map: Option<Arc<ReadMap>>,
+}
+
+enum Writer {
+    Peer(PeerId),
+    /// The daemon, which has written it up to a place.
+    Daemon(WriteMap, u64),
+    Gone,
+}
+
+struct Retired {
+    capacity: u64,
+    mappers: BTreeSet<PeerId>,
+}
+
+/// A segment that a writer may write.
+pub(crate) struct Lent {
+    pub(crate) segment: SegmentId,
+    pub(crate) capacity: u64,
+    /// The memory, if the writer has not mapped it yet.
+    pub(crate) memory: Option<OwnedFd>,
+}
+
+/// There is no room now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Exhausted {
+    pub(crate) wanted: u64,
+    pub(crate) used: u64,
+    pub(crate) limit: u64,
+}
+
+impl fmt::Display for Exhausted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { wanted, used, limit } = self;
+        write!(f, "{wanted} bytes are wanted, {used} of {limit} are in use")
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(limit: u64) -> Self {
+        Self { inner: Mutex::default(), limit, freed: Notify::new() }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("nobody panics while holding the pool")
+    }
+
+    /// A new peer, and where it is told what to unmap.
+    pub(crate) fn join(&self, peer: PeerId, unmaps: mpsc::UnboundedSender<Unmap>) {
+        self.inner().peers.insert(peer, unmaps);
+    }
+
+    /// A segment for a writer: a warm one of its own if there is one, else a new one.
+    pub(crate) fn lend(&self, peer: PeerId, len: u64) -> io::Result<Result<Lent, Exhausted>> {
+        let mut inner = self.inner();
+        let capacity = len.max(1).next_multiple_of(STEP);
+        let fits = |(_, segment): &(&SegmentId, &Segment)| {
+            segment.is_warm_of(peer)
+                && segment.capacity >= len
+                && segment.capacity <= capacity.saturating_mul(2)
+        };
+        let warm = inner.segments.iter().filter(fits).min_by_key(|(_, segment)| segment.capacity);
+        if let Some((&id, _)) = warm {
+            let segment = inner.segments.get_mut(&id).expect("it was just found");
+            segment.is_lent = true;
+            let capacity = segment.capacity;
+            inner.counts.recycled += 1;
+            return Ok(Ok(Lent { segment: id, capacity, memory: None }));
+        }
+        inner.make_room(capacity, self.limit);
+        if inner.used.saturating_add(capacity) > self.limit {
+            let (used, limit) = (inner.used, self.limit);
+            return Ok(Err(Exhausted { wanted: capacity, used, limit }));
+        }
+        let memory = segment::create(capacity)?;
+        let lent = memory.try_clone()?;
+        let id = inner.add(Segment::new(memory, capacity, Writer::Peer(peer)));
+        if let Some(segment) = inner.segments.get_mut(&id) {
+            segment.is_lent = true;
+        }
+        Ok(Ok(Lent { segment: id, capacity, memory: Some(lent) }))
+    }
+
+    /// A writer has filled a segment that it was lent: the blob has a name now.
+    pub(crate) fn publish(
+        &self,
+        peer: PeerId,
+        id: SegmentId,
+        name: &str,
+        len: u64,
+    ) -> io::Result<()> {
+        let mut inner = self.inner();
+        let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
+        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
+        if len > segment.capacity {
+            return Err(io::Error::other("the segment is shorter"));
+        }
+        segment::seal(&segment.memory)?;
+        segment.is_lent = false;
+        segment.blobs += 1;
+        inner.blobs.insert(name.to_owned(), Span { segment: id, offset: 0, len });
+        Ok(())
+    }
+
+    /// A writer gives back what it was lent, unused.
+    pub(crate) fn give_back(&self, peer: PeerId, id: SegmentId) {
+        let mut inner = self.inner();
+        if let Some(segment) = inner.segments.get_mut(&id).filter(|each| each.is_lent_to(peer)) {
+            segment.is_lent = false;
+        }
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// Writes a small blob into a segment of the daemon; none if there is no room.
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> io::Result<Result<(), Exhausted>> {
+        let mut inner = self.inner();
+        let len = u64::try_from(bytes.len()).map_err(io::Error::other)?;
+        let room = len.max(1).next_multiple_of(PAGE);
+        let found = inner.segments.iter_mut().find_map(|(id, segment)| {
+            segment.rewind_slab();
+            let free = segment.capacity - segment.slab_end()?;
+            (free >= room).then_some(*id)
+        });
+        let id = match found {
+            Some(id) => id,
+            None => {
+                let capacity = room.max(SLAB_BYTES);
+                inner.make_room(capacity, self.limit);
+                if inner.used.saturating_add(capacity) > self.limit {
+                    let (used, limit) = (inner.used, self.limit);
+                    return Ok(Err(Exhausted { wanted: capacity, used, limit }));
+                }
+                let memory = segment::create(capacity)?;
+                let map = WriteMap::new(&memory, capacity)?;
+                segment::seal(&memory)?;
+                inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
+            }
+        };
+        let segment = inner.segments.get_mut(&id).expect("it was just found or made");
+        let Writer::Daemon(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
+        let offset = *end;
+        let start = usize::try_from(offset).map_err(io::Error::other)?;
+        map.range_mut(start..start + bytes.len()).copy_from_slice(bytes);
+        *end += room;
+        segment.blobs += 1;
+        inner.blobs.insert(name.to_owned(), Span { segment: id, offset, len });
+        Ok(Ok(()))
+    }
+
+    /// Where a blob is.
+    pub(crate) fn span(&self, name: &str) -> Option<Span> {
+        self.inner().blobs.get(name).copied()
+    }
+
+    /// The names of blobs that begin with a prefix.
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
+        let inner = self.inner();
+        let names = inner.blobs.range(prefix.to_owned()..).map(|(name, _)| name);
+        names.take_while(|name| name.starts_with(prefix)).cloned().collect()
+    }
+
+    /// A blob, as the daemon reads it.
+    pub(crate) fn open(&self, name: &str) -> io::Result<Option<Arc<dyn Blob>>> {
+        let mut inner = self.inner();
+        let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
+        let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
+        let map = match &segment.map {
+            Some(map) => map.clone(),
+            None => {
+                let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
+                segment.map.insert(map).clone()
+            }
+        };
+        let bytes = map.bytes(offset, len).expect("a blob lies in its segment");
+        Ok(Some(Arc::new(SharedBlob(bytes))))
+    }
+
+    /// The memory of a segment and its length, for a reader that does not have it yet.
+    pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<(OwnedFd, u64)>> {
+        let mut inner = self.inner();
+        let segment = inner.segments.get_mut(&id).expect("a blob lies in a segment");
+        if segment.readers.contains(&peer) {
+            return Ok(None);
+        }
+        let memory = segment::read_only(&segment.memory)?;
+        segment.readers.insert(peer);
+        Ok(Some((memory, segment.capacity)))
+    }
+
+    /// Somebody who read a blob was lost: nobody says that it is handed back.
+    pub(crate) fn suspect(&self, name: &str) {
+        let mut inner = self.inner();
+        let Some(span) = inner.blobs.get(name).copied() else { return };
+        if let Some(segment) = inner.segments.get_mut(&span.segment) {
+            segment.is_suspect = true;
+        }
+    }
+
+    /// Deletes a blob that nobody reads.
+    pub(crate) fn delete(&self, name: &str) {
+        let mut inner = self.inner();
+        let Some(span) = inner.blobs.remove(name) else { return };
+        let segment = inner.segments.get_mut(&span.segment).expect("a blob lies in a segment");
+        segment.blobs -= 1;
+        if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
+            inner.retire(span.segment);
+        }
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// A peer has unmapped a segment.
+    pub(crate) fn unmapped(&self, peer: PeerId, id: SegmentId) {
+        let mut inner = self.inner();
+        if let Some(segment) = inner.segments.get_mut(&id) {
+            segment.readers.remove(&peer);
+        }
+        inner.forget_mapper(peer, Some(id));
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// A peer's connection is lost: what it was to write is gone, what it has written stays.
+    pub(crate) fn leave(&self, peer: PeerId) {
+        let mut inner = self.inner();
+        inner.peers.remove(&peer);
+        let own: Vec<SegmentId> = inner
+            .segments
+            .iter()
+            .filter(|(_, segment)| matches!(segment.writer, Writer::Peer(writer) if writer == peer))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in own {
+            let segment = inner.segments.get_mut(&id).expect("it was just found");
+            // Its map is still there, as long as the process is.
+            segment.readers.insert(peer);
+            segment.writer = Writer::Gone;
+            segment.is_lent = false;
+            if segment.blobs == 0 {
+                inner.retire(id);
+            }
+        }
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// A peer that has left is proven gone, with all its maps.
+    pub(crate) fn exited(&self, peer: PeerId) {
+        let mut inner = self.inner();
+        inner.forget_mapper(peer, None);
+        for segment in inner.segments.values_mut() {
+            segment.readers.remove(&peer);
+        }
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// What the pool holds now.
+    pub(crate) fn usage(&self) -> Usage {
+        let inner = self.inner();
+        let warm = |segment: &&Segment| segment.blobs == 0 && !segment.is_lent;
+        Usage {
+            limit: self.limit,
+            used: inner.used,
+            retired: inner.retired.values().map(|retired| retired.capacity).sum(),
+            warm: inner.segments.values().filter(warm).map(|segment| segment.capacity).sum(),
+            segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
+            counts: inner.counts,
+        }
+    }
+}
+
+impl Inner {
+    fn add(&mut self, segment: Segment) -> SegmentId {
+        let id = self.next;
+        self.next += 1;
+        self.used += segment.capacity;
+        self.counts.created_bytes += segment.capacity;
+        self.segments.insert(id, segment);
+        id
+    }
+
+    /// Retires warm segments until there is room, as far as there are any.
+    fn make_room(&mut self, wanted: u64, limit: u64) {
+        while self.used.saturating_add(wanted) > limit {
+            let warm = self.segments.iter().find(|(_, segment)| {
+                segment.blobs == 0 && !segment.is_lent && !matches!(segment.writer, Writer::Gone)
+            });
+            let Some((&id, _)) = warm else { break };
+            self.retire(id);
+        }
+    }
+
+    /// Closes a segment. Its bytes count until nobody has it mapped.
+    fn retire(&mut self, id: SegmentId) {
+        let Some(segment) = self.segments.remove(&id) else { return };
+        self.counts.retired_bytes += segment.capacity;
+        let mut mappers = segment.readers;
+        if let Writer::Peer(writer) = segment.writer {
+            mappers.insert(writer);
+        }
+        for peer in &mappers {
+            if let Some(unmaps) = self.peers.get(peer) {
+                // Whoever does not listen any more is about to leave.
+                let _ = unmaps.send(id);
+            }
+        }
+        if mappers.is_empty() {
+            self.used -= segment.capacity;
+        } else {
+            self.retired.insert(id, Retired { capacity: segment.capacity, mappers });
+        }
+    }
+
+    /// A peer has one segment mapped no longer, or none.
+    fn forget_mapper(&mut self, peer: PeerId, only: Option<SegmentId>) {
+        let mut freed = 0;
+        self.retired.retain(|id, retired| {
+            if only.is_none_or(|only| only == *id) {
+                retired.mappers.remove(&peer);
+            }
+            if retired.mappers.is_empty() {
+                freed += retired.capacity;
+            }
+            !retired.mappers.is_empty()
+        });
+        self.used -= freed;
+    }
+}
+
+impl Segment {
+    fn new(memory: OwnedFd, capacity: u64, writer: Writer) -> Self {
+        Self {
+            memory,
+            capacity,
+            writer,
+            blobs: 0,
+            is_lent: false,
+            readers: BTreeSet::new(),
+            is_suspect: false,
+            map: None,
+        }
+    }
+
+    fn is_of(&self, peer: PeerId) -> bool {
+        matches!(self.writer, Writer::Peer(writer) if writer == peer)
+    }
+
+    fn is_warm_of(&self, peer: PeerId) -> bool {
+        self.is_of(peer) && self.blobs == 0 && !self.is_lent
+    }
+
+    fn is_lent_to(&self, peer: PeerId) -> bool {
+        self.is_of(peer) && self.is_lent
+    }
+
+    /// Up to where the daemon has written it, if it does.
+    fn slab_end(&self) -> Option<u64> {
+        match self.writer {
+            Writer::Daemon(_, end) => Some(end),
+            Writer::Peer(_) | Writer::Gone => None,
+        }
+    }
+
+    /// An empty slab is written from its beginning again.
+    fn rewind_slab(&mut self) {
+        if let Writer::Daemon(_, end) = &mut self.writer
+            && self.blobs == 0
+        {
+            *end = 0;
+        }
+    }
+}

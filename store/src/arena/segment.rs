@@ -1,0 +1,231 @@
+//! One segment: an anonymous file, sealed so that only the map that its writer has still writes, and
+//! maps of it.
+#![expect(unsafe_code, reason = "maps are as safe as the rules that who has them keep: see each")]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rustix::fs::{FileType, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+use tssd_format::Blob;
+
+/// What a segment that others read is sealed with: no new map writes, no byte goes.
+const SEALS: SealFlags =
+    SealFlags::FUTURE_WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// New memory of this many bytes, which its owner alone may open again.
+pub(super) fn create(capacity: u64) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+    let memory = match rustix::fs::memfd_create("tssd", flags) {
+        // Kernels before 6.3 do not know that flag.
+        Err(rustix::io::Errno::INVAL) => {
+            let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+            rustix::fs::memfd_create("tssd", flags)?
+        }
+        memory => memory?,
+    };
+    rustix::fs::ftruncate(&memory, capacity)?;
+    rustix::fs::fchmod(&memory, Mode::RUSR)?;
+    Ok(memory)
+}
+
+/// From now on only the maps that are there write.
+pub(super) fn seal(memory: &OwnedFd) -> io::Result<()> {
+    // The kernel seals against execution by itself, which changes nothing here.
+    match rustix::fs::fcntl_add_seals(memory, SEALS) {
+        // It is sealed: what is sealed may not be sealed again.
+        Err(rustix::io::Errno::PERM) if is_sealed(memory)? => Ok(()),
+        done => Ok(done?),
+    }
+}
+
+fn is_sealed(memory: &impl AsFd) -> io::Result<bool> {
+    Ok(rustix::fs::fcntl_get_seals(memory)?.contains(SEALS))
+}
+
+/// The same memory, open for reading only.
+pub(super) fn read_only(memory: &OwnedFd) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// Proves that what somebody says is memory to write is such, of this length.
+pub(crate) fn check_lent(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
+    // Only anonymous files have seals.
+    if rustix::fs::fcntl_get_seals(memory).is_err() {
+        return Err(io::Error::other("it is no anonymous memory"));
+    }
+    check_len(memory, capacity)
+}
+
+/// Proves that what somebody says is memory to read can no longer be written by others than the map of
+/// its writer, and has this length. A file of a store in a directory is never written again either.
+pub(crate) fn check_shared(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(memory)?;
+    if flags.intersects(OFlags::WRONLY | OFlags::RDWR) {
+        return Err(io::Error::other("it is open for writing"));
+    }
+    match rustix::fs::fcntl_get_seals(memory) {
+        Ok(seals) if !seals.contains(SEALS) => return Err(io::Error::other("it is not sealed")),
+        Ok(_) => {}
+        Err(_) => {
+            let status = rustix::fs::fstat(memory)?;
+            if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+                return Err(io::Error::other("it is neither memory nor a file"));
+            }
+        }
+    }
+    check_len(memory, capacity)
+}
+
+fn check_len(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
+    let len = u64::try_from(rustix::fs::fstat(memory)?.st_size).map_err(io::Error::other)?;
+    if len == capacity {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("it has {len} bytes in place of {capacity}")))
+}
+
+/// Mapped memory.
+#[derive(Debug)]
+struct Map {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a map is memory of the process, not of a thread.
+unsafe impl Send for Map {}
+// SAFETY: as above; shared references only read.
+unsafe impl Sync for Map {}
+
+impl Map {
+    fn new(
+        memory: &OwnedFd,
+        capacity: u64,
+        protection: ProtFlags,
+        flags: MapFlags,
+    ) -> io::Result<Self> {
+        let len = usize::try_from(capacity).map_err(io::Error::other)?;
+        let flags = MapFlags::SHARED | flags;
+        // SAFETY: no address is asked for, so no other map is touched.
+        let start =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, memory, 0)? };
+        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        Ok(Self { start, len })
+    }
+
+    fn protect(&self, flags: MprotectFlags) -> io::Result<()> {
+        // SAFETY: the range is this map's; who holds the map writes only while it may.
+        Ok(unsafe { rustix::mm::mprotect(self.start.as_ptr().cast(), self.len, flags)? })
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: the range is this map's, and nothing borrows from it any more.
+        let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "a map can be unmapped");
+    }
+}
+
+/// A segment to write, by the one process that does.
+#[derive(Debug)]
+pub(crate) struct WriteMap(Map);
+
+impl WriteMap {
+    /// Maps new memory; the system gives all its pages now.
+    pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        Map::new(memory, capacity, protection, MapFlags::POPULATE).map(Self)
+    }
+
+    /// From now on a write to it is a fault of this process: others read.
+    pub(crate) fn protect(&mut self) -> io::Result<()> {
+        self.0.protect(MprotectFlags::READ)
+    }
+
+    /// Nobody reads it any more: it may be written again.
+    pub(crate) fn unprotect(&mut self) -> io::Result<()> {
+        self.0.protect(MprotectFlags::READ | MprotectFlags::WRITE)
+    }
+
+    /// A part of it, to write.
+    ///
+    /// # Panics
+    ///
+    /// If it does not lie in the segment.
+    pub(crate) fn range_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.0.len, "a range of the segment");
+        // SAFETY: the range lies in the map, as asserted.
+        let start = unsafe { self.0.start.add(range.start) };
+        // SAFETY: the memory is mapped and initialised (new pages are zero), and this borrows the only
+        // map that writes. Other processes map it to read only, and read what is committed: such
+        // ranges are protected, or belong to blobs that are written once.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), range.len()) }
+    }
+}
+
+/// A segment to read.
+#[derive(Debug)]
+pub(crate) struct ReadMap(Map);
+
+impl ReadMap {
+    /// Maps memory that was checked, and its page tables with it.
+    pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
+        let map = Map::new(memory, capacity, ProtFlags::READ, MapFlags::POPULATE)?;
+        Ok(Arc::new(Self(map)))
+    }
+
+    /// As [`ReadMap::new`], for one who looks at little of it.
+    pub(crate) fn sparse(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
+        let map = Map::new(memory, capacity, ProtFlags::READ, MapFlags::empty())?;
+        Ok(Arc::new(Self(map)))
+    }
+
+    /// The bytes of one archive in it; none if there are not so many. They must be committed, and a
+    /// lease must keep them: then nobody writes them.
+    pub(crate) fn bytes(self: &Arc<Self>, offset: u64, len: u64) -> Option<Bytes> {
+        let (start, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
+        start.checked_add(len).filter(|end| *end <= self.0.len)?;
+        Some(Bytes::from_owner(Committed { map: self.clone(), range: start..start + len }))
+    }
+}
+
+/// A part of a segment that nobody writes.
+struct Committed {
+    map: Arc<ReadMap>,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for Committed {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: `ReadMap::bytes` has compared the range with the length of the map.
+        let start = unsafe { self.map.0.start.add(self.range.start) };
+        // SAFETY: the memory is mapped as long as this lives. Its writer has protected it before it
+        // committed, the seals keep everybody else from writing or cutting it, and the pool gives it to
+        // a writer again only when the lease that holds it is handed back.
+        unsafe { std::slice::from_raw_parts(start.as_ptr(), self.range.len()) }
+    }
+}
+
+/// An archive in a segment. What is proven of it is proven of a copy: another process wrote it.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedBlob(pub(crate) Bytes);
+
+impl Blob for SharedBlob {
+    fn size(&self) -> io::Result<u64> {
+        self.0.size()
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read_exact_at(target, offset)
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        Some(&self.0)
+    }
+}

@@ -1,0 +1,67 @@
+//! A pool as a volume: what the daemon itself reads and writes of it.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use tssd_format::Blob;
+
+use super::pool::Pool;
+use crate::error::{Error, ErrorKind, Result};
+use crate::volume::{Part, Reservation, Volume, split};
+
+/// The blobs of a pool, by name. What is written here lies in segments of the daemon.
+#[derive(Clone)]
+pub(crate) struct ArenaVolume(pub(crate) Arc<Pool>);
+
+impl Volume for ArenaVolume {
+    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>> {
+        let len = usize::try_from(len)
+            .map_err(|_| Error::new(ErrorKind::Invalid, "it does not fit into memory"))?;
+        Ok(Box::new(Reserved { pool: self.0.clone(), name: name.to_owned(), bytes: vec![0; len] }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+        self.0.open(name).map_err(|error| Error::io(name, error))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.0.delete(name);
+        Ok(())
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        let prefix = format!("{name}/");
+        let names = self.0.names(&prefix);
+        let below = names.iter().filter_map(|name| name.strip_prefix(&*prefix));
+        let parts: BTreeSet<&str> =
+            below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part)).collect();
+        Ok(parts.into_iter().map(str::to_owned).collect())
+    }
+
+    fn remove_folder(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+struct Reserved {
+    pool: Arc<Pool>,
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        split(&mut self.bytes, lens)
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        if self.pool.span(&self.name).is_some() {
+            return Ok(false);
+        }
+        let written = self.pool.write(&self.name, &self.bytes);
+        match written.map_err(|error| Error::io(&self.name, error))? {
+            Ok(()) => Ok(true),
+            Err(exhausted) => Err(Error::new(ErrorKind::Busy, exhausted)),
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! A daemon: one controller and one arena, for all processes of a host.
+
+mod house;
+mod place;
+mod session;
+
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+
+use self::house::House;
+pub use self::place::default_memory_limit;
+pub(crate) use self::place::socket_of;
+use crate::disk::Lock;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How many connections there are at most.
+const MAX_PEERS: usize = 1024;
+
+/// How long sessions have to end when the daemon does.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// How a daemon serves.
+#[derive(Clone, Debug)]
+pub struct DaemonOptions {
+    /// Where it listens. Its folder must be there.
+    pub socket: PathBuf,
+    /// How many of the newest versions of a key are kept, as long as nobody says otherwise.
+    pub keep: NonZeroU32,
+    /// How many bytes of memory segments take at most, together.
+    pub memory_limit: u64,
+    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's.
+    pub allow_uids: Vec<u32>,
+}
+
+/// A daemon that listens.
+pub struct Daemon {
+    listener: UnixListener,
+    house: Arc<House>,
+    options: DaemonOptions,
+    /// Held as long as the daemon lives, however it ends.
+    _lock: Lock,
+}
+
+impl DaemonOptions {
+    /// Those of the daemon of a store, by the store's name: it listens in a folder that is the user's,
+    /// keeps one version, and takes half of the memory.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` for a name that is none; `Io` if that folder is not the user's alone.
+    pub fn of(name: &str) -> Result<Self> {
+        Ok(Self {
+            socket: socket_of(name)?,
+            keep: NonZeroU32::MIN,
+            memory_limit: default_memory_limit()?,
+            allow_uids: Vec::new(),
+        })
+    }
+}
+
+impl Daemon {
+    /// Listens at a socket.
+    ///
+    /// # Errors
+    ///
+    /// `Busy` if another daemon does, with its process; `Io` if the system does not let it.
+    pub fn bind(options: DaemonOptions) -> Result<Self> {
+        let socket = &options.socket;
+        let at = |error| Error::io(socket.display(), error);
+        let lock_path = lock_path(socket);
+        let Some(lock) = Lock::take(&lock_path).map_err(at)? else {
+            let pid = std::fs::read_to_string(&lock_path).unwrap_or_default();
+            let pid = pid.trim();
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format_args!("a daemon, process {pid}, serves `{}` already", socket.display()),
+            ));
+        };
+        lock.write(std::process::id()).map_err(at)?;
+        // What listens nowhere any more was left by a daemon that was killed.
+        crate::disk::remove(socket).map_err(at)?;
+        let listener = UnixListener::bind(socket).map_err(at)?;
+        let house = Arc::new(House::new(&options));
+        Ok(Self { listener, house, options, _lock: lock })
+    }
+
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        &self.options.socket
+    }
+
+    /// Serves until `stop` is done, and a little longer those that are connected.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the system takes the socket away.
+    pub async fn serve(self, stop: impl Future<Output = ()>) -> Result<()> {
+        let mut sessions = tokio::task::JoinSet::new();
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            tokio::select! {
+                () = &mut stop => break,
+                Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
+                accepted = self.listener.accept() => match accepted {
+                    Ok((stream, _)) if sessions.len() < MAX_PEERS => {
+                        let (house, allowed) = (self.house.clone(), self.options.allow_uids.clone());
+                        sessions.spawn(session::run(house, stream, allowed));
+                    }
+                    // One more is turned away.
+                    Ok(_) => {}
+                    // No descriptors are left, or the like: some will be.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+                }
+            }
+        }
+        // Who comes later finds nobody.
+        let _ = crate::disk::remove(&self.options.socket);
+        drop(self.listener);
+        self.house.close();
+        let all = async { while sessions.join_next().await.is_some() {} };
+        // Whoever takes longer is cut off.
+        let _ = tokio::time::timeout(DRAIN, all).await;
+        Ok(())
+    }
+}
+
+fn lock_path(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(".lock");
+    path.into()
+}
+
+impl std::fmt::Debug for Daemon {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Daemon").field("options", &self.options).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,224 @@
+//! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use super::DaemonOptions;
+use crate::arena::{ArenaVolume, Exhausted, PeerId, Pool};
+use crate::controller::{LocalController, archives, folder};
+use crate::environment::SystemEnvironment;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Command, LeaseId, Outcome, Selector, VersionId};
+use crate::ledgers::OwnedLedgers;
+use crate::wire::{Archives, Lease, LeaseStatus, PeerStatus, Status};
+
+/// For how long a lease gives the right to new reads.
+const LEASE: Duration = Duration::from_mins(10);
+
+pub(super) struct House {
+    pub(super) controller: LocalController,
+    pub(super) pool: Arc<Pool>,
+    inner: Mutex<Inner>,
+    next: AtomicU64,
+    started: Instant,
+    closing: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct Inner {
+    peers: BTreeMap<PeerId, Peer>,
+    leases: BTreeMap<LeaseId, Held>,
+}
+
+struct Peer {
+    pid: u32,
+    client: String,
+    since: Instant,
+}
+
+/// A lease that a peer holds.
+struct Held {
+    peer: PeerId,
+    key: Key,
+    version: VersionId,
+    number: u64,
+    since: Instant,
+}
+
+impl House {
+    pub(super) fn new(options: &DaemonOptions) -> Self {
+        let pool = Arc::new(Pool::new(options.memory_limit));
+        let controller = LocalController::new(
+            Arc::new(OwnedLedgers::keeping(options.keep)),
+            Arc::new(ArenaVolume(pool.clone())),
+            Arc::new(SystemEnvironment),
+        );
+        Self {
+            controller,
+            pool,
+            inner: Mutex::default(),
+            next: AtomicU64::new(1),
+            started: Instant::now(),
+            closing: watch::Sender::new(false),
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("nobody panics while holding the house")
+    }
+
+    /// A number that no other peer or contribution has.
+    pub(super) fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sessions end.
+    pub(super) fn close(&self) {
+        self.closing.send_replace(true);
+    }
+
+    /// Returns when sessions are to end.
+    pub(super) async fn closed(&self) {
+        // The sender is here: it does not go before.
+        let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
+    }
+
+    pub(super) fn join(&self, peer: PeerId, pid: u32, client: String) {
+        self.inner().peers.insert(peer, Peer { pid, client, since: Instant::now() });
+    }
+
+    /// Gives a reader a version, with a lease.
+    pub(super) async fn lease(&self, peer: PeerId, key: &Key, selector: Selector) -> Result<Lease> {
+        let lease = LeaseId(self.controller.random());
+        let command = Command::Lease {
+            selector,
+            lease,
+            holder: holder(peer),
+            ttl: LEASE,
+            now: self.controller.now(),
+        };
+        let leased = self.controller.apply(key, command).await?;
+        let Outcome::Leased { id, number, manifest, .. } = leased else {
+            unreachable!("a lease does not lead to {leased:?}")
+        };
+        let held = Held { peer, key: key.clone(), version: id, number, since: Instant::now() };
+        self.inner().leases.insert(lease, held);
+        let state = self.controller.state(key).await?;
+        let span = |name: &str| {
+            self.pool.span(name).ok_or_else(|| {
+                let text = format_args!("key `{key}`: version {number} lacks `{name}`");
+                Error::new(ErrorKind::Corrupt, text)
+            })
+        };
+        let version = state.versions().find(|version| version.id == id);
+        let version = version.expect("the lease holds it");
+        let folder = folder(key, version);
+        let named = archives(version).into_iter().map(|name| {
+            let span = span(&format!("{folder}/{name}"))?;
+            Ok((name, span))
+        });
+        let archives = named.collect::<Result<Archives>>()?;
+        let manifest = span(&manifest.name)?;
+        Ok(Lease { lease, id, manifest, archives, segments: Vec::new() })
+    }
+
+    /// A reader hands a lease back: nothing sees the version through it any more.
+    pub(super) async fn release(&self, peer: PeerId, lease: LeaseId) {
+        let key = {
+            let mut inner = self.inner();
+            if inner.leases.get(&lease).is_none_or(|held| held.peer != peer) {
+                return;
+            }
+            inner.leases.remove(&lease).map(|held| held.key)
+        };
+        if let Some(key) = key {
+            self.settle(&key, Command::Release { lease }).await;
+        }
+    }
+
+    /// A peer is lost. What it read cannot be written again: nobody says that it is not seen any more.
+    pub(super) async fn lose(&self, peer: PeerId) {
+        let lost: Vec<(Key, VersionId)> = {
+            let mut inner = self.inner();
+            inner.peers.remove(&peer);
+            let lost = inner.leases.extract_if(.., |_, held| held.peer == peer);
+            lost.map(|(_, held)| (held.key, held.version)).collect()
+        };
+        for (key, version) in &lost {
+            let Ok(state) = self.controller.state(key).await else { continue };
+            let Some(version) = state.versions().find(|each| each.id == *version) else { continue };
+            let folder = folder(key, version);
+            for name in archives(version) {
+                self.pool.suspect(&format!("{folder}/{name}"));
+            }
+            if let Some(manifest) = version.manifest() {
+                self.pool.suspect(&manifest.name);
+            }
+        }
+        for (key, _) in lost {
+            self.settle(&key, Command::HolderGone { holder: holder(peer) }).await;
+        }
+    }
+
+    /// Gives a command that cannot be refused, and carries out what is owed then.
+    async fn settle(&self, key: &Key, command: Command) {
+        // Both are in memory; what fails all the same stays owed.
+        let _ = self.controller.apply(key, command).await;
+        let _ = self.controller.reclaim_owed(key).await;
+    }
+
+    /// Why there is no room, and who could make some.
+    pub(super) fn no_room(&self, exhausted: &Exhausted) -> Error {
+        let inner = self.inner();
+        let holders: Vec<String> = inner.lease_statuses().map(|lease| lease.to_string()).collect();
+        let holders = match holders.as_slice() {
+            [] => "nobody reads: versions are being written or pinned".to_owned(),
+            holders => format!("held by {}", holders.join(", ")),
+        };
+        Error::new(
+            ErrorKind::Busy,
+            format_args!(
+                "no memory: {exhausted}; {holders}. Wait until they are done, keep fewer versions, \
+                 or serve with a higher memory limit"
+            ),
+        )
+    }
+
+    pub(super) fn status(&self) -> Status {
+        let inner = self.inner();
+        let peer = |peer: &Peer| PeerStatus {
+            pid: peer.pid,
+            client: peer.client.clone(),
+            since: peer.since.elapsed(),
+        };
+        Status {
+            pid: std::process::id(),
+            daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
+            uptime: self.started.elapsed(),
+            memory: self.pool.usage(),
+            peers: inner.peers.values().map(peer).collect(),
+            leases: inner.lease_statuses().collect(),
+        }
+    }
+}
+
+impl Inner {
+    fn lease_statuses(&self) -> impl Iterator<Item = LeaseStatus> {
+        self.leases.values().map(|held| LeaseStatus {
+            key: held.key.to_string(),
+            version: held.number,
+            pid: self.peers.get(&held.peer).map_or(0, |peer| peer.pid),
+            age: held.since.elapsed(),
+        })
+    }
+}
+
+/// How a peer is called in ledgers.
+fn holder(peer: PeerId) -> String {
+    peer.to_string()
+}

@@ -1,0 +1,71 @@
+//! Where daemons listen, and how much memory they take, unless it is said.
+
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::PathBuf;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The socket of the daemon of a store, by the store's name: in a folder that belongs to the user.
+///
+/// # Errors
+///
+/// `Invalid` for a name that is none; `Io` if the folder is not the user's alone.
+pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(is_plain) {
+        let text = format_args!("`{name}` is no name of a store: letters, digits, `-`, `_`, `.`");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let folder = runtime_folder();
+    prepare(&folder).map_err(|error| Error::io(folder.display(), error))?;
+    Ok(folder.join(format!("{name}.sock")))
+}
+
+fn runtime_folder() -> PathBuf {
+    match std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty()) {
+        Some(folder) => PathBuf::from(folder).join("tssd"),
+        None => {
+            let uid = rustix::process::geteuid().as_raw();
+            std::env::temp_dir().join(format!("tssd-{uid}"))
+        }
+    }
+}
+
+/// Makes the folder, or proves that it is ours and nobody else's.
+fn prepare(folder: &PathBuf) -> io::Result<()> {
+    match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let metadata = std::fs::symlink_metadata(folder)?;
+    let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
+    if metadata.is_dir() && is_own && metadata.mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        "it must be a folder of this user that nobody else may enter (mode 0700)",
+    ))
+}
+
+/// Half of the memory that this process may take: of the machine's, or of its control group's.
+///
+/// # Errors
+///
+/// `Io` if the system does not say how much there is.
+pub fn default_memory_limit() -> Result<u64> {
+    let path = "/proc/meminfo";
+    let failed = |error| Error::io(path, error);
+    let text = std::fs::read_to_string(path).map_err(failed)?;
+    let total = text.lines().find_map(|line| {
+        let kilobytes = line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?;
+        kilobytes.trim().parse::<u64>().ok()?.checked_mul(1024)
+    });
+    let total = total.ok_or_else(|| failed(io::Error::other("it names no MemTotal")))?;
+    // Version 2 of control groups, and version 1. A limit that cannot be read is none.
+    let groups = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    let limits = groups.iter().filter_map(|path| std::fs::read_to_string(path).ok());
+    let limit = limits.filter_map(|text| text.trim().parse::<u64>().ok()).min();
+    Ok(limit.map_or(total, |limit| limit.min(total)) / 2)
+}

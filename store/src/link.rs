@@ -1,0 +1,181 @@
+//! Frames over a Unix socket, with descriptors.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+use crate::wire::{Frame, HEADER_BYTES, Header, MAX_FDS};
+
+/// A frame that has begun to come or to go is complete within this time, or the peer is lost.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How much is received at once.
+const BLOCK: usize = 64 << 10;
+
+/// One end that sends.
+#[derive(Clone, Debug)]
+pub(crate) struct Sender(Arc<UnixStream>);
+
+/// The same end, receiving.
+#[derive(Debug)]
+pub(crate) struct Receiver {
+    stream: Arc<UnixStream>,
+    /// Bytes that have come and belong to the next frame.
+    bytes: Vec<u8>,
+    /// Descriptors that have come, which belong to the next frames in turn.
+    fds: VecDeque<OwnedFd>,
+}
+
+/// Both directions of a connection.
+pub(crate) fn split(stream: UnixStream) -> (Sender, Receiver) {
+    let stream = Arc::new(stream);
+    (Sender(stream.clone()), Receiver { stream, bytes: Vec::new(), fds: VecDeque::new() })
+}
+
+impl Sender {
+    /// Sends a frame. One at a time: frames do not mix.
+    pub(crate) async fn send(&mut self, frame: &Frame) -> io::Result<()> {
+        deadline(PATIENCE, self.send_all(frame)).await
+    }
+
+    /// Ends the connection, both ways.
+    pub(crate) fn close(&self) {
+        // It may be closed already.
+        let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
+    }
+
+    async fn send_all(&self, frame: &Frame) -> io::Result<()> {
+        let header = frame.header().to_bytes();
+        let mut fds: Vec<_> = frame.fds.iter().map(AsFd::as_fd).collect();
+        let mut sent = 0;
+        let len = header.len() + frame.head.len() + frame.data.len();
+        while sent < len {
+            let parts = [&header[..], &frame.head, &frame.data];
+            let rest = skip(parts, sent);
+            let rest = rest.map(IoSlice::new);
+            let part = self
+                .0
+                .async_io(Interest::WRITABLE, || {
+                    let mut space = [MaybeUninit::uninit(); fd_space()];
+                    let mut control = SendAncillaryBuffer::new(&mut space);
+                    if !fds.is_empty() {
+                        let pushed = control.push(SendAncillaryMessage::ScmRights(&fds));
+                        debug_assert!(pushed, "there is space for as many as a frame has");
+                    }
+                    Ok(rustix::net::sendmsg(&self.0, &rest, &mut control, SendFlags::NOSIGNAL)?)
+                })
+                .await?;
+            // They have gone with the first bytes.
+            fds.clear();
+            sent += part;
+        }
+        Ok(())
+    }
+}
+
+impl Receiver {
+    /// The next frame; none if the peer has ended the connection between two frames.
+    ///
+    /// Not to be dropped before it is done, unless nothing more is to be received.
+    pub(crate) async fn receive(&mut self) -> io::Result<Option<Frame>> {
+        // Nothing is owed until the first byte has come.
+        if self.bytes.is_empty() && self.fill().await? == 0 {
+            return Ok(None);
+        }
+        deadline(PATIENCE, self.rest()).await.map(Some)
+    }
+
+    async fn rest(&mut self) -> io::Result<Frame> {
+        self.fill_to(HEADER_BYTES).await?;
+        let (header, _) = self.bytes.split_first_chunk().expect("there are so many bytes");
+        let header = Header::parse(header).map_err(invalid)?;
+        let size = |len: u32| usize::try_from(len).map_err(io::Error::other);
+        let (head_len, data_len) = (size(header.head_len)?, size(header.data_len)?);
+        let end = HEADER_BYTES + head_len + data_len;
+        self.fill_to(end).await?;
+        let rest = self.bytes.split_off(end);
+        let mut head = std::mem::replace(&mut self.bytes, rest);
+        head.drain(..HEADER_BYTES);
+        let data = head.split_off(head_len);
+        let count = usize::from(header.fds);
+        if self.fds.len() < count {
+            return Err(invalid("fewer descriptors have come than the frame says"));
+        }
+        let fds = self.fds.drain(..count).collect();
+        Ok(Frame { kind: header.kind, number: header.number, head, data, fds })
+    }
+
+    async fn fill_to(&mut self, len: usize) -> io::Result<()> {
+        while self.bytes.len() < len {
+            if self.fill().await? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives what there is; says how many bytes, and 0 at the end.
+    async fn fill(&mut self) -> io::Result<usize> {
+        let (stream, fds) = (&self.stream, &mut self.fds);
+        let start = self.bytes.len();
+        self.bytes.resize(start + BLOCK, 0);
+        let block = &mut self.bytes[start..];
+        let received = stream
+            .async_io(Interest::READABLE, || {
+                let mut space = [MaybeUninit::uninit(); fd_space()];
+                let mut control = RecvAncillaryBuffer::new(&mut space);
+                let flags = RecvFlags::CMSG_CLOEXEC;
+                let into = &mut [IoSliceMut::new(block)];
+                let message = rustix::net::recvmsg(stream, into, &mut control, flags)?;
+                for message in control.drain() {
+                    if let RecvAncillaryMessage::ScmRights(more) = message {
+                        fds.extend(more);
+                    }
+                }
+                Ok(message.bytes)
+            })
+            .await;
+        self.bytes.truncate(start + received.as_ref().map_or(0, |received| *received));
+        // What nobody has announced is not kept.
+        if self.fds.len() > 2 * usize::from(MAX_FDS) {
+            return Err(invalid("more descriptors have come than frames say"));
+        }
+        received
+    }
+}
+
+/// What is left of these parts after so many bytes.
+fn skip<'a>(parts: [&'a [u8]; 3], mut bytes: usize) -> [&'a [u8]; 3] {
+    parts.map(|part| {
+        let skipped = bytes.min(part.len());
+        bytes -= skipped;
+        &part[skipped..]
+    })
+}
+
+/// Room for the descriptors of a frame.
+const fn fd_space() -> usize {
+    rustix::cmsg_space!(ScmRights(64))
+}
+
+async fn deadline<T>(
+    patience: Duration,
+    work: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    let slow = |_| io::Error::new(io::ErrorKind::TimedOut, "the peer is too slow");
+    tokio::time::timeout(patience, work).await.map_err(slow)?
+}
+
+fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}

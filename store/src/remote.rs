@@ -1,0 +1,197 @@
+//! A controller in a daemon of this host, and what of its memory this process has mapped.
+
+mod calls;
+mod maps;
+mod room;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::net::UnixStream;
+use tssd_format::Blob;
+
+use self::calls::{Answer, Calls};
+use self::maps::Maps;
+use self::room::RemoteContribution;
+use crate::arena::SharedBlob;
+use crate::controller::{self, Controller, Located, Proposal, VersionInfo};
+use crate::environment::wait;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Selection, Selector, VersionId};
+use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request, Status};
+
+/// A call whose answer does not come within this time, beyond what it waits for, has failed.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A controller in a daemon.
+#[derive(Clone)]
+pub(crate) struct RemoteController(Arc<Client>);
+
+/// One connection. It ends with the last store and the last view.
+struct Client {
+    calls: Calls,
+    maps: Arc<Maps>,
+}
+
+impl RemoteController {
+    /// Connects to the daemon that listens at a socket.
+    pub(crate) async fn connect(socket: &Path) -> Result<Self> {
+        let unreachable = |error: &dyn std::fmt::Display| {
+            let socket = socket.display();
+            Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
+        };
+        let stream = UnixStream::connect(socket).await.map_err(|error| unreachable(&error))?;
+        let maps = Arc::new(Maps::default());
+        let calls = Calls::start(stream, maps.clone());
+        let hello = Hello {
+            protocol: Protocol::OWN,
+            client: concat!("tssd-store ", env!("CARGO_PKG_VERSION")).to_owned(),
+        };
+        let answer = calls.call(&Request::Hello(hello), Vec::new(), PATIENCE).await?;
+        match answer.reply {
+            Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
+                Ok(Self(Arc::new(Client { calls, maps })))
+            }
+            Reply::Welcome(welcome) => {
+                let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
+                Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// How the daemon is.
+    pub(crate) async fn status(&self) -> Result<Status> {
+        match self.call(Request::Status).await? {
+            Reply::Status(status) => Ok(status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn call(&self, request: Request) -> Result<Reply> {
+        Ok(self.0.calls.call(&request, Vec::new(), PATIENCE).await?.reply)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.maps.clear();
+        // Views that are left keep their maps: then the daemon waits for the end of the process.
+        if self.maps.is_all_unmapped() {
+            self.calls.notify(&Notice::Goodbye);
+        }
+    }
+}
+
+#[async_trait]
+impl Controller for RemoteController {
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
+        let file_len = proposal.file_len;
+        let patience = proposal.timeout.saturating_add(PATIENCE);
+        let request = Request::Begin(Begin { key: key.to_string(), proposal });
+        let Answer { reply, owed } = self.0.calls.call(&request, Vec::new(), patience).await?;
+        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
+        let contribution = RemoteContribution::new(self.0.clone(), &begun, file_len, owed);
+        Ok(controller::Begun {
+            id: begun.id,
+            epoch: begun.epoch,
+            number: begun.number,
+            committed: begun.committed,
+            contribution: Box::new(contribution.await?),
+        })
+    }
+
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+        let request = Request::Locate { key: key.to_string(), selector };
+        let Answer { reply, owed } = self.0.calls.call(&request, Vec::new(), PATIENCE).await?;
+        let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
+        let maps = self.0.maps.clone();
+        // What has come for the first time is mapped with all its pages: that takes long.
+        let (manifest, archives) = wait(move || {
+            let blob =
+                |span| maps.bytes(span).map(|bytes| Arc::new(SharedBlob(bytes)) as Arc<dyn Blob>);
+            let named = leased.archives.into_iter().map(|(name, span)| Ok((name, blob(span)?)));
+            Ok((blob(leased.manifest)?, named.collect::<Result<BTreeMap<_, _>>>()?))
+        })
+        .await?;
+        Ok(Located { id: leased.id, manifest, archives, lease: Arc::new(owed) })
+    }
+
+    async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
+        match self.call(Request::Versions { key: key.to_string() }).await? {
+            Reply::Versions(versions) => Ok(versions),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn newer(
+        &self,
+        key: &Key,
+        seen: Option<VersionId>,
+        patience: Duration,
+    ) -> Result<Option<VersionInfo>> {
+        let request = Request::Newer { key: key.to_string(), seen, patience };
+        let all = patience.saturating_add(PATIENCE);
+        match self.0.calls.call(&request, Vec::new(), all).await?.reply {
+            Reply::Newer(version) => Ok(version),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {
+        match self.call(Request::Keys { prefix: prefix.to_owned() }).await? {
+            Reply::Keys(keys) => keys.into_iter().map(Key::new).collect(),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
+        match self.call(Request::Delete { key: key.to_string(), selection }).await? {
+            Reply::Deleted(count) => Ok(count),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()> {
+        done(self.call(Request::Retain { key: key.to_string(), keep, ttl }).await?)
+    }
+
+    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
+        let (key, label) = (key.to_string(), label.to_owned());
+        match self.call(Request::Pin { key, selector, label }).await? {
+            Reply::Pinned(number) => Ok(number),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
+        let (key, label) = (key.to_string(), label.to_owned());
+        done(self.call(Request::Unpin { key, label }).await?)
+    }
+
+    async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
+        match self.call(Request::Pins { key: key.to_string() }).await? {
+            Reply::Pins(pins) => Ok(pins),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+fn done(reply: Reply) -> Result<()> {
+    match reply {
+        Reply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// A reply to another question.
+fn unexpected(reply: &Reply) -> Error {
+    let mut text = format!("{reply:?}");
+    text.truncate(text.floor_char_boundary(100));
+    Error::new(ErrorKind::Unreachable, format_args!("the daemon answers something else: {text}"))
+}

@@ -1,0 +1,217 @@
+//! Calls to a daemon over one connection: many at a time, each with a deadline.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot};
+
+use super::maps::Maps;
+use crate::error::{Error, ErrorKind, Result};
+use crate::link::{self, Receiver, Sender};
+use crate::wire::{Frame, FrameKind, Notice, Reply, Request, SharedSegment};
+
+/// The asking end of a connection.
+pub(super) struct Calls {
+    outgoing: mpsc::UnboundedSender<Frame>,
+    waiting: Arc<Waiting>,
+    next: AtomicU64,
+}
+
+/// Who waits for an answer.
+#[derive(Default)]
+struct Waiting(Mutex<Option<Callers>>);
+
+type Callers = HashMap<u64, oneshot::Sender<Answer>>;
+
+/// A reply, and what it obliges to.
+pub(super) struct Answer {
+    pub(super) reply: Reply,
+    pub(super) owed: Owed,
+}
+
+/// What is said to the daemon when this is dropped, if it is anything: that a lease is handed back,
+/// a contribution withdrawn. Whoever stops waiting for an answer says so too.
+pub(super) struct Owed(Option<(mpsc::UnboundedSender<Frame>, Frame)>);
+
+impl Owed {
+    fn by(reply: &Reply, outgoing: &mpsc::WeakUnboundedSender<Frame>) -> Self {
+        let frame = match reply {
+            Reply::Leased(leased) => notice(&Notice::Release { lease: leased.lease }),
+            Reply::Begun(begun) => {
+                let withdraw = Request::Withdraw { contribution: begun.contribution };
+                // Nobody waits for the answer: no call has the number 0.
+                frame(FrameKind::Request, 0, &withdraw, Vec::new())
+            }
+            _ => return Self(None),
+        };
+        Self(outgoing.upgrade().zip(frame.ok()))
+    }
+
+    /// It is done already.
+    pub(super) fn settle(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        if let Some((outgoing, frame)) = self.0.take() {
+            // A connection that is lost has told the daemon already.
+            let _ = outgoing.send(frame);
+        }
+    }
+}
+
+impl Calls {
+    /// Starts the tasks that send and receive.
+    pub(super) fn start(stream: UnixStream, maps: Arc<Maps>) -> Self {
+        let (sender, receiver) = link::split(stream);
+        let (outgoing, frames) = mpsc::unbounded_channel();
+        let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
+        tokio::spawn(send(sender, frames, waiting.clone()));
+        tokio::spawn(receive(receiver, waiting.clone(), maps, outgoing.downgrade()));
+        Self { outgoing, waiting, next: AtomicU64::new(1) }
+    }
+
+    /// Asks, and waits for the answer for so long.
+    pub(super) async fn call(
+        &self,
+        request: &Request,
+        data: Vec<u8>,
+        patience: Duration,
+    ) -> Result<Answer> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let (answer, answered) = oneshot::channel();
+        let is_open = self.waiting.with(|callers| drop(callers.insert(number, answer)));
+        let called = Called { waiting: &self.waiting, number };
+        let frame = frame(FrameKind::Request, number, request, data)?;
+        if is_open.is_none() || self.outgoing.send(frame).is_err() {
+            return Err(lost());
+        }
+        let answer = tokio::time::timeout(patience, answered).await.map_err(|_| {
+            Error::new(
+                ErrorKind::Unreachable,
+                format_args!("the daemon has not answered for {patience:?}"),
+            )
+        })?;
+        drop(called);
+        match answer.map_err(|_| lost())? {
+            Answer { reply: Reply::Failed(failure), .. } => Err(failure.into()),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Says something that is not answered.
+    pub(super) fn notify(&self, said: &Notice) {
+        if let Ok(frame) = notice(said) {
+            let _ = self.outgoing.send(frame);
+        }
+    }
+}
+
+/// A call that is waited for: whoever stops waiting is forgotten.
+struct Called<'a> {
+    waiting: &'a Waiting,
+    number: u64,
+}
+
+impl Drop for Called<'_> {
+    fn drop(&mut self) {
+        self.waiting.with(|callers| drop(callers.remove(&self.number)));
+    }
+}
+
+impl Waiting {
+    /// Does something to those who wait; nothing once the connection is lost.
+    fn with<T>(&self, work: impl FnOnce(&mut Callers) -> T) -> Option<T> {
+        self.0.lock().expect("nobody panics while holding the callers").as_mut().map(work)
+    }
+
+    /// The connection is lost: nobody waits any more.
+    fn end(&self) {
+        *self.0.lock().expect("nobody panics while holding the callers") = None;
+    }
+}
+
+async fn send(
+    mut sender: Sender,
+    mut frames: mpsc::UnboundedReceiver<Frame>,
+    waiting: Arc<Waiting>,
+) {
+    while let Some(frame) = frames.recv().await {
+        if sender.send(&frame).await.is_err() {
+            break;
+        }
+    }
+    sender.close();
+    waiting.end();
+}
+
+async fn receive(
+    mut receiver: Receiver,
+    waiting: Arc<Waiting>,
+    maps: Arc<Maps>,
+    outgoing: mpsc::WeakUnboundedSender<Frame>,
+) {
+    // Segments of replies whose end has not come.
+    let mut parts: HashMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = HashMap::new();
+    while let Ok(Some(frame)) = receiver.receive().await {
+        let Frame { kind, number, head, fds, .. } = frame;
+        match kind {
+            FrameKind::Part => {
+                let Ok(Reply::Segments(segments)) = serde_json::from_slice(&head) else { break };
+                let part = parts.entry(number).or_default();
+                part.0.extend(segments);
+                part.1.extend(fds);
+            }
+            FrameKind::Reply => {
+                let Ok(mut reply) = serde_json::from_slice(&head) else { break };
+                let (segments, mut all) = parts.remove(&number).unwrap_or_default();
+                all.extend(fds);
+                if let Reply::Leased(leased) = &mut reply {
+                    leased.segments.splice(0..0, segments);
+                }
+                maps.receive(&reply, all);
+                let owed = Owed::by(&reply, &outgoing);
+                if let Some(Some(caller)) = waiting.with(|callers| callers.remove(&number)) {
+                    // Whoever asked may have gone: then what is owed is done.
+                    drop(caller.send(Answer { reply, owed }));
+                }
+            }
+            FrameKind::Notice => {
+                let Ok(Notice::Unmap { segments }) = serde_json::from_slice(&head) else {
+                    continue;
+                };
+                let unmapped = notice(&Notice::Unmap { segments: maps.unmap(&segments) });
+                if let (Some(outgoing), Ok(frame)) = (outgoing.upgrade(), unmapped) {
+                    let _ = outgoing.send(frame);
+                }
+            }
+            FrameKind::Request => break,
+        }
+    }
+    waiting.end();
+}
+
+fn notice(said: &Notice) -> Result<Frame> {
+    frame(FrameKind::Notice, 0, said, Vec::new())
+}
+
+fn frame(
+    kind: FrameKind,
+    number: u64,
+    head: &impl serde::Serialize,
+    data: Vec<u8>,
+) -> Result<Frame> {
+    let head = serde_json::to_vec(head)
+        .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
+    Ok(Frame { kind, number, head, data, fds: Vec::new() })
+}
+
+fn lost() -> Error {
+    Error::new(ErrorKind::Unreachable, "the daemon is gone: start it and connect again")
+}

@@ -1,0 +1,122 @@
+//! A contribution to a version in a daemon.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use super::calls::Owed;
+use super::{Client, PATIENCE, unexpected};
+use crate::arena::{SegmentId, WriteMap};
+use crate::controller::{Contribution, Progress};
+use crate::environment::wait;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::Digest;
+use crate::volume::{Part, split};
+use crate::wire::{Begun, Reply, Request, Room};
+
+/// Dropped before it is decided, it is withdrawn.
+pub(super) struct RemoteContribution {
+    client: Arc<Client>,
+    contribution: u64,
+    file_len: usize,
+    memory: Memory,
+    /// That it is withdrawn.
+    owed: Owed,
+}
+
+/// Where the archive is written.
+enum Memory {
+    /// It is stored already.
+    None,
+    Own(Vec<u8>),
+    Segment(SegmentId, WriteMap),
+}
+
+impl RemoteContribution {
+    pub(super) async fn new(
+        client: Arc<Client>,
+        begun: &Begun,
+        file_len: u64,
+        owed: Owed,
+    ) -> Result<Self> {
+        let len = usize::try_from(file_len)
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
+        let mut own = Self {
+            client,
+            contribution: begun.contribution,
+            file_len: len,
+            memory: Memory::None,
+            owed,
+        };
+        own.memory = match begun.room {
+            _ if begun.committed.is_some() => Memory::None,
+            Room::Inline => Memory::Own(vec![0; len]),
+            Room::Segment { segment, capacity } => {
+                let maps = own.client.maps.clone();
+                // New memory is mapped with all its pages: that takes long.
+                let map = wait(move || maps.lent(segment, capacity)).await?;
+                Memory::Segment(segment, map)
+            }
+        };
+        Ok(own)
+    }
+
+    /// Nobody writes any more.
+    fn close(&mut self) -> Result<Vec<u8>> {
+        match std::mem::replace(&mut self.memory, Memory::None) {
+            Memory::None => Ok(Vec::new()),
+            Memory::Own(bytes) => Ok(bytes),
+            Memory::Segment(segment, mut map) => {
+                map.protect()
+                    .map_err(|error| Error::io(format_args!("segment {segment}"), error))?;
+                self.client.maps.keep(segment, map);
+                Ok(Vec::new())
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Contribution for RemoteContribution {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        match &mut self.memory {
+            Memory::None => Vec::new(),
+            Memory::Own(bytes) => split(bytes, lens),
+            Memory::Segment(_, map) => split(map.range_mut(0..self.file_len), lens),
+        }
+    }
+
+    async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
+        let data = self.close()?;
+        let request = Request::Commit { contribution: self.contribution, digest };
+        let called = self.client.calls.call(&request, data, PATIENCE).await;
+        // Whatever came of it, the daemon has decided.
+        self.owed.settle();
+        match called?.reply {
+            Reply::Progress(progress) => Ok(progress),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn withdraw(mut self: Box<Self>, error: Error) -> Error {
+        if let Err(error) = self.close() {
+            return error;
+        }
+        self.owed.settle();
+        let request = Request::Withdraw { contribution: self.contribution };
+        let call = self.client.calls.call(&request, Vec::new(), PATIENCE);
+        // What has become of the version comes before what that has led to.
+        match call.await {
+            Err(reason) if error.refusal().is_none() && reason.refusal().is_some() => reason,
+            _ => error,
+        }
+    }
+}
+
+impl Drop for RemoteContribution {
+    fn drop(&mut self) {
+        // Before the withdrawal goes, so that the daemon may lend the segment again. One that cannot
+        // be protected is unmapped.
+        let _ = self.close();
+    }
+}

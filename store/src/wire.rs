@@ -1,0 +1,11 @@
+//! What goes between a store and a daemon: frames, and the messages in them. Pure. Spec:
+//! `spec/protocol.md`.
+
+mod frame;
+mod message;
+
+pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, MAX_FDS};
+pub(crate) use message::{
+    Archives, Begin, Begun, Failure, Hello, Lease, LeaseStatus, Notice, PeerStatus, Protocol,
+    Reply, Request, Room, SharedSegment, Status, Welcome,
+};

@@ -1,0 +1,181 @@
+//! Frames: a header of fixed length, a head in JSON, data as it is. Spec: `spec/protocol.md`,
+//! section 2.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+
+/// Length of a header in bytes.
+pub(crate) const HEADER_BYTES: usize = 24;
+
+/// The longest head, in bytes.
+pub(crate) const MAX_HEAD: u32 = 1 << 20;
+
+/// The most data, in bytes.
+pub(crate) const MAX_DATA: u32 = 16 << 20;
+
+/// The most descriptors of one frame.
+pub(crate) const MAX_FDS: u8 = 64;
+
+/// Four bytes that every frame begins with, so that whoever talks something else is found at once.
+const MARK: [u8; 4] = *b"TSSD";
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FrameKind {
+    /// Asks for a reply of the same number.
+    Request,
+    /// Part of a reply: more follows.
+    Part,
+    /// A reply, or the end of one.
+    Reply,
+    /// Is not replied to.
+    Notice,
+}
+
+/// The first bytes of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: FrameKind,
+    /// How many descriptors come with it.
+    pub(crate) fds: u8,
+    pub(crate) head_len: u32,
+    pub(crate) data_len: u32,
+    /// Which request it is, or belongs to.
+    pub(crate) number: u64,
+}
+
+/// A header that no frame has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InvalidHeader {
+    /// It does not begin as frames do.
+    Mark,
+    /// There is no such kind of frame.
+    Kind(u8),
+    /// What must be zero is not.
+    Reserved,
+    /// More than a frame may have of something.
+    TooLong(&'static str, u32, u32),
+}
+
+impl fmt::Display for InvalidHeader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mark => f.write_str("what comes is no frame"),
+            Self::Kind(kind) => write!(f, "frames of kind {kind} are unknown"),
+            Self::Reserved => f.write_str("reserved bytes of a frame are not zero"),
+            Self::TooLong(what, len, most) => {
+                write!(f, "a frame with {what} {len}, at most {most}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for InvalidHeader {}
+
+impl Header {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..4].copy_from_slice(&MARK);
+        bytes[4] = match self.kind {
+            FrameKind::Request => 1,
+            FrameKind::Part => 2,
+            FrameKind::Reply => 3,
+            FrameKind::Notice => 4,
+        };
+        bytes[5] = self.fds;
+        bytes[8..12].copy_from_slice(&self.head_len.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.data_len.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.number.to_le_bytes());
+        bytes
+    }
+
+    /// # Errors
+    ///
+    /// What is wrong; nothing is allocated for lengths before they are compared with the limits.
+    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, InvalidHeader> {
+        let word = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        if bytes[..4] != MARK {
+            return Err(InvalidHeader::Mark);
+        }
+        let kind = match bytes[4] {
+            1 => FrameKind::Request,
+            2 => FrameKind::Part,
+            3 => FrameKind::Reply,
+            4 => FrameKind::Notice,
+            kind => return Err(InvalidHeader::Kind(kind)),
+        };
+        if bytes[6..8] != [0; 2] {
+            return Err(InvalidHeader::Reserved);
+        }
+        let limits = [
+            ("descriptors", u32::from(bytes[5]), u32::from(MAX_FDS)),
+            ("a head of bytes", word(8), MAX_HEAD),
+            ("data of bytes", word(12), MAX_DATA),
+        ];
+        for (what, len, most) in limits {
+            if len > most {
+                return Err(InvalidHeader::TooLong(what, len, most));
+            }
+        }
+        let number = u64::from(word(16)) | u64::from(word(20)) << 32;
+        Ok(Self { kind, fds: bytes[5], head_len: word(8), data_len: word(12), number })
+    }
+}
+
+/// A frame, with the descriptors that come with it.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    pub(crate) kind: FrameKind,
+    pub(crate) number: u64,
+    pub(crate) head: Vec<u8>,
+    pub(crate) data: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+impl Frame {
+    pub(crate) fn header(&self) -> Header {
+        let len = |what: usize| u32::try_from(what).unwrap_or(u32::MAX);
+        Header {
+            kind: self.kind,
+            fds: u8::try_from(self.fds.len()).unwrap_or(u8::MAX),
+            head_len: len(self.head.len()),
+            data_len: len(self.data.len()),
+            number: self.number,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header { kind: FrameKind::Reply, fds: 3, head_len: 7, data_len: 1 << 20, number: 1 << 40 }
+    }
+
+    #[test]
+    fn a_header_is_bytes_and_back() {
+        assert_eq!(Header::parse(&header().to_bytes()), Ok(header()));
+    }
+
+    #[test]
+    fn other_headers_are_refused() {
+        let change = |at: usize, byte: u8| {
+            let mut bytes = header().to_bytes();
+            bytes[at] = byte;
+            Header::parse(&bytes)
+        };
+        assert_eq!(change(0, b'G'), Err(InvalidHeader::Mark));
+        assert_eq!(change(4, 0), Err(InvalidHeader::Kind(0)));
+        assert_eq!(change(4, 5), Err(InvalidHeader::Kind(5)));
+        assert_eq!(change(6, 1), Err(InvalidHeader::Reserved));
+        assert_eq!(change(7, 1), Err(InvalidHeader::Reserved));
+        assert_eq!(change(5, 65), Err(InvalidHeader::TooLong("descriptors", 65, 64)));
+        assert!(matches!(change(11, 0x80), Err(InvalidHeader::TooLong("a head of bytes", ..))));
+        assert!(matches!(change(15, 0x01), Err(InvalidHeader::TooLong("data of bytes", ..))));
+        let at_limit = Header { head_len: MAX_HEAD, data_len: MAX_DATA, fds: MAX_FDS, ..header() };
+        assert_eq!(Header::parse(&at_limit.to_bytes()), Ok(at_limit));
+    }
+}

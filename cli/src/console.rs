@@ -69,6 +69,11 @@ impl Console {
         if is_stream(output) { Self { results: Stream::Stderr, ..self } } else { self }
     }
 
+    /// Prints an answer, which is the point of the command, as a line of text or of JSON.
+    pub(crate) fn result(self, line: impl fmt::Display, json: &Json) -> Result<()> {
+        if self.json { print(format_args!("{json}\n")) } else { print(format_args!("{line}\n")) }
+    }
+
     /// Prints what was done: as JSON, as a line, as a line with details, or
     /// not at all.
     pub(crate) fn report(self, line: impl fmt::Display, json: &Json) -> Result<()> {

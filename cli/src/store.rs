@@ -1,9 +1,12 @@
-//! The commands on a store: `put`, `get`, `ls` and `rm`.
+//! The commands on a store.
 
 pub(crate) mod get;
+pub(crate) mod head;
 pub(crate) mod ls;
+pub(crate) mod pin;
 pub(crate) mod put;
 pub(crate) mod rm;
+pub(crate) mod status;
 
 use tssd_store::blocking::Store;
 use tssd_store::{Error, ErrorKind};
@@ -14,7 +17,7 @@ use crate::failure::{Failure, Result};
 /// Where the store is: the same for all of its commands.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Address {
-    /// The store: a directory
+    /// The store: a directory, or unix:PATH or unix:NAME for a daemon
     #[arg(long = "store", env = "TSSD_STORE", value_name = "URL")]
     url: String,
 }

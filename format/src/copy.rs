@@ -14,15 +14,34 @@ const BLOCK: usize = 128 << 10;
 #[cfg(target_arch = "x86_64")]
 const STREAM_MIN: usize = 256 << 10;
 
-/// Copies `source` to `target`, which has the same length, and feeds it to `crc`.
-pub(crate) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
-    assert_eq!(source.len(), target.len(), "the planner gives equal lengths");
+/// Copies bytes to memory of the same length, and feeds them to a checksum on the way: one pass over
+/// memory for both. Long copies go past the cache.
+///
+/// # Panics
+///
+/// If the lengths differ.
+pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
+    copy_seen(source, target, |block| crc.update(block));
+}
+
+/// Copies bytes to memory of the same length; long copies go past the cache.
+///
+/// # Panics
+///
+/// If the lengths differ.
+pub fn copy(source: &[u8], target: &mut [u8]) {
+    copy_seen(source, target, |_| {});
+}
+
+/// Copies in blocks, each of which is seen before.
+fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
+    assert_eq!(source.len(), target.len(), "a copy is as long as its source");
     #[cfg(target_arch = "x86_64")]
     if source.len() >= STREAM_MIN {
-        return stream::copy_and_checksum(source, target, crc);
+        return stream::copy_seen(source, target, see);
     }
     for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-        crc.update(source);
+        see(source);
         target.copy_from_slice(source);
     }
 }
@@ -32,22 +51,22 @@ pub(crate) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hash
 mod stream {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
-    use super::{BLOCK, Hasher};
+    use super::BLOCK;
 
     type Line = [u8; 64];
 
     const QUARTER: usize = BLOCK / 4 / size_of::<Line>();
 
-    pub(super) fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
+    pub(super) fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
         // A line that is stored in two halves costs twice: the target is cut at lines.
         let lead = target.as_ptr().align_offset(size_of::<Line>()).min(source.len());
         let (source_lead, source) = source.split_at(lead);
         let (target_lead, target) = target.split_at_mut(lead);
-        crc.update(source_lead);
+        see(source_lead);
         target_lead.copy_from_slice(source_lead);
 
         for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-            crc.update(source);
+            see(source);
             match (source.as_chunks(), target.as_chunks_mut()) {
                 ((lines, []), (targets, [])) if lines.len() == 4 * QUARTER => {
                     copy_block(lines, targets);
@@ -87,7 +106,7 @@ mod stream {
     fn store(target: &mut [u8; 16], value: __m128i) {
         debug_assert!(target.as_ptr().addr().is_multiple_of(16));
         // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-        // we borrow mutably. `copy_and_checksum` has cut the target at a multiple of 64, and blocks
+        // we borrow mutably. `copy_seen` has cut the target at a multiple of 64, and blocks
         // (128 KiB), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
         unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
     }

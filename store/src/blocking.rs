@@ -1,8 +1,10 @@
 //! The store for programs without an async runtime.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 use tssd_format::{Region, StateDict, Tensor};
@@ -12,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::get::{GetOptions, GetReport, Target};
 use crate::key::Key;
 use crate::put::{PutOptions, PutReport};
+use crate::status::DaemonStatus;
 
 /// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
 ///
@@ -109,6 +112,34 @@ blocking! {
     exists(key: &Key, version: Option<u64>) -> bool;
     delete(key: &Key, version: Option<u64>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
+    wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
+    pin(key: &Key, version: Option<u64>, label: &str) -> u64;
+    unpin(key: &Key, label: &str) -> ();
+    pins(key: &Key) -> BTreeMap<String, u64>;
+    status() -> DaemonStatus;
+}
+
+/// [`crate::Subscription`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Subscription {
+    subscription: crate::Subscription,
+    runtime: Arc<Runtime>,
+}
+
+impl Store {
+    /// See [`crate::Store::subscribe`].
+    pub fn subscribe(&self, key: &Key) -> Subscription {
+        Subscription { subscription: self.store.subscribe(key), runtime: self.runtime.clone() }
+    }
+}
+
+/// It never ends: there is always a next version, or an error.
+impl Iterator for Subscription {
+    type Item = Result<VersionInfo>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        Some(self.runtime.block_on(self.subscription.next()))
+    }
 }
 
 /// [`crate::Daemon`], for programs without an async runtime.

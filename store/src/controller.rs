@@ -20,6 +20,7 @@ use crate::ledger::{
     Contribution as Contributed, Digest, JobId, Selection, Selector, Status, Timestamp, Version,
     VersionId, WriterSet,
 };
+use crate::status::DaemonStatus;
 use crate::volume::Part;
 
 pub(crate) use local::{LocalController, Place, archives, digest, folder};
@@ -62,6 +63,9 @@ pub(crate) trait Controller: Send + Sync {
 
     /// The labels of a key, each with the number of the version that it holds.
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>>;
+
+    /// How the daemon is, if there is one.
+    async fn status(&self) -> Result<DaemonStatus>;
 }
 
 /// What a writer says of its contribution before it makes it.

@@ -40,6 +40,7 @@ mod crash;
 mod get;
 mod parallel;
 mod put;
+mod status;
 mod version;
 
 pub mod blocking;
@@ -55,5 +56,6 @@ pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use put::{PutOptions, PutReport, Replicas};
-pub use store::Store;
+pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
+pub use store::{Store, Subscription};
 pub use version::VERSION_ATTRS;

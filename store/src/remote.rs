@@ -23,7 +23,8 @@ use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
-use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request, Status};
+use crate::status::DaemonStatus;
+use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -61,14 +62,6 @@ impl RemoteController {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
                 Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
             }
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// How the daemon is.
-    pub(crate) async fn status(&self) -> Result<Status> {
-        match self.call(Request::Status).await? {
-            Reply::Status(status) => Ok(status),
             other => Err(unexpected(&other)),
         }
     }
@@ -177,6 +170,13 @@ impl Controller for RemoteController {
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
         match self.call(Request::Pins { key: key.to_string() }).await? {
             Reply::Pins(pins) => Ok(pins),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn status(&self) -> Result<DaemonStatus> {
+        match self.call(Request::Status).await? {
+            Reply::Status(status) => Ok(status),
             other => Err(unexpected(&other)),
         }
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use tssd_format::{Region, StateDict, Tensor};
 
@@ -13,10 +14,11 @@ use crate::environment::{SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
 use crate::key::Key;
-use crate::ledger::{Selection, Selector};
+use crate::ledger::{Selection, Selector, VersionId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::put::{Calls, PutOptions, PutReport, put};
+use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
 
@@ -56,6 +58,9 @@ struct Inner {
     known: Mutex<BTreeMap<Key, Arc<Contents>>>,
     calls: Calls,
 }
+
+/// After this time somebody who waits for a version asks again.
+const SUBSCRIPTION: Duration = Duration::from_mins(10);
 
 /// Of how many keys' versions something is known.
 const MAX_KNOWN: usize = 16;
@@ -191,7 +196,7 @@ impl Store {
         let version = self.version(key, options.version).await?;
         let (inner, options) = (self.0.clone(), options.clone());
         wait(move || {
-            let mut read = Read::new(&version, &inner.plans);
+            let mut read = Read::new(&version, &inner.plans, &options);
             let dict = read.state_dict(&options)?;
             Ok((dict, read.report()))
         })
@@ -216,7 +221,7 @@ impl Store {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let version = self.version(key, options.version).await?;
-        let mut read = Read::new(&version, &self.0.plans);
+        let mut read = Read::new(&version, &self.0.plans, options);
         read.fill_targets(targets, options.writer)?;
         Ok(read.report())
     }
@@ -253,8 +258,11 @@ impl Store {
         options: &GetOptions,
     ) -> Result<Tensor> {
         let version = self.version(key, options.version).await?;
-        let (inner, fqn, writer) = (self.0.clone(), fqn.to_owned(), options.writer);
-        let read = move || Read::new(&version, &inner.plans).tensor(&fqn, region.as_ref(), writer);
+        let (inner, fqn, options) = (self.0.clone(), fqn.to_owned(), options.clone());
+        let read = move || {
+            let mut read = Read::new(&version, &inner.plans, &options);
+            read.tensor(&fqn, region.as_ref(), options.writer)
+        };
         wait(read).await
     }
 
@@ -315,10 +323,88 @@ impl Store {
         self.0.controller.retain(key, keep, None).await
     }
 
+    /// Waits until a version is visible whose number is `version` or higher, and returns the newest.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if there is none after `timeout`; else as [`Store::versions`].
+    pub async fn wait_for_version(
+        &self,
+        key: &Key,
+        version: u64,
+        timeout: Duration,
+    ) -> Result<VersionInfo> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut seen: Option<VersionInfo> = None;
+        loop {
+            let left = deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            let id = seen.as_ref().map(|info| info.id);
+            match self.0.controller.newer(key, id, left).await? {
+                Some(info) if info.number >= version => return Ok(info),
+                Some(info) => seen = Some(info),
+                None => {
+                    let newest = match seen {
+                        Some(info) => format!("the newest is {}", info.number),
+                        None => "there is none".to_owned(),
+                    };
+                    return Err(Error::new(
+                        ErrorKind::NotFound,
+                        format_args!(
+                            "key `{key}`: version {version} has not come for {timeout:?}; {newest}"
+                        ),
+                    ));
+                }
+            }
+        }
+    }
+
+    /// The versions of a key as they become visible, from the newest one on.
+    pub fn subscribe(&self, key: &Key) -> Subscription {
+        Subscription { store: self.clone(), key: key.clone(), seen: None }
+    }
+
+    /// Lets a label hold a version, the newest if none is given, whose number is returned: it stays
+    /// whatever is kept. What the label held before, it holds no longer.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if there is no such version; `Io` if the store cannot be written.
+    pub async fn pin(&self, key: &Key, version: Option<u64>, label: &str) -> Result<u64> {
+        self.0.controller.pin(key, selector(version), label).await
+    }
+
+    /// Lets a label hold its version no longer.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the store cannot be written.
+    pub async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
+        self.0.controller.unpin(key, label).await
+    }
+
+    /// The labels of a key, each with the number of the version that it holds.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `Corrupt` if the ledger cannot be read.
+    pub async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
+        self.0.controller.pins(key).await
+    }
+
+    /// How the daemon of the store is.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if the store has none.
+    pub async fn status(&self) -> Result<DaemonStatus> {
+        self.0.controller.status().await
+    }
+
     /// Opens a version.
     async fn version(&self, key: &Key, number: Option<u64>) -> Result<OpenVersion> {
-        let selector = number.map_or(Selector::Newest, Selector::Number);
-        let located = self.0.controller.locate(key, selector).await?;
+        let located = self.0.controller.locate(key, selector(number)).await?;
         let known = self.known().get(key).cloned();
         let version = OpenVersion::open(located, known)?;
         let mut known = self.known();
@@ -332,6 +418,32 @@ impl Store {
 
     fn known(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Contents>>> {
         self.0.known.lock().expect("nobody panics while holding what is known")
+    }
+}
+
+/// The versions of a key as they become visible: see [`Store::subscribe`].
+#[derive(Debug)]
+pub struct Subscription {
+    store: Store,
+    key: Key,
+    seen: Option<VersionId>,
+}
+
+impl Subscription {
+    /// The newest version, as soon as it is another than the one before. Those that came and were
+    /// replaced meanwhile are passed over.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::versions`].
+    pub async fn next(&mut self) -> Result<VersionInfo> {
+        loop {
+            let newer = self.store.0.controller.newer(&self.key, self.seen, SUBSCRIPTION).await?;
+            if let Some(info) = newer {
+                self.seen = Some(info.id);
+                return Ok(info);
+            }
+        }
     }
 }
 
@@ -367,6 +479,10 @@ impl<'a> Address<'a> {
             _ => Ok(Self::Directory(Path::new(url))),
         }
     }
+}
+
+fn selector(version: Option<u64>) -> Selector {
+    version.map_or(Selector::Newest, Selector::Number)
 }
 
 fn unreachable_at(path: &Path, error: &std::io::Error) -> Error {

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use tssd_format::{
     Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
     ErrorKind as FormatKind, Key, Node, ObjectPath, Step, StorageReference, TensorReference,
-    Unpack, ZSTD_LEVEL_ATTR,
+    Unpack, ZSTD_LEVEL_ATTR, copy, copy_and_checksum,
 };
 
 use crate::controller::Located;
@@ -135,14 +135,19 @@ impl Contents {
     }
 
     fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
-        self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
+        self.check(storage, chunk, crc32fast::hash(bytes), wide(bytes.len()))
+    }
+
+    /// Compares the checksum of the stored bytes of a chunk.
+    fn check(&self, storage: u32, chunk: u64, crc: u32, len: u64) -> Result<()> {
+        self.verified.fetch_add(len, Ordering::Relaxed);
         let reference = &self.stored(storage).reference;
-        if crc32fast::hash(bytes) == reference.crcs[native(chunk)] {
+        if crc == reference.crcs[native(chunk)] {
             return Ok(());
         }
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .byte(reference.stored_chunk(chunk).start)
-            .note(format_args!("{} bytes of shard {}", bytes.len(), reference.shard))
+            .note(format_args!("{len} bytes of shard {}", reference.shard))
             .at(self.manifest.leaf_in(storage));
         Err(Error::format(self.name(), error))
     }
@@ -180,13 +185,13 @@ impl OpenVersion {
     }
 
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
-    pub(crate) fn view(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
-        let bytes = self.bytes(storage, range)?;
+    pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
+        let bytes = self.bytes(storage, range, unverified)?;
         Ok(Bytes::from_owner(View { bytes, _lease: self.lease.clone() }))
     }
 
-    /// Raw bytes of a storage, proven: a view where they are in memory as they are.
-    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>) -> Result<Bytes> {
+    /// Raw bytes of a storage, proven unless `unverified`: a view where they are in memory as they are.
+    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
         let reference = &self.stored(storage).reference;
         let blob = &*self.blobs[native(u64::from(reference.shard))];
         let chunks = reference.chunks(&range);
@@ -201,7 +206,7 @@ impl OpenVersion {
             return Ok(unpack.finish());
         }
         if let Some(mapped) = blob.bytes() {
-            for chunk in chunks {
+            for chunk in chunks.filter(|_| !unverified) {
                 self.proven(storage, chunk)?;
             }
             return Ok(mapped.slice(
@@ -218,6 +223,48 @@ impl OpenVersion {
             self.prove(storage, chunk, bytes)?;
         }
         Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
+    }
+
+    /// Copies raw bytes of a storage, proven unless `unverified`. Chunks that lie in memory, and in the
+    /// range as a whole, are proven on the way: what is in `target` after an error is not proven.
+    pub(crate) fn copy(
+        &self,
+        storage: u32,
+        range: Range<u64>,
+        target: &mut [u8],
+        unverified: bool,
+    ) -> Result<()> {
+        let Stored { reference, verified } = self.stored(storage);
+        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let mapped = blob.bytes().filter(|_| reference.packing.is_none());
+        let Some(mapped) = mapped else {
+            target.copy_from_slice(&self.bytes(storage, range, unverified)?);
+            return Ok(());
+        };
+        let place = |at: u64| native(reference.offset + at);
+        if unverified {
+            copy(&mapped[place(range.start)..place(range.end)], target);
+            return Ok(());
+        }
+        let mut rest = target;
+        for chunk in reference.chunks(&range) {
+            let whole = reference.chunk(chunk);
+            let part = whole.start.max(range.start)..whole.end.min(range.end);
+            let (target, tail) = rest.split_at_mut(native(part.end - part.start));
+            rest = tail;
+            let source = &mapped[place(part.start)..place(part.end)];
+            let known = &verified[native(chunk)];
+            if part == whole && !known.load(Ordering::Relaxed) {
+                let mut crc = crc32fast::Hasher::new();
+                copy_and_checksum(source, target, &mut crc);
+                self.check(storage, chunk, crc.finalize(), part.end - part.start)?;
+                known.store(true, Ordering::Relaxed);
+            } else {
+                self.proven(storage, chunk)?;
+                copy(source, target);
+            }
+        }
+        Ok(())
     }
 
     /// The stored bytes of a chunk. Those that are in memory are proven once.

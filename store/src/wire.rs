@@ -6,6 +6,6 @@ mod message;
 
 pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, MAX_FDS};
 pub(crate) use message::{
-    Archives, Begin, Begun, Failure, Hello, Lease, LeaseStatus, Notice, PeerStatus, Protocol,
-    Reply, Request, Room, SharedSegment, Status, Welcome,
+    Archives, Begin, Begun, Failure, Hello, Lease, Notice, Protocol, Reply, Request, Room,
+    SharedSegment, Welcome,
 };

@@ -5,6 +5,8 @@ pub mod damage;
 pub mod fuzz;
 pub mod generate;
 pub mod race;
+#[cfg(target_os = "linux")]
+pub mod served;
 pub mod sharding;
 pub mod vectors;
 

@@ -10,6 +10,10 @@ pub struct Runner<'a> {
     pub name: &'a str,
     /// What it does.
     pub run: Box<dyn FnMut() + 'a>,
+    /// What happens before it, and after it, while no time is taken.
+    pub before: Option<Box<dyn FnMut() + 'a>>,
+    /// As `before`.
+    pub after: Option<Box<dyn FnMut() + 'a>>,
     /// What its figure should be.
     pub target: Option<Target>,
 }
@@ -43,7 +47,33 @@ pub fn verdict(is_met: bool) -> &'static str {
 impl<'a> Runner<'a> {
     /// A runner.
     pub fn new(name: &'a str, run: impl FnMut() + 'a) -> Self {
-        Self { name, run: Box::new(run), target: None }
+        Self { name, run: Box::new(run), before: None, after: None, target: None }
+    }
+
+    /// The same, with something that happens before each run and takes no time.
+    #[must_use]
+    pub fn before(self, before: impl FnMut() + 'a) -> Self {
+        Self { before: Some(Box::new(before)), ..self }
+    }
+
+    /// The same, with something that happens after each run and takes no time.
+    #[must_use]
+    pub fn after(self, after: impl FnMut() + 'a) -> Self {
+        Self { after: Some(Box::new(after)), ..self }
+    }
+
+    /// Runs, and says how many seconds that took.
+    fn time(&mut self) -> f64 {
+        if let Some(before) = &mut self.before {
+            before();
+        }
+        let start = Instant::now();
+        (self.run)();
+        let seconds = start.elapsed().as_secs_f64();
+        if let Some(after) = &mut self.after {
+            after();
+        }
+        seconds
     }
 
     /// The same with what its figure should be, which is printed beside it.
@@ -59,15 +89,13 @@ impl<'a> Runner<'a> {
 pub fn race(title: &str, bytes: Option<u64>, rounds: usize, mut runners: Vec<Runner<'_>>) {
     let mut seconds = vec![Vec::with_capacity(rounds); runners.len()];
     for runner in &mut runners {
-        (runner.run)();
+        runner.time();
     }
     for round in 0..rounds {
         for turn in 0..runners.len() {
             // Nobody always comes after the same one.
             let at = (turn + round) % runners.len();
-            let start = Instant::now();
-            (runners[at].run)();
-            seconds[at].push(start.elapsed().as_secs_f64());
+            seconds[at].push(runners[at].time());
         }
     }
     println!("{title} ({rounds} rounds, interleaved; medians)");

@@ -12,6 +12,9 @@ mod attacks;
 mod cli;
 /// The commands that store archives otherwise, and those that prove that nothing is lost.
 mod convert;
+/// The daemon: shared memory, lost peers, hostile peers.
+#[cfg(target_os = "linux")]
+mod daemon;
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
 /// What fuzzing has found, taken by every target again.

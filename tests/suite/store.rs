@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::time::Duration;
 
 use tssd_format::{
     DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta,
@@ -14,6 +15,7 @@ use tssd_store::{
     Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
     Target, WriterSet,
 };
+use tssd_tests::served::Served;
 
 fn key() -> Key {
     Key::new("policy/actor").unwrap()
@@ -52,15 +54,45 @@ fn got(store: &Store) -> StateDict {
     store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
 }
 
-/// Both kinds of store.
-fn stores() -> Vec<(Store, Option<tempfile::TempDir>)> {
+/// What keeps a store alive.
+enum Place {
+    Memory,
+    Directory(tempfile::TempDir),
+    Daemon(Served),
+}
+
+impl Place {
+    fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Directory(folder) => Some(folder.path()),
+            Self::Memory | Self::Daemon(_) => None,
+        }
+    }
+
+    /// A store of another process, or of what it would see.
+    fn other(&self, store: &Store) -> Store {
+        match self {
+            Self::Memory => store.clone(),
+            Self::Directory(folder) => Store::directory(folder.path()).unwrap(),
+            Self::Daemon(served) => served.connect(),
+        }
+    }
+}
+
+/// All kinds of store.
+fn stores() -> Vec<(Store, Place)> {
     let folder = tempfile::tempdir().unwrap();
-    vec![(Store::memory().unwrap(), None), (Store::directory(folder.path()).unwrap(), Some(folder))]
+    let served = Served::new(1 << 30);
+    vec![
+        (Store::memory().unwrap(), Place::Memory),
+        (Store::directory(folder.path()).unwrap(), Place::Directory(folder)),
+        (served.connect(), Place::Daemon(served)),
+    ]
 }
 
 #[test]
 fn one_writer_makes_versions() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         assert_eq!(store.head(&key()).unwrap(), None);
         let missing = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert_eq!(missing.kind(), ErrorKind::NotFound);
@@ -90,7 +122,7 @@ fn one_writer_makes_versions() {
 
 #[test]
 fn a_reader_keeps_the_version_that_it_has() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let first = dict(vec![("w", tensor(&[1.0; 1000]).into())]);
         put(&store, &first, &PutOptions::default()).unwrap();
         let held = got(&store);
@@ -104,7 +136,7 @@ fn a_reader_keeps_the_version_that_it_has() {
 
 #[test]
 fn retention_keeps_what_it_says() {
-    for (store, folder) in stores() {
+    for (store, place) in stores() {
         store.retain(&key(), NonZeroU32::new(2).unwrap()).unwrap();
         for step in 1..=5_i64 {
             put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
@@ -116,8 +148,8 @@ fn retention_keeps_what_it_says() {
         let error = store.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.to_string().contains("the newest is 5"), "{error}");
-        if let Some(folder) = folder {
-            let key_folder = folder.path().join("policy%2Factor");
+        if let Some(folder) = place.folder() {
+            let key_folder = folder.join("policy%2Factor");
             let mut folders: Vec<_> = std::fs::read_dir(key_folder)
                 .unwrap()
                 .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -130,8 +162,60 @@ fn retention_keeps_what_it_says() {
 }
 
 #[test]
+fn labels_hold_versions() {
+    for (store, place) in stores() {
+        let step = |step: i64| {
+            put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
+        };
+        assert_eq!(store.pin(&key(), None, "best").unwrap_err().kind(), ErrorKind::NotFound);
+        step(1);
+        assert_eq!(store.pin(&key(), None, "best").unwrap(), 1);
+        assert_eq!(store.pin(&key(), Some(1), "first").unwrap(), 1);
+        (2..=4).for_each(step);
+        let other = place.other(&store);
+        let numbers = || -> Vec<u64> {
+            other.versions(&key()).unwrap().iter().map(|version| version.number).collect()
+        };
+        assert_eq!(numbers(), [1, 4]);
+        let pins = BTreeMap::from([("best".to_owned(), 1), ("first".to_owned(), 1)]);
+        assert_eq!(other.pins(&key()).unwrap(), pins);
+        assert_eq!(store.pin(&key(), None, "best").unwrap(), 4);
+        assert_eq!(numbers(), [1, 4], "one label is enough");
+        store.unpin(&key(), "first").unwrap();
+        store.unpin(&key(), "never").unwrap();
+        assert_eq!(numbers(), [4]);
+    }
+}
+
+#[test]
+fn versions_are_waited_for() {
+    for (store, place) in stores() {
+        let error = store.wait_for_version(&key(), 1, Duration::from_millis(30)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.to_string().contains("there is none"), "{error}");
+        let mut subscription = store.subscribe(&key());
+        let writer = place.other(&store);
+        let writing = std::thread::spawn(move || {
+            for step in 1..=3_i64 {
+                std::thread::sleep(Duration::from_millis(20));
+                put(&writer, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
+            }
+        });
+        let long = Duration::from_mins(1);
+        assert_eq!(store.wait_for_version(&key(), 3, long).unwrap().number, 3);
+        writing.join().unwrap();
+        assert_eq!(store.wait_for_version(&key(), 2, long).unwrap().number, 3, "3 is newer");
+        assert_eq!(subscription.next().unwrap().unwrap().number, 3, "the newest comes first");
+        let error = store.wait_for_version(&key(), 4, Duration::from_millis(10)).unwrap_err();
+        assert!(error.to_string().contains("the newest is 3"), "{error}");
+        put(&store, &dict(vec![("step", 4_i64.into())]), &PutOptions::default()).unwrap();
+        assert_eq!(subscription.next().unwrap().unwrap().number, 4);
+    }
+}
+
+#[test]
 fn a_version_of_several_writers_appears_when_the_last_has_put() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let of = |writer: u32| {
             dict(vec![
                 ("m", row(writer.into(), 3, &[f32::from(u8::try_from(writer).unwrap()); 2])),
@@ -171,7 +255,7 @@ fn put_together(
 
 #[track_caller]
 fn rejected(dicts: &[StateDict], says: &[&str]) {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let before = dict(vec![("before", 1_i64.into())]);
         put(&store, &before, &PutOptions { version: Some(1), ..PutOptions::default() }).unwrap();
         let error = put_together(&store, dicts, Divergent::Error).unwrap_err();
@@ -230,7 +314,7 @@ fn contributions_that_do_not_fit_are_rejected() {
 
 #[test]
 fn divergent_leaves_are_kept_if_that_is_wanted() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let of =
             |seed: i64| dict(vec![("seed", seed.into()), ("t", tensor(&[seed as f32]).into())]);
         put_together(&store, &[of(1), of(2)], Divergent::Lowest).unwrap();
@@ -247,7 +331,7 @@ fn divergent_leaves_are_kept_if_that_is_wanted() {
 
 #[test]
 fn trees_are_united_by_writer_and_ties_survive() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let (one, other) = (tensor(&[1.0, 2.0]), tensor(&[3.0]));
         let first = dict(vec![("b", one.clone().into()), ("a", one.clone().into())]);
         let second = dict(vec![("c", other.into()), ("a", one.clone().into())]);
@@ -283,7 +367,7 @@ fn replicas_are_stored_once() {
         let shards = tssd_tests::sharding::shards_of(&global, &[4096], &mesh, rank, &placements);
         dict(vec![("w", Value::Shards(shards))])
     };
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         for (replicas, copies) in [(Replicas::Primary, 1), (Replicas::All, 2)] {
             let mut stored = 0;
             for rank in 0..4 {
@@ -308,7 +392,7 @@ fn replicas_are_stored_once() {
 
 #[test]
 fn attributes_come_back() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let saying = |writer: u32, format: &str| PutOptions {
             attrs: tssd_format::Attrs::from([
                 ("format".to_owned(), tssd_format::AttrValue::Text(format.into())),
@@ -357,7 +441,7 @@ fn the_systems_reason_is_in_the_error() {
 
 #[test]
 fn what_the_ledger_refuses_is_said() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         let some = dict(vec![("a", 1_i64.into())]);
         let numbered = |version| PutOptions { version: Some(version), ..PutOptions::default() };
         put(&store, &some, &numbered(7)).unwrap();
@@ -403,15 +487,15 @@ fn what_the_ledger_refuses_is_said() {
 
 #[test]
 fn what_cannot_be_stored_leaves_no_trace() {
-    for (store, folder) in stores() {
+    for (store, place) in stores() {
         let opaque =
             Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() };
         let error = put(&store, &dict(vec![("rng", opaque)]), &PutOptions::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains(r#"["rng"]"#), "{error}");
         assert!(store.versions(&key()).unwrap().is_empty());
-        if let Some(folder) = folder {
-            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        if let Some(folder) = place.folder() {
+            assert_eq!(std::fs::read_dir(folder).unwrap().count(), 0);
         }
     }
     let slice = TensorSlice::new(&[0], &[2], &[2]).unwrap().on_mesh(&[2], Some(&[0])).unwrap();
@@ -422,7 +506,7 @@ fn what_cannot_be_stored_leaves_no_trace() {
 
 #[test]
 fn targets_are_checked_before_they_are_touched() {
-    for (store, _folder) in stores() {
+    for (store, _place) in stores() {
         put(
             &store,
             &dict(vec![("w", tensor(&[1.0, 2.0, 3.0, 4.0]).into())]),
@@ -582,7 +666,7 @@ fn a_killed_writer_loses_nothing_and_leaves_no_half() {
     let mut newest = 0;
     for round in 0..25_u64 {
         let mut child = spawn("store::child_to_be_killed", folder.path(), &BTreeMap::new());
-        std::thread::sleep(std::time::Duration::from_millis(40 + round * 7 % 60));
+        std::thread::sleep(Duration::from_millis(40 + round * 7 % 60));
         child.kill().unwrap();
         child.wait().unwrap();
         let store = Store::directory(folder.path()).unwrap();

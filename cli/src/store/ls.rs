@@ -76,7 +76,7 @@ fn heads(store: &Store) -> Result<Vec<(Key, VersionInfo)>> {
     Ok(rows)
 }
 
-fn json_of(key: &Key, info: &VersionInfo) -> Json {
+pub(super) fn json_of(key: &Key, info: &VersionInfo) -> Json {
     json!({
         "key": key.as_str(),
         "version": info.number,

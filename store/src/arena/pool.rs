@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use tssd_format::Blob;
 
 use super::segment::{self, ReadMap, SharedBlob, WriteMap};
+use crate::status::Memory;
 
 /// A segment's name in its daemon.
 pub(crate) type SegmentId = u64;
@@ -59,31 +60,9 @@ struct Inner {
     peers: BTreeMap<PeerId, mpsc::UnboundedSender<Unmap>>,
     /// Capacity of all segments, retired ones included.
     used: u64,
-    counts: Counts,
-}
-
-/// What the pool has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Counts {
-    /// Segments that were lent again, warm.
-    pub(crate) recycled: u64,
-    /// Bytes of segments that were made.
-    pub(crate) created_bytes: u64,
-    /// Bytes of segments that were retired.
-    pub(crate) retired_bytes: u64,
-}
-
-/// What the pool holds now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Usage {
-    pub(crate) limit: u64,
-    pub(crate) used: u64,
-    /// Of that, what is retired and still mapped.
-    pub(crate) retired: u64,
-    /// Of that, what is warm and free.
-    pub(crate) warm: u64,
-    pub(crate) segments: u64,
-    pub(crate) counts: Counts,
+    recycled: u64,
+    created_bytes: u64,
+    retired_bytes: u64,
 }
 
 struct Segment {
@@ -165,7 +144,7 @@ impl Pool {
             let segment = inner.segments.get_mut(&id).expect("it was just found");
             segment.is_lent = true;
             let capacity = segment.capacity;
-            inner.counts.recycled += 1;
+            inner.recycled += 1;
             return Ok(Ok(Lent { segment: id, capacity, memory: None }));
         }
         inner.make_room(capacity, self.limit);
@@ -358,16 +337,18 @@ impl Pool {
     }
 
     /// What the pool holds now.
-    pub(crate) fn usage(&self) -> Usage {
+    pub(crate) fn status(&self) -> Memory {
         let inner = self.inner();
         let warm = |segment: &&Segment| segment.blobs == 0 && !segment.is_lent;
-        Usage {
+        Memory {
             limit: self.limit,
             used: inner.used,
             retired: inner.retired.values().map(|retired| retired.capacity).sum(),
             warm: inner.segments.values().filter(warm).map(|segment| segment.capacity).sum(),
             segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
-            counts: inner.counts,
+            recycled: inner.recycled,
+            created_bytes: inner.created_bytes,
+            retired_bytes: inner.retired_bytes,
         }
     }
 }
@@ -377,7 +358,7 @@ impl Inner {
         let id = self.next;
         self.next += 1;
         self.used += segment.capacity;
-        self.counts.created_bytes += segment.capacity;
+        self.created_bytes += segment.capacity;
         self.segments.insert(id, segment);
         id
     }
@@ -396,7 +377,7 @@ impl Inner {
     /// Closes a segment. Its bytes count until nobody has it mapped.
     fn retire(&mut self, id: SegmentId) {
         let Some(segment) = self.segments.remove(&id) else { return };
-        self.counts.retired_bytes += segment.capacity;
+        self.retired_bytes += segment.capacity;
         let mut mappers = segment.readers;
         if let Writer::Peer(writer) = segment.writer {
             mappers.insert(writer);

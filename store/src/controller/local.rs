@@ -24,6 +24,7 @@ use crate::ledger::{
     Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::Ledgers;
+use crate::status::DaemonStatus;
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -478,6 +479,11 @@ impl Controller for LocalController {
             .pins()
             .filter_map(|(label, id)| number(id).map(|version| (label.to_owned(), version.number)));
         Ok(pins.collect())
+    }
+
+    async fn status(&self) -> Result<DaemonStatus> {
+        let text = "the store is this process's own or a directory: there is no daemon to ask";
+        Err(Error::new(ErrorKind::Invalid, text))
     }
 }
 

@@ -15,7 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Command, LeaseId, Outcome, Selector, VersionId};
 use crate::ledgers::OwnedLedgers;
-use crate::wire::{Archives, Lease, LeaseStatus, PeerStatus, Status};
+use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
+use crate::wire::{Archives, Lease};
 
 /// For how long a lease gives the right to new reads.
 const LEASE: Duration = Duration::from_mins(10);
@@ -189,18 +190,18 @@ impl House {
         )
     }
 
-    pub(super) fn status(&self) -> Status {
+    pub(super) fn status(&self) -> DaemonStatus {
         let inner = self.inner();
         let peer = |peer: &Peer| PeerStatus {
             pid: peer.pid,
             client: peer.client.clone(),
-            since: peer.since.elapsed(),
+            age: peer.since.elapsed(),
         };
-        Status {
+        DaemonStatus {
             pid: std::process::id(),
             daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
             uptime: self.started.elapsed(),
-            memory: self.pool.usage(),
+            memory: self.pool.status(),
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
         }

@@ -105,11 +105,16 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
     // What has begun is carried out; nobody hears of it.
     while tasks.join_next().await.is_some() {}
     session.end().await;
-    if !was_said && let Some(process) = process {
-        exited(process).await;
-        session.house.pool.exited(peer);
-    } else {
-        session.house.pool.exited(peer);
+    let pool = session.house.pool.clone();
+    match process {
+        // Its maps may be there as long as it is, which is longer than the connection.
+        Some(process) if !was_said => {
+            tokio::spawn(async move {
+                exited(process).await;
+                pool.exited(peer);
+            });
+        }
+        _ => pool.exited(peer),
     }
 }
 

@@ -77,9 +77,7 @@ impl Maps {
                 .map_err(failed);
         }
         let map = self.inner().write.remove(&segment);
-        let mut map = map.ok_or_else(|| broken("it lends a segment it never sent"))?;
-        map.unprotect().map_err(failed)?;
-        Ok(map)
+        map.ok_or_else(|| broken("it lends a segment it never sent"))
     }
 
     /// Keeps a segment that is written, warm for the next time.

@@ -62,15 +62,13 @@ impl RemoteContribution {
     }
 
     /// Nobody writes any more.
-    fn close(&mut self) -> Result<Vec<u8>> {
+    fn close(&mut self) -> Vec<u8> {
         match std::mem::replace(&mut self.memory, Memory::None) {
-            Memory::None => Ok(Vec::new()),
-            Memory::Own(bytes) => Ok(bytes),
-            Memory::Segment(segment, mut map) => {
-                map.protect()
-                    .map_err(|error| Error::io(format_args!("segment {segment}"), error))?;
+            Memory::None => Vec::new(),
+            Memory::Own(bytes) => bytes,
+            Memory::Segment(segment, map) => {
                 self.client.maps.keep(segment, map);
-                Ok(Vec::new())
+                Vec::new()
             }
         }
     }
@@ -87,7 +85,7 @@ impl Contribution for RemoteContribution {
     }
 
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
-        let data = self.close()?;
+        let data = self.close();
         let request = Request::Commit { contribution: self.contribution, digest };
         let called = self.client.calls.call(&request, data, PATIENCE).await;
         // Whatever came of it, the daemon has decided.
@@ -99,9 +97,7 @@ impl Contribution for RemoteContribution {
     }
 
     async fn withdraw(mut self: Box<Self>, error: Error) -> Error {
-        if let Err(error) = self.close() {
-            return error;
-        }
+        self.close();
         self.owed.settle();
         let request = Request::Withdraw { contribution: self.contribution };
         let call = self.client.calls.call(&request, Vec::new(), PATIENCE);
@@ -115,8 +111,7 @@ impl Contribution for RemoteContribution {
 
 impl Drop for RemoteContribution {
     fn drop(&mut self) {
-        // Before the withdrawal goes, so that the daemon may lend the segment again. One that cannot
-        // be protected is unmapped.
-        let _ = self.close();
+        // Before the withdrawal goes: then the daemon may lend the segment again.
+        self.close();
     }
 }

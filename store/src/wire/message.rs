@@ -4,7 +4,6 @@
 //! are passed over. So versions of one major number understand each other.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use crate::arena::{SegmentId, Span};
 use crate::controller::{Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
+use crate::status::DaemonStatus;
 
 /// A version of the protocol: those of one major number understand each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -138,7 +138,7 @@ pub(crate) enum Reply {
     Deleted(u64),
     Pinned(u64),
     Pins(BTreeMap<String, u64>),
-    Status(Status),
+    Status(DaemonStatus),
     /// More descriptors of segments of the reply that follows.
     Segments(Vec<SharedSegment>),
     Done,
@@ -190,41 +190,6 @@ pub(crate) type Archives = BTreeMap<String, Span>;
 pub(crate) struct SharedSegment {
     pub(crate) segment: SegmentId,
     pub(crate) capacity: u64,
-}
-
-/// How a daemon is.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Status {
-    pub(crate) pid: u32,
-    pub(crate) daemon: String,
-    pub(crate) uptime: Duration,
-    pub(crate) memory: crate::arena::Usage,
-    pub(crate) peers: Vec<PeerStatus>,
-    pub(crate) leases: Vec<LeaseStatus>,
-}
-
-/// One connection.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct PeerStatus {
-    pub(crate) pid: u32,
-    pub(crate) client: String,
-    pub(crate) since: Duration,
-}
-
-/// One lease.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct LeaseStatus {
-    pub(crate) key: String,
-    pub(crate) version: u64,
-    pub(crate) pid: u32,
-    pub(crate) age: Duration,
-}
-
-impl fmt::Display for LeaseStatus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { key, version, pid, age } = self;
-        write!(f, "process {pid} (`{key}` version {version}, for {:.1} s)", age.as_secs_f64())
-    }
 }
 
 /// Why something failed.

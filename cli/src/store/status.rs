@@ -1,0 +1,71 @@
+//! `tssd status`: how the daemon of a store is.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::{Address, failure};
+use crate::console::{Console, print, print_json};
+use crate::exit::Exit;
+use crate::failure::Result;
+use crate::size::Size;
+use crate::table::{Align, Table};
+
+/// Print how the daemon of a store is: its memory, who is connected, who reads what.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+}
+
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    let status = args.store.connect()?.status().map_err(|error| failure(&error))?;
+    if console.json {
+        print_json(&json!(status))?;
+        return Ok(Exit::Ok);
+    }
+    let memory = &status.memory;
+    print(&format!(
+        "{}, process {}, up for {}\nmemory: {} of {} in {} segments; {} warm and free, {} retired; {} \
+         made, {} times recycled\n",
+        status.daemon,
+        status.pid,
+        seconds(status.uptime),
+        Size(memory.used),
+        Size(memory.limit),
+        memory.segments,
+        Size(memory.warm),
+        Size(memory.retired),
+        Size(memory.created_bytes),
+        memory.recycled,
+    ))?;
+    let mut peers =
+        Table::new(&[("PROCESS", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
+    for peer in &status.peers {
+        peers.row([peer.pid.to_string(), peer.client.clone(), seconds(peer.age)]);
+    }
+    print(&peers)?;
+    if status.leases.is_empty() {
+        return Ok(Exit::Ok);
+    }
+    let mut leases = Table::new(&[
+        ("READER", Align::Right),
+        ("KEY", Align::Left),
+        ("VERSION", Align::Right),
+        ("AGE", Align::Right),
+    ]);
+    for lease in &status.leases {
+        leases.row([
+            lease.pid.to_string(),
+            lease.key.clone(),
+            lease.version.to_string(),
+            seconds(lease.age),
+        ]);
+    }
+    print(&leases)?;
+    Ok(Exit::Ok)
+}
+
+fn seconds(span: Duration) -> String {
+    format!("{:.1} s", span.as_secs_f64())
+}

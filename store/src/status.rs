@@ -1,0 +1,79 @@
+//! How a daemon is: what it holds, who is connected, who reads.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// How a daemon is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DaemonStatus {
+    /// Its process.
+    pub pid: u32,
+    /// Which program and version it is.
+    pub daemon: String,
+    /// For how long it has served.
+    pub uptime: Duration,
+    /// Its memory.
+    pub memory: Memory,
+    /// Who is connected.
+    pub peers: Vec<PeerStatus>,
+    /// Who reads.
+    pub leases: Vec<LeaseStatus>,
+}
+
+/// What the segments of a daemon take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Memory {
+    /// What they may take together.
+    pub limit: u64,
+    /// What they take.
+    pub used: u64,
+    /// Of that, what is retired, and mapped by somebody still.
+    pub retired: u64,
+    /// Of that, what is free and warm.
+    pub warm: u64,
+    /// How many segments there are.
+    pub segments: u64,
+    /// How many segments were lent again, warm, since the start.
+    pub recycled: u64,
+    /// The bytes of segments that were made since the start: fresh pages.
+    pub created_bytes: u64,
+    /// The bytes of segments that were retired since the start.
+    pub retired_bytes: u64,
+}
+
+/// One connection.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PeerStatus {
+    /// Its process.
+    pub pid: u32,
+    /// Which program and version it says it is.
+    pub client: String,
+    /// For how long it has been there.
+    pub age: Duration,
+}
+
+/// One lease.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct LeaseStatus {
+    /// The key that is read.
+    pub key: String,
+    /// The number of the version.
+    pub version: u64,
+    /// The process that reads.
+    pub pid: u32,
+    /// For how long it has.
+    pub age: Duration,
+}
+
+impl fmt::Display for LeaseStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { key, version, pid, age } = self;
+        write!(f, "process {pid} (`{key}` version {version}, for {:.1} s)", age.as_secs_f64())
+    }
+}

@@ -1,0 +1,393 @@
+//! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use tssd_format::{StateDict, Storage, Tensor, TensorMeta, Value};
+use tssd_store::blocking::{Daemon, Store};
+use tssd_store::{DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions, Target};
+use tssd_tests::served::Served;
+
+const MIB: u64 = 1 << 20;
+
+fn key() -> Key {
+    Key::new("policy").unwrap()
+}
+
+/// One tensor of so many MiB, all of whose bytes are the step.
+fn model(step: u8, mib: u64) -> StateDict {
+    let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[mib, MIB]).unwrap();
+    let bytes = vec![step; usize::try_from(mib * MIB).unwrap()];
+    let mut dict = StateDict::new();
+    dict.insert("weight", Tensor::new(meta, Storage::from(bytes), 0).unwrap());
+    dict.insert("step", i64::from(step));
+    dict
+}
+
+fn put(store: &Store, step: u8, mib: u64) {
+    store.put_state_dict(&key(), &model(step, mib), &PutOptions::default()).unwrap();
+}
+
+fn get(store: &Store) -> StateDict {
+    store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
+}
+
+/// The step that all bytes have.
+fn step_of(dict: &StateDict) -> u8 {
+    let Value::Tensor(tensor) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
+    let bytes = tensor.storage().bytes();
+    let step = bytes[0];
+    assert!(bytes.iter().all(|byte| *byte == step), "bytes of one version");
+    assert_eq!(dict.leaf("step").unwrap(), &Value::from(i64::from(step)));
+    step
+}
+
+#[test]
+fn a_view_never_changes_and_its_memory_comes_back() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    put(&writer, 1, 4);
+    let held = get(&reader);
+    for step in 2..=6 {
+        put(&writer, step, 4);
+        assert_eq!(step_of(&get(&reader)), step);
+    }
+    assert_eq!(step_of(&held), 1, "what is held is what was got");
+    drop(held);
+    // One version is kept and one is written, whatever the readers see: nothing else is made.
+    let settled = reader.status().unwrap().memory;
+    for step in 7..=12 {
+        put(&writer, step, 4);
+        assert_eq!(step_of(&get(&reader)), step);
+    }
+    let memory = reader.status().unwrap().memory;
+    assert_eq!(memory.created_bytes, settled.created_bytes, "no fresh pages: {memory:?}");
+    assert_eq!(memory.retired_bytes, 0, "everything was handed back");
+    assert!(memory.recycled >= 9, "{memory:?}");
+}
+
+#[test]
+fn a_put_waits_for_memory_and_says_who_has_it() {
+    // Two versions of 8 MiB fit, and what the daemon writes itself.
+    let served = Served::new(26 * MIB);
+    let (writer, reader) = (served.connect(), served.connect());
+    put(&writer, 1, 8);
+    let held = get(&reader);
+    put(&writer, 2, 8);
+    let options = PutOptions { timeout: Duration::from_millis(50), ..PutOptions::default() };
+    let error = writer.put_state_dict(&key(), &model(3, 8), &options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    let text = error.to_string();
+    let reader_is_named = format!("process {} (`policy` version 1", std::process::id());
+    assert!(text.contains(&reader_is_named), "{text}");
+    // Nobody sees what did not fit, and it goes on as soon as there is room.
+    assert_eq!(step_of(&get(&writer)), 2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(held);
+        });
+        put(&writer, 3, 8);
+    });
+    assert_eq!(step_of(&get(&reader)), 3);
+    let error = writer.put_state_dict(&key(), &model(4, 32), &options).unwrap_err();
+    assert!(error.to_string().contains("memory"), "it never fits: {error}");
+}
+
+#[test]
+fn memory_of_who_is_lost_is_not_written_again() {
+    let served = Served::new(1 << 30);
+    let writer = served.connect();
+    let reader = served.connect();
+    put(&writer, 1, 4);
+    let held = get(&reader);
+    // The connection goes with the store, without a word about the view.
+    drop(reader);
+    let reader = served.connect();
+    for step in 2..=5 {
+        put(&writer, step, 4);
+        assert_eq!(step_of(&get(&reader)), step);
+    }
+    assert_eq!(step_of(&held), 1);
+    let memory = writer.status().unwrap().memory;
+    assert!(memory.retired >= 4 * MIB, "it counts until the process is gone: {memory:?}");
+}
+
+#[test]
+fn versions_outlive_their_writer() {
+    let served = Served::new(1 << 30);
+    put(&served.connect(), 1, 4);
+    let reader = served.connect();
+    assert_eq!(step_of(&get(&reader)), 1);
+    put(&served.connect(), 2, 4);
+    assert_eq!(step_of(&get(&reader)), 2);
+}
+
+#[test]
+fn writers_of_one_version_may_be_many() {
+    let served = Served::new(1 << 30);
+    let reader = served.connect();
+    for step in 1..=3_u8 {
+        std::thread::scope(|scope| {
+            for rank in 0..4_u32 {
+                let served = &served;
+                scope.spawn(move || {
+                    let options = PutOptions {
+                        version: Some(step.into()),
+                        writer: Some(rank),
+                        writers: Some((0..4).collect()),
+                        job: Some(JobId("job".into())),
+                        ..PutOptions::default()
+                    };
+                    let mut dict = StateDict::new();
+                    dict.insert(
+                        format!("rank{rank}"),
+                        Tensor::from_slice(&[step; 7], &[7]).unwrap(),
+                    );
+                    served.connect().put_state_dict(&key(), &dict, &options).unwrap();
+                });
+            }
+        });
+        let (dict, report) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();
+        assert_eq!((dict.entries().len(), report.version), (4, u64::from(step)));
+    }
+}
+
+#[test]
+fn in_place_reads_take_what_is_asked_for() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    for step in 1..=3 {
+        put(&writer, step, 4);
+        let mut memory = vec![0; usize::try_from(4 * MIB).unwrap()];
+        let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[4, MIB]).unwrap();
+        let target = Target { fqn: "weight".into(), place: None, meta, bytes: &mut memory };
+        let options = GetOptions { unverified: step == 2, ..GetOptions::default() };
+        let report = reader.get_state_dict_into(&key(), &mut [target], &options).unwrap();
+        assert_eq!(report.bytes_transferred, 4 * MIB);
+        assert_eq!(report.bytes_verified, if step == 2 { 0 } else { 4 * MIB });
+        assert!(memory.iter().all(|byte| *byte == step));
+    }
+}
+
+#[test]
+fn a_daemon_that_is_gone_is_an_error_and_views_stay() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    put(&store, 1, 4);
+    let held = get(&store);
+    drop(served);
+    let error = store.head(&key()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    let error = store.put_state_dict(&key(), &model(2, 4), &PutOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    assert_eq!(step_of(&held), 1);
+}
+
+#[test]
+fn one_daemon_serves_a_socket() {
+    let served = Served::new(1 << 30);
+    let options = || DaemonOptions {
+        socket: served.socket(),
+        keep: std::num::NonZeroU32::MIN,
+        memory_limit: 1 << 20,
+        allow_uids: Vec::new(),
+    };
+    let error = Daemon::bind(options()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+}
+
+#[test]
+fn what_a_killed_daemon_leaves_is_taken_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    // A socket that nobody listens to any more.
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    assert!(socket.exists());
+    let daemon = Daemon::bind(DaemonOptions {
+        socket: socket.clone(),
+        keep: std::num::NonZeroU32::MIN,
+        memory_limit: 1 << 20,
+        allow_uids: Vec::new(),
+    });
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let thread = std::thread::spawn(move || daemon.unwrap().serve(stopped).unwrap());
+    let store = Store::connect(&format!("unix:{}", socket.display())).unwrap();
+    assert!(store.keys(None).unwrap().is_empty());
+    drop(stop);
+    thread.join().unwrap();
+    assert!(!socket.exists(), "a daemon that ends takes its socket along");
+}
+
+/// A frame, byte for byte as `spec/protocol.md` has it.
+fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
+    let mut bytes = b"TSSD".to_vec();
+    bytes.extend([kind, 0, 0, 0]);
+    bytes.extend(u32::try_from(head.len()).unwrap().to_le_bytes());
+    bytes.extend(u32::try_from(data.len()).unwrap().to_le_bytes());
+    bytes.extend(number.to_le_bytes());
+    bytes.extend(head.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
+
+/// A connection that says what it likes.
+struct Raw(UnixStream);
+
+impl Raw {
+    fn connect(served: &Served) -> Self {
+        let stream = UnixStream::connect(served.socket()).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Self(stream)
+    }
+
+    fn greet(served: &Served) -> Self {
+        let mut raw = Self::connect(served);
+        raw.send(&frame(1, 1, HELLO, b""));
+        let (number, head) = raw.receive().unwrap();
+        assert_eq!(number, 1);
+        assert_eq!(head["welcome"]["protocol"]["major"], 1);
+        raw
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        // Whoever is turned away cannot say everything.
+        let _ = self.0.write_all(bytes);
+    }
+
+    /// The number and head of the next frame; none if the daemon has ended the connection.
+    fn receive(&mut self) -> Option<(u64, serde_json::Value)> {
+        let mut header = [0; 24];
+        self.0.read_exact(&mut header).ok()?;
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
+        let mut head = vec![0; word(8) as usize];
+        self.0.read_exact(&mut head).ok()?;
+        assert_eq!(word(12), 0, "no reply has data");
+        Some((word(16).into(), serde_json::from_slice(&head).unwrap()))
+    }
+
+    fn is_ended(&mut self) -> bool {
+        self.receive().is_none()
+    }
+}
+
+#[test]
+fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    put(&store, 1, 1);
+    let header = |kind: u8, head: u32, data: u32, fds: u8| {
+        let mut bytes = frame(kind, 1, "", b"");
+        bytes[5] = fds;
+        bytes[8..12].copy_from_slice(&head.to_le_bytes());
+        bytes[12..16].copy_from_slice(&data.to_le_bytes());
+        bytes
+    };
+    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
+    let garbage: Vec<(&str, Vec<u8>)> = vec![
+        ("HTTP", b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n".to_vec()),
+        ("zeros", vec![0; 4096]),
+        ("a head over the limit", header(1, (1 << 20) + 1, 0, 0)),
+        ("data over the limit", header(1, 2, (16 << 20) + 1, 0)),
+        ("lengths that overflow", header(1, u32::MAX, u32::MAX, 0)),
+        ("more descriptors than allowed", header(1, 2, 0, 65)),
+        ("an unknown kind of frame", header(9, 2, 0, 0)),
+        ("a newer protocol", frame(1, 1, &newer, b"")),
+        ("no hello", frame(1, 1, r#"{"op":"status"}"#, b"")),
+        ("no JSON", frame(1, 1, "hello", b"")),
+    ];
+    for (what, bytes) in &garbage {
+        let mut raw = Raw::connect(&served);
+        raw.send(bytes);
+        assert!(raw.is_ended(), "{what}");
+        if *what != "a newer protocol" && *what != "no hello" && *what != "no JSON" {
+            let mut raw = Raw::greet(&served);
+            raw.send(bytes);
+            assert!(raw.is_ended(), "{what}, after hello");
+        }
+    }
+    // Descriptors that are announced and do not come.
+    let mut raw = Raw::greet(&served);
+    let mut lying = frame(1, 2, r#"{"op":"status"}"#, b"");
+    lying[5] = 1;
+    raw.send(&lying);
+    assert!(raw.is_ended());
+    assert_eq!(step_of(&get(&store)), 1);
+}
+
+#[test]
+fn requests_that_cannot_be_met_are_answered() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    let long = "k".repeat(1025);
+    let requests = [
+        (r#"{"op":"dance"}"#.to_owned(), "Invalid", "not understood"),
+        (HELLO.to_owned(), "Invalid", "once"),
+        (
+            r#"{"op":"commit","contribution":7,"digest":"00000000000000000000000000000000"}"#
+                .into(),
+            "Invalid",
+            "none of this connection's",
+        ),
+        (r#"{"op":"withdraw","contribution":7}"#.into(), "Invalid", "none of this connection's"),
+        (r#"{"op":"versions"}"#.into(), "Invalid", "missing field `key`"),
+        (r#"{"op":"versions","key":"a\u0000b"}"#.into(), "Invalid", "control character"),
+        (format!(r#"{{"op":"versions","key":"{long}"}}"#), "Invalid", "1025"),
+        (r#"{"op":"locate","key":"k","selector":"Newest"}"#.into(), "NotFound", "key `k`"),
+        (r#"{"op":"retain","key":"k","keep":0}"#.into(), "Invalid", "nonzero"),
+    ];
+    for (number, (request, kind, text)) in (2..).zip(requests) {
+        raw.send(&frame(1, number, &request, b""));
+        let (answered, head) = raw.receive().unwrap();
+        assert_eq!(answered, number);
+        assert_eq!(head["failed"]["kind"], kind, "{request}: {head}");
+        assert!(head["failed"]["text"].as_str().unwrap().contains(text), "{request}: {head}");
+    }
+    // A field that is not known is passed over.
+    raw.send(&frame(1, 99, r#"{"op":"keys","prefix":"","fashion":null}"#, b""));
+    assert_eq!(raw.receive().unwrap().1["keys"], serde_json::json!([]));
+    // An archive that is not as long as it was said to be.
+    let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0","file_len":100,
+        "timeout":{"secs":1,"nanos":0}}}"#;
+    raw.send(&frame(1, 100, begin, b""));
+    let (_, begun) = raw.receive().unwrap();
+    let contribution = &begun["begun"]["contribution"];
+    let commit = format!(
+        r#"{{"op":"commit","contribution":{contribution},"digest":"00000000000000000000000000000000"}}"#
+    );
+    raw.send(&frame(1, 101, &commit, b"too short"));
+    let (_, failed) = raw.receive().unwrap();
+    assert_eq!(failed["failed"]["kind"], "Invalid", "{failed}");
+    // And one that is no archive.
+    raw.send(&frame(1, 102, begin, b""));
+    let (_, begun) = raw.receive().unwrap();
+    let contribution = &begun["begun"]["contribution"];
+    let commit = format!(
+        r#"{{"op":"commit","contribution":{contribution},"digest":"00000000000000000000000000000000"}}"#
+    );
+    raw.send(&frame(1, 103, &commit, &[7; 100]));
+    let (_, failed) = raw.receive().unwrap();
+    assert_eq!(failed["failed"]["kind"], "Rejected", "{failed}");
+    assert!(served.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
+}
+
+#[test]
+fn a_writer_that_goes_in_the_middle_leaves_no_half() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    let begin = r#"{"op":"begin","key":"policy","proposal":{"writer":0,"writers":"0",
+        "file_len":1000,"timeout":{"secs":1,"nanos":0}}}"#;
+    raw.send(&frame(1, 2, begin, b""));
+    assert!(raw.receive().unwrap().1["begun"].is_object());
+    drop(raw);
+    let store = served.connect();
+    for step in 1..=3 {
+        put(&store, step, 1);
+    }
+    assert_eq!(step_of(&get(&store)), 3);
+    assert_eq!(store.versions(&key()).unwrap().len(), 1);
+}

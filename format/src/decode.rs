@@ -189,6 +189,7 @@ impl<'a> Reader<'a> {
         Tensor::new(self.meta(tensor), bytes.into(), tensor.byte_offset.to_native())
     }
 
+    #[inline]
     fn meta(&self, tensor: &record::Tensor) -> TensorMeta {
         let views = self.views;
         let rank = usize::from(tensor.rank);
@@ -278,6 +279,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The common kinds of keys share the heap; the others are read as they are checked.
+    #[inline]
     fn key(&self, node: usize) -> Key {
         let node = &self.views.nodes[node];
         let range = node.key.to_native();

@@ -62,7 +62,7 @@ struct Component {
     end: usize,
     /// Its spans: a range of the order that [`components`] returns.
     spans: Range<u32>,
-    /// Zeros in front that bring every tensor to its alignment, once they are known.
+    /// Zeros in front that bring every tensor to its alignment, once they are known. One alone needs none.
     lead: Option<u8>,
     /// Its number, once it has a place.
     storage: Option<u32>,
@@ -299,12 +299,13 @@ fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
                 last.spans.end = place + 1;
+                last.lead = None;
             }
             _ => components.push(Component {
                 start: span.start,
                 end: span.end,
                 spans: place..place + 1,
-                lead: None,
+                lead: Some(0),
                 storage: None,
             }),
         }

@@ -15,8 +15,8 @@ use crate::record::{self, NONE, STORED, kind, split_heap_range};
 use crate::shard::{Shard, ShardPlace};
 use crate::slice::TensorSlice;
 use crate::state_dict::{Dict, Value};
-use crate::structure::{Container, Node, Stored, TensorReference, tensor_of};
-use crate::tensor::{TensorFlags, TensorMeta};
+use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::tensor::{Tensor, TensorFlags, TensorMeta};
 use crate::text::Text;
 use crate::views::{Views, native};
 
@@ -67,9 +67,9 @@ impl<'a> Reader<'a> {
             return Node::Stored(kind, storage);
         }
         match record.kind {
-            kind::TENSOR => {
-                Node::Tensors(self.run(record).iter().map(|tensor| self.tensor(tensor)).collect())
-            }
+            kind::TENSOR => Node::Tensors(
+                self.run(record).iter().map(|tensor| self.reference(tensor)).collect(),
+            ),
             kind if kind::is_container(kind) => {
                 let container = self.container(record);
                 let children = self.views.children(number).enumerate();
@@ -96,31 +96,33 @@ impl<'a> Reader<'a> {
         }
         Ok(match record.kind {
             kind::TENSOR => match self.run(record) {
-                [tensor] if tensor.slice == NONE => {
-                    Value::Tensor(tensor_of(self.tensor(tensor), storage)?)
-                }
+                [record] if record.slice == NONE => Value::Tensor(self.tensor(record, storage)?),
                 run => Value::Shards(
                     run.iter()
-                        .map(|tensor| {
-                            let mut reference = self.tensor(tensor);
-                            let place = reference.place.take().expect("proven to have a slice");
-                            Shard::new(tensor_of(reference, storage)?, place)
+                        .map(|record| {
+                            let tensor = self.tensor(record, storage)?;
+                            let place = self.place(record.slice.to_native(), tensor.meta().shape());
+                            Shard::new(tensor, place)
                         })
                         .collect::<Result<_>>()?,
                 ),
             },
             kind if kind::is_container(kind) => {
                 let children = self.views.children(number);
-                let mut dict = Dict::with_capacity(children.len());
+                let mut entries = Vec::new();
                 let mut values = Vec::new();
-                for (place, child) in children.enumerate() {
-                    let value = self.value(child, storage)?;
-                    match self.step(kind, child, place) {
-                        Step::Key(key) => drop(dict.insert(key, value)),
-                        Step::Index(_) => values.push(value),
+                if kind::is_keyed(kind) {
+                    entries.reserve_exact(children.len());
+                    for child in children {
+                        entries.push((self.key(child), self.value(child, storage)?));
+                    }
+                } else {
+                    values.reserve_exact(children.len());
+                    for child in children {
+                        values.push(self.value(child, storage)?);
                     }
                 }
-                self.container(record).value(dict, values)
+                self.container(record).value(Dict::from_proven(entries), values)
             }
             _ => self.leaf(record),
         })
@@ -169,23 +171,37 @@ impl<'a> Reader<'a> {
         &self.views.tensors[first..first + native(record.count.to_native())]
     }
 
-    fn tensor(&mut self, tensor: &record::Tensor) -> TensorReference {
+    fn reference(&mut self, tensor: &record::Tensor) -> TensorReference {
+        let meta = self.meta(tensor);
+        let place =
+            (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), meta.shape()));
+        let byte_offset = tensor.byte_offset.to_native();
+        TensorReference { meta, storage: storage_of(tensor), byte_offset, place }
+    }
+
+    /// A tensor, sharing the bytes of its storage.
+    fn tensor(
+        &self,
+        tensor: &record::Tensor,
+        storage: &mut impl FnMut(u32) -> Result<Bytes>,
+    ) -> Result<Tensor> {
+        let bytes = storage_of(tensor).map(storage).transpose()?.unwrap_or_default();
+        Tensor::new(self.meta(tensor), bytes.into(), tensor.byte_offset.to_native())
+    }
+
+    #[inline]
+    fn meta(&self, tensor: &record::Tensor) -> TensorMeta {
         let views = self.views;
         let rank = usize::from(tensor.rank);
         let shape = views.dims_proven(tensor.shape.to_native(), rank);
-        let mut meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), shape)
+        let meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), shape)
             .expect("proven to be in limits")
             .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
-        if tensor.strides != NONE {
-            let strides = views.dims_proven(tensor.strides.to_native(), rank);
-            meta = meta.with_strides(strides).expect("proven to be in limits");
+        if tensor.strides == NONE {
+            return meta;
         }
-        TensorReference {
-            meta,
-            storage: (tensor.storage != NONE).then(|| tensor.storage.to_native()),
-            byte_offset: tensor.byte_offset.to_native(),
-            place: (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), shape)),
-        }
+        let strides = views.dims_proven(tensor.strides.to_native(), rank);
+        meta.with_strides(strides).expect("proven to be in limits")
     }
 
     fn place(&mut self, number: u32, local_shape: &[u64]) -> ShardPlace {
@@ -256,21 +272,31 @@ impl<'a> Reader<'a> {
     }
 
     fn step(&self, container: u8, child: usize, place: usize) -> Step {
-        let child = &self.views.nodes[child];
-        if !kind::is_keyed(container) {
-            return Step::Index(u32::try_from(place).expect("fewer than 2^32 records"));
+        if kind::is_keyed(container) {
+            return Step::Key(self.key(child));
         }
-        // The common kinds of keys share the heap; the others are read as they are checked.
-        let range = child.key.to_native();
-        Step::Key(match child.key_kind {
+        Step::Index(u32::try_from(place).expect("fewer than 2^32 records"))
+    }
+
+    /// The common kinds of keys share the heap; the others are read as they are checked.
+    #[inline]
+    fn key(&self, node: usize) -> Key {
+        let node = &self.views.nodes[node];
+        let range = node.key.to_native();
+        match node.key_kind {
             key::kind::STR => Key::Str(self.text(range)),
             key::kind::BYTES => Key::Bytes(self.bytes(range)),
             _ => {
-                let key = self.views.file_key(child).and_then(|key| key.to_key());
+                let key = self.views.file_key(node).and_then(|key| key.to_key());
                 key.expect("the validator has proven the key")
             }
-        })
+        }
     }
+}
+
+/// The storage that a tensor lies in, if it has elements.
+fn storage_of(tensor: &record::Tensor) -> Option<u32> {
+    (tensor.storage != NONE).then(|| tensor.storage.to_native())
 }
 
 /// The storage that holds the content of a leaf, if one does.

@@ -1,14 +1,15 @@
 //! A structure to the tables of an index. Spec: sections 3 to 7.
 
-use std::borrow::Cow;
+use std::hash::BuildHasher;
 
+use bytemuck::Pod;
+use hashbrown::HashTable;
 use indexmap::IndexMap;
-use indexmap::map::Entry;
-use rend::{u32_le, u64_le};
+use rend::u32_le;
 
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, ObjectPath, python_twins};
+use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, python_twins};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED, heap_range, kind};
@@ -18,7 +19,7 @@ use crate::state_dict::Value;
 use crate::structure::{Branch, Container, Placed, Stored, Tree};
 use crate::table::{Tables, number};
 use crate::text::Text;
-use crate::views::native;
+use crate::views::{Views, native};
 
 /// Something said of an archive as a whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,10 +67,11 @@ impl ShardFile {
 /// tables that grow too large.
 pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Result<Tables> {
     let mut encoder = Encoder::default();
-    let tensors = encoder.nodes(root)?;
+    encoder.nodes(root)?;
+    let tensors = std::mem::take(&mut encoder.tensors);
     encoder.tables.tensors.reserve(tensors.len());
-    for reference in tensors {
-        encoder.tensor(reference)?;
+    for tensor in tensors {
+        encoder.tensor(tensor)?;
     }
     encoder.slices()?;
     encoder.attrs(attrs)?;
@@ -80,74 +82,157 @@ pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Re
 #[derive(Default)]
 struct Encoder<'a> {
     tables: Tables,
-    heap: Numbers<Cow<'a, [u8]>>,
-    dims: Numbers<Box<[u64]>>,
+    heap: Known,
+    dims: Known,
     slices: Numbers<&'a ShardPlace>,
     placements: Numbers<&'a [Placement]>,
+    /// The tensors of all nodes that have their records, in order.
+    tensors: Vec<&'a Placed<'a>>,
 }
 
 /// What is in a table already, and where. No bytes depend on the hash.
 type Numbers<T> = IndexMap<T, u32, foldhash::fast::RandomState>;
 
-/// A node that waits for its turn: breadth first, so the queue is the node table.
-struct Queued<'a> {
-    node: &'a Tree<'a>,
-    /// The number of its container; of no use for the root.
-    parent: usize,
-    step: Option<Branch<'a>>,
+/// Where the runs of a table are that are in it once: start and length of each.
+#[derive(Default)]
+struct Known {
+    runs: HashTable<(u32, u32)>,
+    /// The one that was asked for last: tensors next to each other often have one shape.
+    last: (u32, u32),
+    hasher: foldhash::fast::RandomState,
 }
 
-impl<'a> Queued<'a> {
-    fn key(&self) -> Result<FileKey<'a>> {
-        match self.step {
-            Some(Branch::Key(key)) => FileKey::of(key),
-            Some(Branch::Index(_)) | None => Ok(FileKey::word(crate::key::kind::INDEX, 0)),
+impl Known {
+    fn reserve<T: Pod>(&mut self, runs: usize, table: &[T]) {
+        self.runs.reserve(runs, |known| self.hasher.hash_one(run(table, *known)));
+    }
+
+    /// Where a run is in the table, to which it is added if it is not there.
+    fn place<T: Pod>(&mut self, new: &[T], table: &mut Vec<T>) -> Result<u32> {
+        let bytes: &[u8] = bytemuck::cast_slice(new);
+        if run(table, self.last) == bytes {
+            return Ok(self.last.0);
         }
+        let hash = |bytes| self.hasher.hash_one(bytes);
+        let is_same = |known: &(u32, u32)| run(table, *known) == bytes;
+        if let Some(known) = self.runs.find(hash(bytes), is_same) {
+            self.last = *known;
+            return Ok(known.0);
+        }
+        let place = (number(table.len())?, number(new.len())?);
+        table.extend_from_slice(new);
+        self.runs.insert_unique(hash(bytes), place, |known| hash(run(table, *known)));
+        self.last = place;
+        Ok(place.0)
+    }
+}
+
+/// The bytes of a part of a table.
+fn run<T: Pod>(table: &[T], (start, len): (u32, u32)) -> &[u8] {
+    bytemuck::cast_slice(&table[native(start)..][..native(len)])
+}
+
+/// A container whose children wait for their turn: breadth first, so that their records follow each
+/// other in the order of the queue.
+struct Queued<'a> {
+    children: &'a [(Branch<'a>, Tree<'a>)],
+    /// The number of the container above it in the queue, and the step from there; none for the root.
+    above: Option<(usize, Branch<'a>)>,
+}
+
+/// The queue, and how many nodes have been queued with it.
+struct Queue<'a> {
+    containers: Vec<Queued<'a>>,
+    nodes: usize,
+}
+
+impl<'a> Queue<'a> {
+    fn push(&mut self, node: &'a Tree<'a>, above: Option<(usize, Branch<'a>)>) {
+        if let Tree::Container(_, children) = node {
+            self.containers.push(Queued { children, above });
+            self.nodes += children.len();
+        }
+    }
+
+    /// The path of a queued container, for errors.
+    fn path_of(&self, mut container: usize) -> ObjectPath {
+        let mut steps = Vec::new();
+        while let Some((above, step)) = self.containers[container].above {
+            steps.push(step.to_step());
+            container = above;
+        }
+        steps.into_iter().rev().collect()
     }
 }
 
 impl<'a> Encoder<'a> {
-    /// Fills `nodes` and `by_key`; returns the tensor references in the order of the nodes.
-    fn nodes(&mut self, root: &'a Tree<'a>) -> Result<Vec<Placed<'a>>> {
-        let mut tensors = Vec::new();
-        let mut queue = vec![Queued { node: root, parent: 0, step: None }];
+    /// Fills `nodes` and `by_key`, and finds all tensors.
+    fn nodes(&mut self, root: &'a Tree<'a>) -> Result<()> {
+        let mut queue = Queue { containers: Vec::new(), nodes: 1 };
+        let record = self.node(root, queue.nodes)?;
+        self.tables.nodes.push(record);
         self.tables.by_key.push(0.into());
+        queue.push(root, None);
         let mut next = 0;
-        while let Some(queued) = queue.get(next) {
-            let node = queued.node;
-            let FileKey { kind: key_kind, content } = queued.key()?;
-            let key = self.content(content)?;
-            let first_child = queue.len();
-            let mut record = self
-                .node(node, &mut tensors, first_child)
-                .map_err(|error| error.at(path_of(&queue, next)))?;
-            record.key_kind = key_kind;
-            record.key = key.into();
-            if let Tree::Container(_, children) = node {
-                queue.reserve(children.len());
-                self.heap.reserve(children.len());
-                self.tables.nodes.reserve(children.len() + 1);
-                self.tables.by_key.reserve(children.len());
-                queue.extend(children.iter().map(|(step, child)| Queued {
-                    node: child,
-                    parent: next,
-                    step: Some(*step),
-                }));
-                self.by_key(&queue, first_child)?;
-            }
-            self.tables.nodes.push(record);
+        while next < queue.containers.len() {
+            self.children(&mut queue, next)?;
             next += 1;
         }
-        Ok(tensors)
+        Ok(())
+    }
+
+    /// The records of the children of a container, and their order.
+    fn children(&mut self, queue: &mut Queue<'a>, container: usize) -> Result<()> {
+        let children = queue.containers[container].children;
+        self.tables.nodes.reserve(children.len());
+        self.tables.by_key.reserve(children.len());
+        self.heap.reserve(children.len(), &self.tables.heap);
+        let first = self.tables.nodes.len();
+        for (branch, child) in children {
+            let record = self
+                .keyed(*branch, child, queue.nodes)
+                .map_err(|error| error.at(queue.path_of(container).step(branch.to_step())))?;
+            self.tables.nodes.push(record);
+            queue.push(child, Some((container, *branch)));
+        }
+        let range = number(first)?..number(self.tables.nodes.len())?;
+        let Some((Branch::Key(_), _)) = children.first() else {
+            self.tables.by_key.extend(range.map(u32_le::from_native));
+            return Ok(());
+        };
+        let path = |child: u32| {
+            let (branch, _) = &children[native(child) - first];
+            queue.path_of(container).step(branch.to_step())
+        };
+        let order = by_key(&self.tables.views(), range, path)?;
+        self.tables.by_key.extend(order);
+        Ok(())
+    }
+
+    /// The record of a node with its key.
+    fn keyed(
+        &mut self,
+        branch: Branch<'a>,
+        node: &'a Tree<'a>,
+        first_child: usize,
+    ) -> Result<record::Node> {
+        let (key_kind, key) = match branch {
+            Branch::Index(_) => (crate::key::kind::INDEX, 0),
+            Branch::Key(key) => {
+                let FileKey { kind, content } = FileKey::of(key)?;
+                let word = match content {
+                    Content::Word(word) => word,
+                    Content::Heap(bytes) => self.intern(&bytes)?,
+                };
+                (kind, word)
+            }
+        };
+        let record = self.node(node, first_child)?;
+        Ok(record::Node { key_kind, key: key.into(), ..record })
     }
 
     /// The record of a node, without its key.
-    fn node(
-        &mut self,
-        node: &'a Tree<'a>,
-        tensors: &mut Vec<Placed<'a>>,
-        first_child: usize,
-    ) -> Result<record::Node> {
+    fn node(&mut self, node: &'a Tree<'a>, first_child: usize) -> Result<record::Node> {
         let mut record: record::Node = bytemuck::Zeroable::zeroed();
         let (kind, count, a, b) = match node {
             Tree::Leaf(value) => self.leaf(value)?,
@@ -161,12 +246,12 @@ impl<'a> Encoder<'a> {
                 (kind, 0, u64::from(*storage), b)
             }
             Tree::Tensor(placed) => {
-                tensors.push(*placed);
-                (kind::TENSOR, 1, word(tensors.len() - 1)?, 0)
+                self.tensors.push(placed);
+                (kind::TENSOR, 1, word(self.tensors.len() - 1)?, 0)
             }
             Tree::Shards(run) => {
-                let first = tensors.len();
-                tensors.extend(run);
+                let first = self.tensors.len();
+                self.tensors.extend(run);
                 (kind::TENSOR, run.len(), word(first)?, 0)
             }
             Tree::Container(container, children) => {
@@ -197,12 +282,12 @@ impl<'a> Encoder<'a> {
             Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
             Value::Int(int) => match int.as_i64() {
                 Some(small) => (kind::INT, 0, small.cast_unsigned(), 0),
-                None => (kind::BIGINT, 0, self.intern(int.big_bytes().unwrap_or_default())?, 0),
+                None => (kind::BIGINT, 0, self.intern(&int.big_bytes().unwrap_or_default())?, 0),
             },
             Value::Float(float) => (kind::FLOAT, 0, float.to_bits(), 0),
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
-            Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(&**bytes)?, 0),
+            Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
             Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
@@ -214,7 +299,7 @@ impl<'a> Encoder<'a> {
             }
             Value::Device(name) => (kind::DEVICE, 0, self.intern(name.as_bytes())?, 0),
             Value::Opaque { media, bytes } => {
-                let a = self.intern(&**bytes)?;
+                let a = self.intern(bytes)?;
                 (kind::OPAQUE, 0, a, self.intern(media.as_bytes())?)
             }
             Value::Tensor(_)
@@ -232,40 +317,8 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// Sorts the keys of the container whose children begin at `first`, the last ones queued.
-    fn by_key(&mut self, queue: &[Queued<'_>], first: usize) -> Result<()> {
-        let path = |child: u32| path_of(queue, native(child));
-        let children = number(first)?..number(queue.len())?;
-        if let Some(Queued { step: Some(Branch::Index(_)), .. }) = queue.get(first) {
-            self.tables.by_key.extend(children.map(u32_le::from_native));
-            return Ok(());
-        }
-        let mut order = Vec::with_capacity(queue.len() - first);
-        for (queued, child) in queue[first..].iter().zip(children) {
-            order.push((queued.key().map_err(|error| error.at(path(child)))?, child));
-        }
-        order.sort();
-        if let Some(pair) = order.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
-        }
-        // Only bools and floats have twins, and what comes last in key order is of the highest kind.
-        let highest = order.last().map_or(0, |(key, _)| key.kind);
-        for (key, child) in order.iter().filter(|_| highest >= crate::key::kind::BOOL) {
-            let FileKey { kind, content: Content::Word(word) } = key else { continue };
-            for twin in python_twins(*kind, *word) {
-                if let Ok(at) = order.binary_search_by(|(other, _)| other.cmp(&twin)) {
-                    return Err(Error::new(ErrorKind::KeysCollide)
-                        .at(path(*child))
-                        .note(path(order[at].1)));
-                }
-            }
-        }
-        self.tables.by_key.extend(order.iter().map(|(_, child)| u32_le::from_native(*child)));
-        Ok(())
-    }
-
-    fn tensor(&mut self, tensor: Placed<'a>) -> Result<()> {
-        let Placed { meta, storage, byte_offset, place } = tensor;
+    fn tensor(&mut self, tensor: &Placed<'a>) -> Result<()> {
+        let Placed { meta, storage, byte_offset, place } = *tensor;
         let shape = self.vector(meta.shape())?;
         let strides = meta.explicit_strides().map(|strides| self.vector(strides)).transpose()?;
         let slice = place.map(|place| {
@@ -363,7 +416,7 @@ impl<'a> Encoder<'a> {
             let (kind, value) = match value {
                 AttrValue::Int(int) => (kind::INT, int.cast_unsigned()),
                 AttrValue::Text(text) => (kind::STR, self.intern(text.as_bytes())?),
-                AttrValue::Bytes(bytes) => (kind::BYTES, self.intern(&**bytes)?),
+                AttrValue::Bytes(bytes) => (kind::BYTES, self.intern(bytes)?),
             };
             self.tables.attrs.push(record::Attr {
                 name: name.into(),
@@ -390,59 +443,94 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn content(&mut self, content: Content<'a>) -> Result<u64> {
-        match content {
-            Content::Word(word) => Ok(word),
-            Content::Heap(bytes) => self.intern(bytes),
-        }
-    }
-
     /// The heap range of these bytes, which are in the heap once.
-    fn intern(&mut self, bytes: impl Into<Cow<'a, [u8]>>) -> Result<u64> {
-        let bytes = bytes.into();
+    fn intern(&mut self, bytes: &[u8]) -> Result<u64> {
         if bytes.is_empty() {
             return Ok(0);
         }
         let len = number(bytes.len())?;
-        let next = number(self.tables.heap.len())?;
         // What is long may not be shared.
         if record::is_inline(bytes.len()) {
-            match self.heap.entry(bytes) {
-                Entry::Occupied(known) => return Ok(heap_range(*known.get(), len)),
-                Entry::Vacant(new) => {
-                    self.tables.heap.extend_from_slice(new.key());
-                    new.insert(next);
-                }
-            }
-        } else {
-            self.tables.heap.extend_from_slice(&bytes);
+            return Ok(heap_range(self.heap.place(bytes, &mut self.tables.heap)?, len));
         }
-        Ok(heap_range(next, len))
+        let start = number(self.tables.heap.len())?;
+        self.tables.heap.extend_from_slice(bytes);
+        Ok(heap_range(start, len))
     }
 
-    /// The dims range of these words, which are in dims once.
+    /// Where these words are in dims, once.
     fn vector(&mut self, words: &[u64]) -> Result<u32> {
         if words.is_empty() {
             return Ok(0);
         }
-        if let Some(offset) = self.dims.get(words) {
-            return Ok(*offset);
-        }
-        let offset = number(self.tables.dims.len())?;
-        self.tables.dims.extend(words.iter().map(|word| u64_le::from_native(*word)));
-        self.dims.insert(words.into(), offset);
-        Ok(offset)
+        // This crate compiles for little-endian hosts only.
+        self.dims.place(bytemuck::cast_slice(words), &mut self.tables.dims)
     }
 }
 
-/// The path of a queued node, for errors.
-fn path_of(queue: &[Queued<'_>], mut node: usize) -> ObjectPath {
-    let mut steps = Vec::new();
-    while let Some(step) = queue[node].step {
-        steps.push(step.to_step());
-        node = queue[node].parent;
+/// The children of a keyed container in the order of their keys, which are proven to differ, in Python
+/// as well.
+fn by_key(
+    views: &Views<'_>,
+    children: std::ops::Range<u32>,
+    path: impl Fn(u32) -> ObjectPath,
+) -> Result<Vec<u32_le>> {
+    let key = |child: u32| views.key_proven(native(child));
+    let shared = shared_prefix(children.clone().map(key));
+    let mut order: Vec<_> =
+        children.clone().map(|child| (abbreviated(key(child), shared), child)).collect();
+    order.sort_by(|(one, left), (other, right)| {
+        one.cmp(other).then_with(|| key(*left).cmp(&key(*right)))
+    });
+    let is_same =
+        |pair: &&[(Abbreviated, u32)]| pair[0].0 == pair[1].0 && key(pair[0].1) == key(pair[1].1);
+    if let Some(pair) = order.windows(2).find(is_same) {
+        return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
     }
-    steps.into_iter().rev().collect()
+    let highest = order.last().map_or(0, |((kind, _), _)| *kind);
+    let order: Vec<u32_le> = order.into_iter().map(|(_, child)| child.into()).collect();
+    // Only bools and floats have twins, and what comes last in key order is of the highest kind.
+    if highest < crate::key::kind::BOOL {
+        return Ok(order);
+    }
+    for child in order.iter().map(|child| child.to_native()) {
+        let (kind, _, word) = key(child);
+        for twin in python_twins(kind, word) {
+            if let Ok(at) = views.search(&order, twin.order()) {
+                return Err(Error::new(ErrorKind::KeysCollide)
+                    .at(path(child))
+                    .note(path(order[at].to_native())));
+            }
+        }
+    }
+    Ok(order)
+}
+
+/// How many bytes all keys begin with alike.
+fn shared_prefix<'a>(mut keys: impl Iterator<Item = KeyOrder<'a>>) -> usize {
+    let (_, mut shared, _) = keys.next().unwrap_or_default();
+    for (_, bytes, _) in keys {
+        if !bytes.starts_with(shared) {
+            let same = shared.iter().zip(bytes).take_while(|(one, other)| one == other).count();
+            shared = &shared[..same];
+        }
+    }
+    shared.len()
+}
+
+/// The kind of a key and three words, ordered as the key is as far as they tell it from others.
+type Abbreviated = (u8, [u64; 3]);
+
+/// A key without the bytes that all keys begin with: of names that differ, few have the same one.
+fn abbreviated((kind, bytes, word): KeyOrder<'_>, shared: usize) -> Abbreviated {
+    if !crate::key::kind::is_heap(kind) {
+        return (kind, [word, 0, 0]);
+    }
+    let mut first = [[0; 8]; 3];
+    let rest = &bytes[shared..];
+    let len = rest.len().min(24);
+    first.as_flattened_mut()[..len].copy_from_slice(&rest[..len]);
+    (kind, first.map(u64::from_be_bytes))
 }
 
 fn word(count: usize) -> Result<u64> {

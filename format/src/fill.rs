@@ -73,7 +73,7 @@ pub struct Fill {
     /// What the file begins with, if that is in the range.
     head: Option<Bytes>,
     /// All storages of the layout. What lies between them is zero.
-    sources: Arc<[Source]>,
+    sources: Arc<Vec<Source>>,
     /// Its stored chunks: from this one on, that many.
     first: Place,
     count: usize,
@@ -235,7 +235,11 @@ fn zeros(mut count: u64, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()
 }
 
 /// The jobs that write `start..end` of a file, given the head if it is in there, and the storages.
-pub(crate) fn jobs(range: Range<u64>, head: Option<Bytes>, sources: &Arc<[Source]>) -> Vec<Fill> {
+pub(crate) fn jobs(
+    range: Range<u64>,
+    head: Option<Bytes>,
+    sources: &Arc<Vec<Source>>,
+) -> Vec<Fill> {
     let mut jobs = Vec::new();
     let mut next =
         Fill { range, head, sources: sources.clone(), first: Place::default(), count: 0 };

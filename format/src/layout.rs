@@ -9,7 +9,7 @@ use crate::arrange::Arranger;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Fill, Filled, Source, jobs, length};
-use crate::frame::{self, DATA_START, FRAME_LEN, IndexPlace};
+use crate::frame::{self, DATA_START, IndexPlace};
 use crate::key::ObjectPath;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
@@ -84,7 +84,7 @@ impl Draft {
         let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
         end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
         let Arranger { sources, storages, .. } = arranger;
-        Ok(Layout { tables, storages, sources: sources.into(), index_off, index_len })
+        Ok(Layout { tables, storages, sources: Arc::new(sources), index_off, index_len })
     }
 }
 
@@ -108,7 +108,7 @@ pub struct Layout {
     /// All but those of storages.
     tables: Tables,
     storages: StorageTables,
-    sources: Arc<[Source]>,
+    sources: Arc<Vec<Source>>,
     index_off: u64,
     index_len: u64,
 }
@@ -151,12 +151,16 @@ impl Layout {
     /// `Unfilled` if a job has not.
     pub fn seal(&self, filled: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
         let len = usize::try_from(self.file_len() - self.index_off).expect("at most 1 GiB");
-        let mut tail = vec![0; len];
-        self.seal_into(filled, &mut tail)?;
+        let mut tail = Vec::with_capacity(len);
+        self.seal_to(filled, &mut tail)?;
         Ok(tail)
     }
 
-    fn seal_into(&self, filled: impl IntoIterator<Item = Filled>, target: &mut [u8]) -> Result<()> {
+    fn seal_to(
+        &self,
+        filled: impl IntoIterator<Item = Filled>,
+        writer: &mut impl Write,
+    ) -> Result<()> {
         let mut filled: Vec<Filled> = filled.into_iter().collect();
         filled.sort_by_key(|filled| filled.first);
         let mut sums = Vec::with_capacity(self.storages.crc_count());
@@ -171,8 +175,7 @@ impl Layout {
         }
         let mut storages = self.storages.clone();
         storages.seal(&sums);
-        let views = storages.views(&self.tables);
-        write_tail(&views, self.index_off, target)
+        write_tail(&storages.views(&self.tables), self.index_off, writer)
     }
 
     /// Writes the archive into memory of its exact length.
@@ -196,7 +199,7 @@ impl Layout {
             filled.push(job.run(part)?);
             rest = tail;
         }
-        self.seal_into(filled, rest)
+        self.seal_to(filled, &mut rest)
     }
 
     /// Writes the archive to a stream.
@@ -207,8 +210,7 @@ impl Layout {
     pub fn write_to(&self, writer: &mut impl Write) -> Result<()> {
         let filled: Vec<Filled> =
             self.jobs().iter().map(|job| job.write_to(writer)).collect::<Result<_>>()?;
-        writer.write_all(&self.seal(filled)?)?;
-        Ok(())
+        self.seal_to(filled, writer)
     }
 }
 
@@ -228,7 +230,7 @@ pub fn manifest(
     let storages = StorageTables::of(storages)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
-    file.extend(tail(&storages.views(&tables), DATA_START)?);
+    write_tail(&storages.views(&tables), DATA_START, &mut file)?;
     Ok(file)
 }
 
@@ -236,27 +238,25 @@ fn head() -> Bytes {
     Bytes::copy_from_slice(&frame::head())
 }
 
-/// Index and trailer.
-pub(crate) fn tail(views: &Views<'_>, index_off: u64) -> Result<Vec<u8>> {
-    let len = usize::try_from(views.index_len()?).expect("at most 1 GiB");
-    let mut tail = vec![0; len + FRAME_LEN];
-    write_tail(views, index_off, &mut tail)?;
-    Ok(tail)
-}
-
-/// As [`tail`], into memory of that length.
-fn write_tail(views: &Views<'_>, index_off: u64, target: &mut [u8]) -> Result<()> {
-    let (index, trailer) = target.split_at_mut(target.len() - FRAME_LEN);
-    views.write_into(index)?;
+/// Writes index and trailer.
+///
+/// # Errors
+///
+/// `TooLarge` if the index would exceed the limit; `Io` if the stream fails.
+pub(crate) fn write_tail(views: &Views<'_>, index_off: u64, writer: &mut impl Write) -> Result<()> {
     let root_len = u32::try_from(ROOT_LEN).expect("104");
-    let index_len = u32::try_from(index.len()).map_err(|_| Error::new(ErrorKind::TooLarge))?;
+    let index_len = views.index_len()?;
+    let mut crc = crc32fast::Hasher::new();
+    views.each_part(|bytes| {
+        crc.update(bytes);
+        Ok(writer.write_all(bytes)?)
+    })?;
     let place = IndexPlace {
         index_off,
-        index_len: index_len.into(),
-        root_off: index_len - root_len,
+        index_len,
+        root_off: u32::try_from(index_len).expect("at most 1 GiB") - root_len,
         root_len,
-        index_crc32: crc32fast::hash(index),
+        index_crc32: crc.finalize(),
     };
-    trailer.copy_from_slice(&place.trailer());
-    Ok(())
+    Ok(writer.write_all(&place.trailer())?)
 }

@@ -37,6 +37,7 @@ impl StorageTables {
     }
 
     /// Adds a storage, whose number is the next one. The sums of its stored chunks are left open.
+    #[inline]
     pub(crate) fn push(&mut self, storage: &StorageReference) -> Result<()> {
         let crcs = number(self.crcs.len())?;
         let first_chunk = number(self.chunks.len())?;

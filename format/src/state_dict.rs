@@ -1,9 +1,11 @@
 //! State dicts: nested containers with typed leaves.
 
 use std::fmt;
+use std::hash::BuildHasher;
+use std::sync::OnceLock;
 
 use bytes::Bytes;
-use indexmap::IndexMap;
+use hashbrown::HashTable;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
@@ -87,10 +89,42 @@ impl From<Shard> for Value {
 }
 
 /// The entries of a dict, in insertion order.
+#[derive(Clone, Default)]
+pub struct Dict {
+    entries: Vec<(Key, Value)>,
+    /// Made when a key is looked up for the first time: who goes through all entries needs none.
+    places: OnceLock<Places>,
+}
+
+/// Where the entry of each key is.
 ///
 /// Keys come from foreign files: the hash has a seed of its own in each process.
 #[derive(Clone, Default)]
-pub struct Dict(IndexMap<Key, Value, foldhash::fast::RandomState>);
+struct Places {
+    table: HashTable<usize>,
+    hasher: foldhash::fast::RandomState,
+}
+
+impl Places {
+    fn of(entries: &[(Key, Value)]) -> Self {
+        let table = HashTable::with_capacity(entries.len());
+        let mut places = Self { table, ..Self::default() };
+        for place in 0..entries.len() {
+            places.add(entries, place);
+        }
+        places
+    }
+
+    fn find(&self, entries: &[(Key, Value)], key: &Key) -> Option<usize> {
+        self.table.find(self.hasher.hash_one(key), |place| entries[*place].0 == *key).copied()
+    }
+
+    /// Adds an entry whose key no other entry has.
+    fn add(&mut self, entries: &[(Key, Value)], place: usize) {
+        let hash = |place: &usize| self.hasher.hash_one(&entries[*place].0);
+        self.table.insert_unique(hash(&place), place, hash);
+    }
+}
 
 impl Dict {
     /// A dict without entries.
@@ -98,53 +132,73 @@ impl Dict {
         Self::default()
     }
 
-    pub(crate) fn with_capacity(entries: usize) -> Self {
-        Self(IndexMap::with_capacity_and_hasher(entries, <_>::default()))
+    /// A dict of entries whose keys are proven to differ.
+    pub(crate) fn from_proven(entries: Vec<(Key, Value)>) -> Self {
+        Self { entries, places: OnceLock::new() }
+    }
+
+    fn find(&self, key: &Key) -> Option<usize> {
+        self.places.get_or_init(|| Places::of(&self.entries)).find(&self.entries, key)
     }
 
     /// Sets an entry; a key that is there keeps its place. Returns the value that was there.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
-        self.0.insert(key.into(), value.into())
+        let (key, value) = (key.into(), value.into());
+        if let Some(place) = self.find(&key) {
+            return Some(std::mem::replace(&mut self.entries[place].1, value));
+        }
+        self.entries.push((key, value));
+        let places = self.places.get_mut().expect("just looked at");
+        places.add(&self.entries, self.entries.len() - 1);
+        None
     }
 
     /// The value of a key.
     pub fn get(&self, key: impl Into<Key>) -> Option<&Value> {
-        self.0.get(&key.into())
+        self.at(&key.into())
+    }
+
+    fn at(&self, key: &Key) -> Option<&Value> {
+        self.find(key).map(|place| &self.entries[place].1)
     }
 
     /// The value of a key, to be changed.
     pub fn get_mut(&mut self, key: impl Into<Key>) -> Option<&mut Value> {
-        self.0.get_mut(&key.into())
+        self.find(&key.into()).map(|place| &mut self.entries[place].1)
     }
 
     /// The entries in insertion order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Key, &Value)> + Clone {
-        self.0.iter()
+        self.entries.iter().map(|(key, value)| (key, value))
     }
 
     /// How many entries.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.entries.len()
     }
 
     /// True if there are none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.entries.is_empty()
     }
 }
 
 impl<K: Into<Key>, V: Into<Value>> FromIterator<(K, V)> for Dict {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(entries: I) -> Self {
-        Self(entries.into_iter().map(|(key, value)| (key.into(), value.into())).collect())
+        let mut dict = Self::new();
+        for (key, value) in entries {
+            dict.insert(key, value);
+        }
+        dict
     }
 }
 
 impl IntoIterator for Dict {
     type Item = (Key, Value);
-    type IntoIter = indexmap::map::IntoIter<Key, Value>;
+    type IntoIter = std::vec::IntoIter<(Key, Value)>;
 
     fn into_iter(self) -> Self::IntoIter {
-        self.0.into_iter()
+        self.entries.into_iter()
     }
 }
 
@@ -312,7 +366,7 @@ fn child<'a>(value: &'a Value, step: &Step) -> Option<&'a Value> {
             | Value::NamedTuple(_, dict)
             | Value::Divergent(dict),
             Step::Key(key),
-        ) => dict.0.get(key),
+        ) => dict.at(key),
         (Value::List(values) | Value::Tuple(values), Step::Index(index)) => {
             values.get(usize::try_from(*index).ok()?)
         }

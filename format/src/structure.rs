@@ -379,12 +379,3 @@ fn listed<'a>(
     let child = |(index, value)| (Branch::Index(index), structure_of(value, places));
     Tree::Container(container, (0..).zip(values).map(child).collect())
 }
-
-/// The tensor of a reference, sharing the bytes of its storage.
-pub(crate) fn tensor_of(
-    reference: TensorReference,
-    storage: &mut impl FnMut(u32) -> Result<Bytes>,
-) -> Result<Tensor> {
-    let bytes = reference.storage.map(storage).transpose()?.unwrap_or_default();
-    Tensor::new(reference.meta, bytes.into(), reference.byte_offset)
-}

@@ -143,36 +143,40 @@ impl Views<'_> {
             .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
     }
 
-    /// Writes the index into memory of its length: the tables in order, then the root.
+    /// Calls `put` with the bytes of the index in order: the tables, then the root.
     ///
     /// # Errors
     ///
-    /// `TooLarge` if the index would exceed the limit.
-    pub(crate) fn write_into(&self, index: &mut [u8]) -> Result<()> {
+    /// `TooLarge` if the index would exceed the limit; what `put` refuses.
+    pub(crate) fn each_part(&self, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let too_large = || Error::new(ErrorKind::TooLarge);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
-        let (starts, _) = place(&counts).ok_or_else(too_large)?;
-        let (tables, root) = index.split_at_mut(index.len() - ROOT_LEN);
+        let (starts, tables_end) = place(&counts).ok_or_else(too_large)?;
+        let root = tables_end.checked_next_multiple_of(ROOT_ALIGN).ok_or_else(too_large)?;
         let mut end = 0;
-        for ((_, bytes), start) in parts.iter().zip(starts) {
-            tables[end..start].fill(0);
-            end = start + bytes.len();
-            tables[start..end].copy_from_slice(bytes);
-        }
-        tables[end..].fill(0);
-        let (fields, _) = root.as_chunks_mut::<{ size_of::<TableRef>() }>();
-        for ((number, field), (start, count)) in
-            fields.iter_mut().enumerate().zip(starts.into_iter().zip(counts))
+        let mut fields = [TableRef::zeroed(); TABLES];
+        for ((number, field), ((count, bytes), start)) in
+            fields.iter_mut().enumerate().zip(parts.into_iter().zip(starts))
         {
-            let from = tables.len() + number * size_of::<TableRef>();
-            let from = i32::try_from(from).map_err(|_| too_large())?;
+            put(gap(end..start))?;
+            put(bytes)?;
+            end = start + bytes.len();
+            let from = i32::try_from(root + number * size_of::<TableRef>());
+            let from = from.map_err(|_| too_large())?;
             let start = i32::try_from(start).map_err(|_| too_large())?;
             let len = u32::try_from(count).map_err(|_| too_large())?;
-            *field = bytemuck::cast(TableRef { rel: (start - from).into(), len: len.into() });
+            *field = TableRef { rel: (start - from).into(), len: len.into() };
         }
-        Ok(())
+        put(gap(end..root))?;
+        put(bytemuck::cast_slice(&fields))
     }
+}
+
+/// The zeros between two tables.
+fn gap(range: Range<usize>) -> &'static [u8] {
+    // Tables are aligned to 8 bytes at most.
+    &[0; 8][..range.len()]
 }
 
 /// The number of a record or of an entry.
@@ -180,6 +184,7 @@ impl Views<'_> {
 /// # Errors
 ///
 /// `TooLarge` if records have no room for it.
+#[inline]
 pub(crate) fn number(count: usize) -> Result<u32> {
     u32::try_from(count).ok().filter(|number| *number != record::NONE).ok_or_else(|| {
         Error::new(ErrorKind::TooLarge).note("a table would exceed 2^32 - 1 entries")

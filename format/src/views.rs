@@ -98,6 +98,7 @@ impl<'a> Views<'a> {
         Err(low)
     }
 
+    #[inline]
     pub(crate) fn key_proven(&self, node: usize) -> KeyOrder<'a> {
         self.key_order(&self.nodes[node]).expect("the validator has proven the key")
     }

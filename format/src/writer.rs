@@ -1,6 +1,7 @@
 //! Archives that are written as their tensors come, sizes unknown ahead.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use crate::arrange::Arranger;
 use crate::encode::{AttrValue, Attrs, encode};
@@ -8,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Sum, jobs};
 use crate::frame;
 use crate::key::{Key, ObjectPath, Step};
-use crate::layout::tail;
+use crate::layout::write_tail;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
 use crate::state_dict::Value;
@@ -92,7 +93,7 @@ impl<W: Write> ArchiveWriter<W> {
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
-        let sources: std::sync::Arc<[_]> = std::mem::take(&mut self.arranger.sources).into();
+        let sources = Arc::new(std::mem::take(&mut self.arranger.sources));
         // An entry without bytes leaves the end of the head unwritten for now.
         let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };
         let written = std::mem::replace(&mut self.written, end);
@@ -128,10 +129,11 @@ impl<W: Write> ArchiveWriter<W> {
         let attrs = self.arranger.attrs(&self.options);
         let tables = encode(&root.as_tree(), &attrs, &[])?;
         let index_off = self.arranger.index_off()?;
-        for job in jobs(self.written..index_off, None, &[].into()) {
+        for job in jobs(self.written..index_off, None, &Arc::default()) {
             let _no_checksums = job.write_to(&mut self.stream)?;
         }
-        self.stream.write_all(&tail(&self.arranger.storages.views(&tables), index_off)?)?;
+        let views = self.arranger.storages.views(&tables);
+        write_tail(&views, index_off, &mut self.stream)?;
         Ok(self.stream)
     }
 }

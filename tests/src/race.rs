@@ -2,18 +2,14 @@
 //! all of them alike, and only ratios are reported.
 
 use std::fmt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Something that is timed.
 pub struct Runner<'a> {
     /// Its name in the table.
     pub name: &'a str,
-    /// What it does.
-    pub run: Box<dyn FnMut() + 'a>,
-    /// What happens before it, and after it, while no time is taken.
-    pub before: Option<Box<dyn FnMut() + 'a>>,
-    /// As `before`.
-    pub after: Option<Box<dyn FnMut() + 'a>>,
+    /// Does it, and says how long that took.
+    pub run: Box<dyn FnMut() -> Duration + 'a>,
     /// What its figure should be.
     pub target: Option<Target>,
 }
@@ -46,34 +42,40 @@ pub fn verdict(is_met: bool) -> &'static str {
 
 impl<'a> Runner<'a> {
     /// A runner.
-    pub fn new(name: &'a str, run: impl FnMut() + 'a) -> Self {
-        Self { name, run: Box::new(run), before: None, after: None, target: None }
+    pub fn new(name: &'a str, mut run: impl FnMut() + 'a) -> Self {
+        Self::timed(name, move || {
+            let start = Instant::now();
+            run();
+            start.elapsed()
+        })
+    }
+
+    /// One that times itself, such as another process.
+    pub fn timed(name: &'a str, run: impl FnMut() -> Duration + 'a) -> Self {
+        Self { name, run: Box::new(run), target: None }
     }
 
     /// The same, with something that happens before each run and takes no time.
     #[must_use]
-    pub fn before(self, before: impl FnMut() + 'a) -> Self {
-        Self { before: Some(Box::new(before)), ..self }
+    pub fn before(self, mut before: impl FnMut() + 'a) -> Self {
+        let mut run = self.run;
+        let run = move || {
+            before();
+            run()
+        };
+        Self { run: Box::new(run), ..self }
     }
 
     /// The same, with something that happens after each run and takes no time.
     #[must_use]
-    pub fn after(self, after: impl FnMut() + 'a) -> Self {
-        Self { after: Some(Box::new(after)), ..self }
-    }
-
-    /// Runs, and says how many seconds that took.
-    fn time(&mut self) -> f64 {
-        if let Some(before) = &mut self.before {
-            before();
-        }
-        let start = Instant::now();
-        (self.run)();
-        let seconds = start.elapsed().as_secs_f64();
-        if let Some(after) = &mut self.after {
+    pub fn after(self, mut after: impl FnMut() + 'a) -> Self {
+        let mut run = self.run;
+        let run = move || {
+            let span = run();
             after();
-        }
-        seconds
+            span
+        };
+        Self { run: Box::new(run), ..self }
     }
 
     /// The same with what its figure should be, which is printed beside it.
@@ -89,13 +91,13 @@ impl<'a> Runner<'a> {
 pub fn race(title: &str, bytes: Option<u64>, rounds: usize, mut runners: Vec<Runner<'_>>) {
     let mut seconds = vec![Vec::with_capacity(rounds); runners.len()];
     for runner in &mut runners {
-        runner.time();
+        (runner.run)();
     }
     for round in 0..rounds {
         for turn in 0..runners.len() {
             // Nobody always comes after the same one.
             let at = (turn + round) % runners.len();
-            seconds[at].push(runners[at].time());
+            seconds[at].push((runners[at].run)().as_secs_f64());
         }
     }
     println!("{title} ({rounds} rounds, interleaved; medians)");

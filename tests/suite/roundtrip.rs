@@ -152,6 +152,42 @@ fn keys_keep_their_types() {
     assert_eq!(archive.value(&exact).unwrap(), Value::from(tensor(1)));
 }
 
+/// Readers prove the order, so the writer must find it whatever keys have in common.
+#[test]
+fn keys_are_ordered_wherever_they_differ() {
+    for shared in [0, 1, 23, 24, 25, 4000] {
+        let texts = ["", "\0", "\0\0", "a", "a\0", "b", "a23456789012345678901234", "\u{10ffff}"];
+        let longer = texts.map(|text| format!("a23456789012345678901234{text}"));
+        let texts = texts.iter().copied().chain(longer.iter().map(String::as_str));
+        let texts: std::collections::BTreeSet<_> = texts.collect();
+        let shared = "s".repeat(shared);
+        let mut dict = StateDict::new();
+        for text in texts.iter().rev() {
+            dict.insert(format!("{shared}{text}"), 0);
+            dict.insert(Key::Bytes(format!("{shared}{text}").into()), 1);
+        }
+        assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
+        dict.insert(-1, 2);
+        dict.insert(i64::MAX, 3);
+        assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
+    }
+}
+
+#[test]
+fn a_dict_that_was_loaded_can_be_changed() {
+    let dict = Dict::from_iter([("a", 0), ("b", 1)]);
+    let bytes = encode(&StateDict::from_value(dict.clone().into()).unwrap());
+    let mut loaded = Archive::from_bytes(bytes).unwrap().to_state_dict().unwrap();
+    assert_eq!(loaded.insert("a", 2), Some(Value::from(0)));
+    assert_eq!(loaded.insert("c", 3), None);
+    assert_eq!(loaded.insert("c", 4), Some(Value::from(3)));
+    *loaded.entries_mut().get_mut("b").unwrap() = Value::None;
+    let expected = [("a", Value::from(2)), ("b", Value::None), ("c", Value::from(4))];
+    assert_eq!(loaded.entries(), &Dict::from_iter(expected));
+    assert_eq!(loaded.entries().get("c"), Some(&Value::from(4)));
+    assert_eq!(dict.get("c"), None);
+}
+
 #[test]
 fn what_cannot_be_stored_is_named() {
     let mut dict = StateDict::new();

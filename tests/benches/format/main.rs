@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod compress;
+mod dcp;
 mod encode;
 mod lookup;
 mod model;

@@ -6,15 +6,19 @@ use safetensors::SafeTensors;
 use tssd_format::{Archive, Layout, Node, Options, StateDict, Tensor, Value};
 use tssd_tests::race::{Runner, Target, race};
 
+use crate::dcp::Peer;
 use crate::model::{name, views};
+
+const TENSORS: usize = 10_000;
 
 /// Row 5. safetensors makes a view of each tensor. We make all of the state dict again, or, in the second
 /// of our lines, the reference of each tensor with its bytes. What is loaded is dropped in the same turn.
+#[expect(clippy::print_stdout, reason = "a bench says what it leaves out")]
 pub(crate) fn save_and_load() {
     let folder = tempfile::tempdir().unwrap();
     let [their_path, our_path] = ["theirs", "ours"].map(|name| folder.path().join(name));
     let mut dict = StateDict::new();
-    for number in 0..10_000 {
+    for number in 0..TENSORS {
         dict.insert(name(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
     }
     let views = views(&dict);
@@ -46,6 +50,24 @@ pub(crate) fn save_and_load() {
                 load(std::fs::read(&our_path).unwrap());
             })
             .target(Target::Speed(5.0)),
+        ],
+    );
+    let names: Vec<String> = (0..TENSORS).map(name).collect();
+    let Some(mut peer) = Peer::start(&folder.path().join("dcp"), &names) else {
+        println!("5. DCP is left out: `cargo xtask test --all` makes the environment with torch\n");
+        return;
+    };
+    race(
+        "5. save and load 10,000 tensors of one element, a file, beside DCP",
+        None,
+        3,
+        vec![
+            Runner::timed("DCP: save; load", || peer.save_and_load()),
+            Runner::new("tssd: write; read, to_state_dict", || {
+                std::fs::write(&our_path, save(&dict)).unwrap();
+                load(std::fs::read(&our_path).unwrap());
+            })
+            .target(Target::Speed(50.0)),
         ],
     );
 }

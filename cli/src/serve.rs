@@ -21,6 +21,9 @@ pub(crate) struct Args {
     /// Where to listen: a path, or the name of a store (a socket in the user's runtime directory)
     #[arg(long, value_name = "PATH", default_value = "default")]
     socket: PathBuf,
+    /// The directory for versions that must last (put --durability disk)
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
     /// How many of the newest versions of a key are kept, unless somebody says otherwise
     #[arg(long, value_name = "COUNT", default_value = "1")]
     keep: NonZeroU32,
@@ -41,6 +44,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if name.is_none() {
         options.socket.clone_from(&args.socket);
     }
+    options.root.clone_from(&args.root);
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
     if let Some(Size(limit)) = args.memory_limit {

@@ -160,10 +160,7 @@ impl Daemon {
     pub fn bind(options: crate::DaemonOptions) -> Result<Self> {
         let runtime = Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
-        let daemon = {
-            let _context = runtime.enter();
-            crate::Daemon::bind(options)?
-        };
+        let daemon = runtime.block_on(crate::Daemon::bind(options))?;
         Ok(Self { daemon, runtime })
     }
 

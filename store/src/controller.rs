@@ -17,8 +17,8 @@ use tssd_format::Blob;
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{
-    Contribution as Contributed, Digest, JobId, Selection, Selector, Status, Timestamp, Version,
-    VersionId, WriterSet,
+    Contribution as Contributed, Digest, Durability, JobId, Selection, Selector, Status, Timestamp,
+    Version, VersionId, WriterSet,
 };
 use crate::status::DaemonStatus;
 use crate::volume::Part;
@@ -85,6 +85,8 @@ pub(crate) struct Proposal {
     pub(crate) number: Option<u64>,
     #[serde(default)]
     pub(crate) rewind: bool,
+    #[serde(default)]
+    pub(crate) durability: Durability,
     /// Length of the archive in bytes.
     pub(crate) file_len: u64,
     /// For how long others are waited for.

@@ -12,7 +12,7 @@ use tssd_format::{Blob, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value
 use crate::controller::LocalController;
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ledger::Timestamp;
+use crate::ledger::{Durability, Timestamp};
 use crate::ledgers::SharedLedgers;
 use crate::meta::{MemoryMeta, MetaStore};
 use crate::volume::{MemoryVolume, Reservation, Volume};
@@ -76,9 +76,14 @@ impl MetaStore for Mortal<Arc<MemoryMeta>> {
 
 #[deny(clippy::missing_trait_methods)]
 impl Volume for Mortal<MemoryVolume> {
-    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>> {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
         self.life.step()?;
-        self.inner.reserve(name, len)
+        self.inner.reserve(name, len, durability)
     }
 
     fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {

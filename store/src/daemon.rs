@@ -3,6 +3,7 @@
 mod house;
 mod place;
 mod session;
+mod tiers;
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use tokio::net::UnixListener;
 use self::house::House;
 pub use self::place::default_memory_limit;
 pub(crate) use self::place::socket_of;
-use crate::disk::Lock;
+use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How many connections there are at most.
@@ -28,6 +29,9 @@ const DRAIN: Duration = Duration::from_secs(10);
 pub struct DaemonOptions {
     /// Where it listens. Its folder must be there.
     pub socket: PathBuf,
+    /// The directory for versions that must last; none keeps everything in memory. No other process may
+    /// use it meanwhile, but through the daemon.
+    pub root: Option<PathBuf>,
     /// How many of the newest versions of a key are kept, as long as nobody says otherwise.
     pub keep: NonZeroU32,
     /// How many bytes of memory segments take at most, together.
@@ -42,7 +46,7 @@ pub struct Daemon {
     house: Arc<House>,
     options: DaemonOptions,
     /// Held as long as the daemon lives, however it ends.
-    _lock: Lock,
+    _locks: Vec<Lock>,
 }
 
 impl DaemonOptions {
@@ -55,6 +59,7 @@ impl DaemonOptions {
     pub fn of(name: &str) -> Result<Self> {
         Ok(Self {
             socket: socket_of(name)?,
+            root: None,
             keep: NonZeroU32::MIN,
             memory_limit: default_memory_limit()?,
             allow_uids: Vec::new(),
@@ -68,7 +73,7 @@ impl Daemon {
     /// # Errors
     ///
     /// `Busy` if another daemon does, with its process; `Io` if the system does not let it.
-    pub fn bind(options: DaemonOptions) -> Result<Self> {
+    pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
         let lock_path = lock_path(socket);
@@ -80,12 +85,16 @@ impl Daemon {
                 format_args!("a daemon, process {pid}, serves `{}` already", socket.display()),
             ));
         };
-        lock.write(std::process::id()).map_err(at)?;
+        lock.write(&format!("{}\n", std::process::id())).map_err(at)?;
+        let mut locks = vec![lock];
+        if let Some(root) = &options.root {
+            locks.push(claim(root, socket)?);
+        }
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
         let listener = UnixListener::bind(socket).map_err(at)?;
-        let house = Arc::new(House::new(&options));
-        Ok(Self { listener, house, options, _lock: lock })
+        let house = Arc::new(House::open(&options).await?);
+        Ok(Self { listener, house, options, _locks: locks })
     }
 
     /// Where it listens.
@@ -126,6 +135,21 @@ impl Daemon {
         let _ = tokio::time::timeout(DRAIN, all).await;
         Ok(())
     }
+}
+
+/// Takes a directory for this daemon alone, and says in it where the daemon is.
+fn claim(root: &Path, socket: &Path) -> Result<Lock> {
+    let at = |error| Error::io(root.display(), error);
+    let lock = Lock::take(&root.join(CLAIM)).map_err(at)?;
+    let lock = lock.ok_or_else(|| {
+        Error::new(
+            ErrorKind::Busy,
+            format_args!("other processes use `{}`, or another daemon does", root.display()),
+        )
+    })?;
+    let socket = std::path::absolute(socket).map_err(at)?;
+    lock.write(&socket.display().to_string()).map_err(at)?;
+    Ok(lock)
 }
 
 fn lock_path(socket: &Path) -> PathBuf {

@@ -12,6 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tssd_format::Map;
 
+/// The lock of a directory that a daemon serves, which says where the daemon listens.
+pub(crate) const CLAIM: &str = ".daemon";
+
 /// Temporary names begin so; no key, version or archive does.
 const TEMPORARY: &str = ".tmp-";
 
@@ -99,6 +102,13 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     optional(fs::read(path))
 }
 
+/// A file to read, and its length; none if there is no such file.
+pub(crate) fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
+    let Some(file) = optional(File::open(path))? else { return Ok(None) };
+    let len = file.metadata()?.len();
+    Ok(Some((file, len)))
+}
+
 /// A file as a map; none if there is no such file.
 #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
 pub(crate) fn map(path: &Path) -> io::Result<Option<Map>> {
@@ -157,10 +167,31 @@ impl Lock {
 }
 
 impl Lock {
-    /// Says in the locked file who holds it.
-    pub(crate) fn write(&self, pid: u32) -> io::Result<()> {
+    /// Shares a lock with others who share it; none if somebody holds it alone.
+    pub(crate) fn share(path: &Path) -> io::Result<Option<Self>> {
+        make_folders(parent(path)?)?;
+        let file = File::options().write(true).create(true).truncate(false).open(path)?;
+        match file.try_lock_shared() {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(fs::TryLockError::WouldBlock) => Ok(None),
+            Err(fs::TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// Says something in the locked file, for those who find it locked.
+    pub(crate) fn write(&self, text: &str) -> io::Result<()> {
         self.0.set_len(0)?;
-        self.0.write_all_at(format!("{pid}\n").as_bytes(), 0)
+        self.0.write_all_at(text.as_bytes(), 0)
+    }
+}
+
+/// Where the daemon listens that serves a directory, if one does.
+pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
+    let Some(file) = optional(File::open(root.join(CLAIM)))? else { return Ok(None) };
+    match file.try_lock_shared() {
+        Ok(()) => Ok(None),
+        Err(fs::TryLockError::WouldBlock) => fs::read_to_string(root.join(CLAIM)).map(Some),
+        Err(fs::TryLockError::Error(error)) => Err(error),
     }
 }
 

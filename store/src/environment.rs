@@ -1,6 +1,6 @@
 //! What a store takes from the world: the time and random identities.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
 use crate::ledger::Timestamp;
@@ -28,12 +28,6 @@ impl Environment for SystemEnvironment {
         getrandom::fill(&mut bytes).expect("the system has randomness");
         u128::from_le_bytes(bytes)
     }
-}
-
-/// Waits. The runtime of the caller may have no timer, so a thread that may wait does.
-pub(crate) async fn pause(span: Duration) {
-    // Only the end of the runtime cuts it short.
-    let _ = tokio::task::spawn_blocking(move || std::thread::sleep(span)).await;
 }
 
 /// Runs something that takes long on a thread that may.

@@ -32,7 +32,9 @@ pub use command::{Begin, Command, Commit, Effect, Outcome, Selection, Selector};
 pub use identity::{Digest, InvalidHexadecimal, JobId, LeaseId, Timestamp, VersionId};
 pub use refusal::{Reason, Refusal};
 pub use state::{Lease, State};
-pub use version::{ArchiveReference, Contribution, Fate, ManifestReference, Status, Version};
+pub use version::{
+    ArchiveReference, Contribution, Durability, Fate, ManifestReference, Status, Version,
+};
 pub use writers::{InvalidWriterSet, WriterSet};
 
 use std::time::Duration;

@@ -1,6 +1,7 @@
 //! Ledgers by key: where their states are, and who may advance one now.
 
 mod owned;
+mod records;
 mod shared;
 
 use std::sync::Arc;

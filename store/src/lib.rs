@@ -53,7 +53,7 @@ pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use error::{Error, ErrorKind, Result};
 pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
-pub use ledger::{JobId, Refusal, VersionId, WriterSet};
+pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use put::{PutOptions, PutReport, Replicas};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};

@@ -17,7 +17,7 @@ use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Proposal, di
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, JobId, VersionId, WriterSet};
+use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
 
@@ -50,6 +50,9 @@ pub struct PutOptions {
     pub compression: Compression,
     /// Whether the archive gets digests: one BLAKE3 for each storage, and one for all.
     pub digests: bool,
+    /// Whether the version is to outlive the daemon that holds it; all writers must say the same.
+    /// A store in a directory keeps all that is put on disk.
+    pub durability: Durability,
     /// For how long to wait for others at most.
     pub timeout: Duration,
 }
@@ -68,6 +71,7 @@ impl Default for PutOptions {
             allow_opaque: false,
             compression: Compression::None,
             digests: false,
+            durability: Durability::default(),
             timeout: Duration::from_mins(1),
         }
     }
@@ -158,6 +162,7 @@ pub(crate) async fn put(
         call,
         number: options.version,
         rewind: options.rewind,
+        durability: options.durability,
         file_len: bytes,
         timeout: options.timeout,
     };

@@ -30,12 +30,17 @@ use crate::volume::{DirectoryVolume, MemoryVolume};
 /// Calls that read and write run on threads that may wait; [`Store::get_state_dict_into`] copies
 /// before it returns, so that no one touches the caller's memory later.
 ///
+/// # Panics
+///
+/// Its calls panic outside a tokio runtime with time and I/O enabled. [`crate::blocking::Store`] brings
+/// one.
+///
 /// # Examples
 ///
 /// ```
 /// use tssd_format::{StateDict, Tensor};
 /// use tssd_store::{GetOptions, Key, PutOptions, Store};
-/// # tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
 /// let store = Store::memory();
 /// let key = Key::new("policy")?;
 /// let mut dict = StateDict::new();
@@ -107,7 +112,7 @@ impl Store {
 
     /// The store at an address:
     ///
-    /// - `PATH` or `file:PATH`: a directory that is there;
+    /// - `PATH` or `file:PATH`: a directory that is there, or the daemon that serves it;
     /// - `unix:PATH`: the daemon that listens at that socket; `unix:NAME`: the user's of that name;
     /// - `memory:`: a new one in this process.
     ///
@@ -117,7 +122,10 @@ impl Store {
     pub async fn connect(url: &str) -> Result<Self> {
         match Address::of(url)? {
             Address::Memory => Ok(Self::memory()),
-            Address::Directory(path) => Self::open_directory(path),
+            Address::Directory(path) => match claimed_by(path)? {
+                Some(socket) => Self::daemon(Path::new(&socket)).await,
+                None => Self::open_directory(path),
+            },
             Address::Socket(path) => Self::daemon(path).await,
         }
     }
@@ -146,8 +154,10 @@ impl Store {
     /// As [`Store::connect`].
     pub async fn create(url: &str) -> Result<Self> {
         match Address::of(url)? {
-            Address::Directory(path) => Self::directory(path),
-            Address::Memory | Address::Socket(_) => Self::connect(url).await,
+            Address::Directory(path) if claimed_by(path)?.is_none() => Self::directory(path),
+            Address::Directory(_) | Address::Memory | Address::Socket(_) => {
+                Self::connect(url).await
+            }
         }
     }
 
@@ -479,6 +489,11 @@ impl<'a> Address<'a> {
             _ => Ok(Self::Directory(Path::new(url))),
         }
     }
+}
+
+/// Where the daemon listens that serves a directory.
+fn claimed_by(path: &Path) -> Result<Option<String>> {
+    disk::claimed_by(path).map_err(|error| unreachable_at(path, &error))
 }
 
 fn selector(version: Option<u64>) -> Selector {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tssd_format::{Blob, Fill, Filled};
 
 use crate::error::Result;
+use crate::ledger::Durability;
 
 pub(crate) use directory::DirectoryVolume;
 pub(crate) use memory::MemoryVolume;
@@ -20,9 +21,10 @@ pub(crate) use memory::MemoryVolume;
 /// - Names are `/`-separated.
 /// - A blob that is open stays readable after it is deleted.
 pub(crate) trait Volume: Send + Sync {
-    /// Room for a new blob of this many bytes. Nobody sees it before it is sealed; dropping it
-    /// gives the room back.
-    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>>;
+    /// Room for a new blob of this many bytes, which is to be at least so durable. Nobody sees it
+    /// before it is sealed; dropping it gives the room back.
+    fn reserve(&self, name: &str, len: u64, durability: Durability)
+    -> Result<Box<dyn Reservation>>;
 
     /// A blob, if it is there.
     fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>>;
@@ -43,8 +45,7 @@ pub(crate) trait Reservation: Send {
     /// on a thread of its own.
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;
 
-    /// Makes it visible under its name, durably if the volume is durable; false if the name is
-    /// taken.
+    /// Makes it visible under its name, as durable as it is to be; false if the name is taken.
     fn seal(self: Box<Self>) -> Result<bool>;
 }
 

@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 
 use tempfile::TempDir;
@@ -20,10 +20,20 @@ pub struct Served {
 impl Served {
     /// A daemon that keeps one version and takes at most so many bytes of memory.
     pub fn new(memory_limit: u64) -> Self {
+        Self::with(memory_limit, None)
+    }
+
+    /// The same, which keeps in a directory what must last.
+    pub fn over(root: &Path) -> Self {
+        Self::with(1 << 30, Some(root.to_owned()))
+    }
+
+    fn with(memory_limit: u64, root: Option<PathBuf>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
         let daemon = Daemon::bind(DaemonOptions {
             socket: folder.path().join("socket"),
+            root,
             keep: NonZeroU32::MIN,
             memory_limit,
             allow_uids: Vec::new(),

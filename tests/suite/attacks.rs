@@ -157,7 +157,8 @@ fn few_threads_are_enough_for_many_puts() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .max_blocking_threads(2)
-        .build() // without a timer
+        .enable_time()
+        .build()
         .unwrap();
     let store = tssd_store::Store::directory(folder.path()).unwrap();
     let put = |key: Key, step| {

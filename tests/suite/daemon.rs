@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use tssd_format::{StateDict, Storage, Tensor, TensorMeta, Value};
 use tssd_store::blocking::{Daemon, Store};
-use tssd_store::{DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions, Target};
+use tssd_store::{
+    DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
+};
 use tssd_tests::served::Served;
 
 const MIB: u64 = 1 << 20;
@@ -190,6 +192,7 @@ fn one_daemon_serves_a_socket() {
     let served = Served::new(1 << 30);
     let options = || DaemonOptions {
         socket: served.socket(),
+        root: None,
         keep: std::num::NonZeroU32::MIN,
         memory_limit: 1 << 20,
         allow_uids: Vec::new(),
@@ -208,6 +211,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     assert!(socket.exists());
     let daemon = Daemon::bind(DaemonOptions {
         socket: socket.clone(),
+        root: None,
         keep: std::num::NonZeroU32::MIN,
         memory_limit: 1 << 20,
         allow_uids: Vec::new(),
@@ -390,4 +394,107 @@ fn a_writer_that_goes_in_the_middle_leaves_no_half() {
     }
     assert_eq!(step_of(&get(&store)), 3);
     assert_eq!(store.versions(&key()).unwrap().len(), 1);
+}
+
+fn durable() -> PutOptions {
+    PutOptions { durability: Durability::Disk, ..PutOptions::default() }
+}
+
+#[test]
+fn what_is_durable_outlives_the_daemon() {
+    let folder = tempfile::tempdir().unwrap();
+    let (lasting, passing) = (Key::new("lasting").unwrap(), Key::new("passing").unwrap());
+    let served = Served::over(folder.path());
+    let store = served.connect();
+    for step in 1..=2 {
+        store.put_state_dict(&lasting, &model(step, 1), &durable()).unwrap();
+    }
+    store.pin(&lasting, None, "best").unwrap();
+    // The newest of this key is in memory alone, and goes with it.
+    store.put_state_dict(&lasting, &model(3, 1), &PutOptions::default()).unwrap();
+    store.put_state_dict(&passing, &model(1, 1), &PutOptions::default()).unwrap();
+    drop(store);
+    drop(served);
+
+    let served = Served::over(folder.path());
+    let store = served.connect();
+    assert_eq!(store.keys(None).unwrap(), std::slice::from_ref(&lasting));
+    let (dict, report) = store.get_state_dict(&lasting, &GetOptions::default()).unwrap();
+    assert_eq!((step_of(&dict), report.version), (2, 2));
+    assert_eq!(store.pins(&lasting).unwrap()["best"], 2);
+    let error = store
+        .put_state_dict(&lasting, &model(2, 1), &PutOptions { version: Some(1), ..durable() })
+        .unwrap_err();
+    assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
+    store.unpin(&lasting, "best").unwrap();
+    store.put_state_dict(&lasting, &model(4, 1), &durable()).unwrap();
+    assert_eq!(step_of(&dict), 2, "a view of a file that is deleted stays");
+    drop(dict);
+    let mut folders: Vec<_> = std::fs::read_dir(folder.path().join("lasting"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    folders.sort();
+    assert_eq!(folders, [".ledger", "0-3"], "the third is what readers had seen last: {folders:?}");
+    // What it wrote is a store in a directory like any other.
+    drop(store);
+    drop(served);
+    let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
+    let (dict, _) = store.get_state_dict(&lasting, &GetOptions::default()).unwrap();
+    assert_eq!(step_of(&dict), 4);
+}
+
+#[test]
+fn writers_agree_on_durability_and_a_daemon_without_a_directory_has_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let served = Served::over(folder.path());
+    let options = |writer, durability| PutOptions {
+        version: Some(1),
+        writer: Some(writer),
+        writers: Some((0..2).collect()),
+        job: Some(JobId("job".into())),
+        durability,
+        ..PutOptions::default()
+    };
+    let store = served.connect();
+    let mut dict = StateDict::new();
+    dict.insert("step", 1_i64);
+    store.put_state_dict(&key(), &dict, &options(0, Durability::Disk)).unwrap();
+    let error = store.put_state_dict(&key(), &dict, &options(1, Durability::Memory)).unwrap_err();
+    assert!(matches!(error.refusal(), Some(Refusal::DurabilityDisagrees { .. })), "{error}");
+    let store = Served::new(1 << 30);
+    let error = store.connect().put_state_dict(&key(), &dict, &durable()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("--root"), "{error}");
+    let error = Store::memory().unwrap().put_state_dict(&key(), &dict, &durable()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn a_directory_has_one_daemon_or_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let direct = Store::directory(folder.path()).unwrap();
+    put(&direct, 1, 1);
+    let options = |socket: &str| DaemonOptions {
+        socket: folder.path().join(socket),
+        root: Some(folder.path().to_owned()),
+        keep: std::num::NonZeroU32::MIN,
+        memory_limit: 1 << 30,
+        allow_uids: Vec::new(),
+    };
+    let error = Daemon::bind(options("one")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "somebody writes it directly: {error}");
+    drop(direct);
+    let served = Served::over(folder.path());
+    let error = Daemon::bind(options("two")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    // Whoever opens it directly may read; who writes is told where the daemon is.
+    let direct = Store::directory(folder.path()).unwrap();
+    assert_eq!(step_of(&get(&direct)), 1);
+    let error = direct.put_state_dict(&key(), &model(2, 1), &PutOptions::default()).unwrap_err();
+    assert!(error.to_string().contains(&served.url()), "{error}");
+    // By its address it is the daemon's.
+    let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
+    store.put_state_dict(&key(), &model(2, 1), &durable()).unwrap();
+    assert_eq!(step_of(&get(&served.connect())), 2);
 }

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use tssd_store::ledger::{
-    ArchiveReference, Begin, Command, Commit, Contribution, Digest, Effect, Fate, JobId, LeaseId,
-    MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome, Refusal, Selection,
-    Selector, State, Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+    ArchiveReference, Begin, Command, Commit, Contribution, Digest, Durability, Effect, Fate,
+    JobId, LeaseId, MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome,
+    Refusal, Selection, Selector, State, Status, Step, Timestamp, Version, VersionId, WriterSet,
+    pending, step,
 };
 
 proptest! {
@@ -88,7 +89,20 @@ fn any_begin() -> impl Strategy<Value = Begin> {
         let (writers, writer) = party;
         let ((number, call), (rewind, writers_defaulted)) = (name, flags);
         let (id, now) = (VersionId(0), Timestamp(0));
-        Begin { writer, writers, writers_defaulted, job, call, number, rewind, digest, id, now }
+        let durability = Durability::Memory;
+        Begin {
+            writer,
+            writers,
+            writers_defaulted,
+            job,
+            call,
+            number,
+            rewind,
+            durability,
+            digest,
+            id,
+            now,
+        }
     })
 }
 
@@ -261,6 +275,7 @@ impl World {
                 call: None,
                 number: Some(number),
                 rewind: false,
+                durability: Durability::Memory,
                 digest: None,
                 id: VersionId(u128::MAX - self.proposed),
                 now: Timestamp(self.now),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tssd_format::Compression;
-use tssd_store::{JobId, KeyVersion, PutOptions};
+use tssd_store::{Durability, JobId, KeyVersion, PutOptions};
 
 use super::{Address, failure};
 use crate::console::Console;
@@ -42,9 +42,21 @@ pub(crate) struct Args {
     /// Compress all storages, after a byte shuffle: reading takes longer
     #[arg(long)]
     zstd: bool,
+    /// Whether the version outlives the daemon; a store in a directory keeps all on disk
+    #[arg(long, value_enum, default_value_t = Lasts::Memory)]
+    durability: Lasts,
     /// Write digests: a BLAKE3 for each storage, and one for all
     #[arg(long)]
     digest: bool,
+}
+
+/// What a version outlives.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Lasts {
+    /// Nothing: it ends with the daemon
+    Memory,
+    /// The daemon, and a power cut
+    Disk,
 }
 
 /// One writer's contribution; usually there is only one writer.
@@ -71,6 +83,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         allow_opaque: args.allow_opaque,
         compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
         digests: args.digest,
+        durability: match args.durability {
+            Lasts::Memory => Durability::Memory,
+            Lasts::Disk => Durability::Disk,
+        },
         ..PutOptions::default()
     };
     let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;

@@ -68,6 +68,8 @@ struct Inner {
 struct Segment {
     memory: OwnedFd,
     capacity: u64,
+    /// How much of the limit it takes: nothing, if it is a file.
+    cost: u64,
     writer: Writer,
     /// Blobs that are in it.
     blobs: usize,
@@ -89,7 +91,7 @@ enum Writer {
 }
 
 struct Retired {
-    capacity: u64,
+    cost: u64,
     mappers: BTreeSet<PeerId>,
 }
 
@@ -233,6 +235,19 @@ impl Pool {
         self.inner().blobs.get(name).copied()
     }
 
+    /// Takes a file as a segment of one blob: it costs no memory.
+    pub(crate) fn adopt(&self, name: &str, file: OwnedFd, len: u64) -> Span {
+        let mut inner = self.inner();
+        if let Some(span) = inner.blobs.get(name) {
+            return *span;
+        }
+        let mut segment = Segment::new(file, len, Writer::Gone);
+        (segment.cost, segment.blobs) = (0, 1);
+        let span = Span { segment: inner.add(segment), offset: 0, len };
+        inner.blobs.insert(name.to_owned(), span);
+        span
+    }
+
     /// The names of blobs that begin with a prefix.
     pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
         let inner = self.inner();
@@ -343,7 +358,7 @@ impl Pool {
         Memory {
             limit: self.limit,
             used: inner.used,
-            retired: inner.retired.values().map(|retired| retired.capacity).sum(),
+            retired: inner.retired.values().map(|retired| retired.cost).sum(),
             warm: inner.segments.values().filter(warm).map(|segment| segment.capacity).sum(),
             segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
             recycled: inner.recycled,
@@ -357,8 +372,8 @@ impl Inner {
     fn add(&mut self, segment: Segment) -> SegmentId {
         let id = self.next;
         self.next += 1;
-        self.used += segment.capacity;
-        self.created_bytes += segment.capacity;
+        self.used += segment.cost;
+        self.created_bytes += segment.cost;
         self.segments.insert(id, segment);
         id
     }
@@ -377,7 +392,7 @@ impl Inner {
     /// Closes a segment. Its bytes count until nobody has it mapped.
     fn retire(&mut self, id: SegmentId) {
         let Some(segment) = self.segments.remove(&id) else { return };
-        self.retired_bytes += segment.capacity;
+        self.retired_bytes += segment.cost;
         let mut mappers = segment.readers;
         if let Writer::Peer(writer) = segment.writer {
             mappers.insert(writer);
@@ -389,9 +404,9 @@ impl Inner {
             }
         }
         if mappers.is_empty() {
-            self.used -= segment.capacity;
+            self.used -= segment.cost;
         } else {
-            self.retired.insert(id, Retired { capacity: segment.capacity, mappers });
+            self.retired.insert(id, Retired { cost: segment.cost, mappers });
         }
     }
 
@@ -403,7 +418,7 @@ impl Inner {
                 retired.mappers.remove(&peer);
             }
             if retired.mappers.is_empty() {
-                freed += retired.capacity;
+                freed += retired.cost;
             }
             !retired.mappers.is_empty()
         });
@@ -416,6 +431,7 @@ impl Segment {
         Self {
             memory,
             capacity,
+            cost: capacity,
             writer,
             blobs: 0,
             is_lent: false,

@@ -7,6 +7,7 @@ use tssd_format::Blob;
 
 use super::pool::Pool;
 use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::Durability;
 use crate::volume::{Part, Reservation, Volume, split};
 
 /// The blobs of a pool, by name. What is written here lies in segments of the daemon.
@@ -14,7 +15,12 @@ use crate::volume::{Part, Reservation, Volume, split};
 pub(crate) struct ArenaVolume(pub(crate) Arc<Pool>);
 
 impl Volume for ArenaVolume {
-    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>> {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        _durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
         let len = usize::try_from(len)
             .map_err(|_| Error::new(ErrorKind::Invalid, "it does not fit into memory"))?;
         Ok(Box::new(Reserved { pool: self.0.clone(), name: name.to_owned(), bytes: vec![0; len] }))

@@ -6,7 +6,7 @@ use super::local::{LocalController, Place};
 use super::{Contribution, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
-use crate::volume::{Part, Reservation};
+use crate::volume::{Part, Reservation, Volume};
 
 /// A contribution to a version. One that is dropped undecided, because its future was, withdraws
 /// itself.
@@ -26,8 +26,9 @@ impl Attempt {
     /// Makes room for the archive.
     pub(super) async fn reserve(&mut self) -> Result<()> {
         let Some(place) = &self.place else { return Ok(()) };
-        let (path, len) = (place.path(), self.file_len);
-        let reserved = self.controller.on_disk(move |volume| volume.reserve(&path, len)).await;
+        let (path, len, durability) = (place.path(), self.file_len, place.durability);
+        let reserve = move |volume: &dyn Volume| volume.reserve(&path, len, durability);
+        let reserved = self.controller.on_disk(reserve).await;
         match reserved {
             Ok(reservation) => self.reservation = Some(reservation),
             Err(error) => return Err(self.end(error).await),

@@ -19,9 +19,9 @@ use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Effect, Fate,
-    JobId, ManifestReference, Outcome, Refusal, Selection, Selector, State, Status, Step,
-    Timestamp, Version, VersionId, WriterSet, pending, step,
+    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Durability,
+    Effect, Fate, JobId, ManifestReference, Outcome, Refusal, Selection, Selector, State, Status,
+    Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::Ledgers;
 use crate::status::DaemonStatus;
@@ -59,6 +59,7 @@ pub(crate) struct Place {
     pub(crate) number: u64,
     pub(crate) writer: u32,
     pub(crate) job: Option<JobId>,
+    pub(crate) durability: Durability,
     /// Each try has a file of its own: one that died may have left another behind.
     pub(crate) file: String,
 }
@@ -127,6 +128,7 @@ impl LocalController {
             number,
             writer: proposal.writer,
             job: proposal.job.clone(),
+            durability: proposal.durability,
             file: format!("{}-{:032x}.tssd", proposal.writer, self.random()),
         };
         loop {
@@ -138,6 +140,7 @@ impl LocalController {
                 call: proposal.call,
                 number: proposal.number,
                 rewind: proposal.rewind,
+                durability: proposal.durability,
                 digest: None,
                 id,
                 now: self.now(),
@@ -246,6 +249,31 @@ impl LocalController {
         let _ = self.reclaim_owed(&place.key).await;
     }
 
+    /// Carries out what is owed of all keys, and deletes what a process that died has left behind: data
+    /// of versions that no ledger knows. Nobody else may use the store meanwhile.
+    pub(crate) async fn recover(&self) -> Result<()> {
+        for key in self.0.ledgers.keys().await? {
+            self.reclaim_owed(&key).await?;
+            let state = self.0.ledgers.state(&key).await?;
+            let known: Vec<String> =
+                state.versions().map(|version| folder(&key, version)).collect();
+            let path = key.to_path();
+            self.on_disk(move |volume| {
+                for name in volume.list(&path)?.iter().filter(|name| is_version(name)) {
+                    let folder = format!("{path}/{name}");
+                    if !known.contains(&folder) {
+                        volume.delete(&format!("{folder}/{MANIFEST}"))?;
+                        sweep(volume, &folder, &[]);
+                        volume.remove_folder(&folder)?;
+                    }
+                }
+                Ok(())
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
     /// Carries out what the ledger of a key owes.
     pub(crate) async fn settle(&self, key: &Key) -> Result<()> {
         for effect in pending(&*self.0.ledgers.state(key).await?) {
@@ -285,10 +313,11 @@ impl LocalController {
                 let digest = digest(&manifest);
                 let name = format!("{folder}/{MANIFEST}");
                 let (path, named) = (name.clone(), archives(&version));
+                let durability = version.durability;
                 self.on_disk(move |volume| {
                     // What tries that died have left behind is no part of the version.
                     sweep(volume, &folder, &named);
-                    write(volume, &path, &manifest)
+                    write(volume, &path, &manifest, durability)
                 })
                 .await?;
                 Command::Proved {
@@ -518,6 +547,13 @@ pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
     format!("{}/{epoch}-{number}", key.to_path())
 }
 
+/// Whether a folder of a key is that of a version.
+fn is_version(name: &str) -> bool {
+    name.split_once('-').is_some_and(|(epoch, number)| {
+        epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
+    })
+}
+
 /// A digest of 16 bytes, for telling contents apart.
 pub(crate) fn digest(bytes: &[u8]) -> Digest {
     let mut short = [0; 16];
@@ -549,9 +585,9 @@ fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) {
 }
 
 /// Writes a blob that may be there already: from an earlier try, with the same bytes.
-fn write(volume: &dyn Volume, path: &str, bytes: &[u8]) -> Result<()> {
+fn write(volume: &dyn Volume, path: &str, bytes: &[u8], durability: Durability) -> Result<()> {
     let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
-    let mut reservation = volume.reserve(path, len)?;
+    let mut reservation = volume.reserve(path, len, durability)?;
     for part in &mut reservation.parts(&[len]) {
         part.write(bytes)?;
     }

@@ -8,14 +8,17 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use super::DaemonOptions;
-use crate::arena::{ArenaVolume, Exhausted, PeerId, Pool};
+use super::tiers::Tiers;
+use crate::arena::{Exhausted, PeerId, Pool};
 use crate::controller::{LocalController, archives, folder};
 use crate::environment::SystemEnvironment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Command, LeaseId, Outcome, Selector, VersionId};
 use crate::ledgers::OwnedLedgers;
+use crate::meta::DirectoryMeta;
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
+use crate::volume::DirectoryVolume;
 use crate::wire::{Archives, Lease};
 
 /// For how long a lease gives the right to new reads.
@@ -24,6 +27,7 @@ const LEASE: Duration = Duration::from_mins(10);
 pub(super) struct House {
     pub(super) controller: LocalController,
     pub(super) pool: Arc<Pool>,
+    pub(super) tiers: Tiers,
     inner: Mutex<Inner>,
     next: AtomicU64,
     started: Instant,
@@ -52,21 +56,32 @@ struct Held {
 }
 
 impl House {
-    pub(super) fn new(options: &DaemonOptions) -> Self {
+    /// With what the directory holds, if there is one.
+    pub(super) async fn open(options: &DaemonOptions) -> Result<Self> {
         let pool = Arc::new(Pool::new(options.memory_limit));
+        let mut ledgers = OwnedLedgers::keeping(options.keep);
+        let mut directory = None;
+        if let Some(root) = &options.root {
+            let root = root.canonicalize().map_err(|error| Error::io(root.display(), error))?;
+            ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(root.clone()))).await?;
+            directory = Some(DirectoryVolume::new(root));
+        }
+        let tiers = Tiers::new(pool.clone(), directory);
         let controller = LocalController::new(
-            Arc::new(OwnedLedgers::keeping(options.keep)),
-            Arc::new(ArenaVolume(pool.clone())),
+            Arc::new(ledgers),
+            Arc::new(tiers.clone()),
             Arc::new(SystemEnvironment),
         );
-        Self {
+        controller.recover().await?;
+        Ok(Self {
             controller,
             pool,
+            tiers,
             inner: Mutex::default(),
             next: AtomicU64::new(1),
             started: Instant::now(),
             closing: watch::Sender::new(false),
-        }
+        })
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -111,7 +126,7 @@ impl House {
         self.inner().leases.insert(lease, held);
         let state = self.controller.state(key).await?;
         let span = |name: &str| {
-            self.pool.span(name).ok_or_else(|| {
+            self.tiers.span(name)?.ok_or_else(|| {
                 let text = format_args!("key `{key}`: version {number} lacks `{name}`");
                 Error::new(ErrorKind::Corrupt, text)
             })

@@ -15,9 +15,10 @@ use tokio::task::JoinSet;
 use super::house::House;
 use crate::arena::{Lent, PeerId, SegmentId};
 use crate::controller::{Controller, Place, Proposal};
+use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, Selector};
+use crate::ledger::{Digest, Durability, Selector};
 use crate::link::{self, Receiver};
 use crate::wire::{
     Begin, Begun, Failure, Frame, FrameKind, Hello, MAX_FDS, Notice, Protocol, Reply, Request,
@@ -261,6 +262,7 @@ impl Session {
         proposal.timeout = proposal.timeout.min(LONGEST);
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
+        self.house.tiers.check(proposal.durability)?;
         let (place, committed) = self.house.controller.open(key, &proposal).await?;
         let lent = if committed.is_some() || file_len <= INLINE {
             None
@@ -334,6 +336,10 @@ impl Session {
         let open = self.take(contribution)?;
         let committed = async {
             self.publish(&open, data)?;
+            if open.place.durability == Durability::Disk && open.committed.is_none() {
+                let (tiers, path) = (self.house.tiers.clone(), open.place.path());
+                wait(move || tiers.persist(&path)).await?;
+            }
             self.house.controller.commit(&open.place, digest, open.file_len).await
         };
         match committed.await {

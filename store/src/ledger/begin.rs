@@ -113,6 +113,7 @@ impl State {
         version.refuse_dropped()?;
         version.refuse_other_job(begin.job.as_ref())?;
         version.refuse_other_writers(&begin.writers)?;
+        version.refuse_other_durability(begin.durability)?;
         let Version { id, epoch, number, .. } = *version;
         let writer = begin.writer;
         let Some(digest) = version.digest_of(writer) else {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::identity::{Digest, JobId, LeaseId, Timestamp, VersionId};
-use super::version::{ArchiveReference, ManifestReference};
+use super::version::{ArchiveReference, Durability, ManifestReference};
 use super::writers::WriterSet;
 
 /// What can be asked of the ledger of one key.
@@ -129,6 +129,9 @@ pub struct Begin {
     pub number: Option<u64>,
     /// Whether a number that is not above the highest opens a new epoch.
     pub rewind: bool,
+    /// Whether the version is to outlive the process that holds it.
+    #[serde(default)]
+    pub durability: Durability,
     /// What the contribution will contain, if that is known already.
     pub digest: Option<Digest>,
     /// The identity of the version if this command opens it: random.

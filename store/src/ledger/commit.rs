@@ -5,7 +5,7 @@ use super::command::{Commit, Outcome};
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, ManifestReference, Status};
+use super::version::{Contribution, Durability, ManifestReference, Status};
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
@@ -77,6 +77,7 @@ impl State {
             return;
         };
         let (place, rewinds) = (version.place(), version.rewinds);
+        let is_durable = version.durability == Durability::Disk;
         let (epoch, number) = place;
         for version in &mut self.versions {
             if version.is_open() && version.place() < place {
@@ -88,6 +89,9 @@ impl State {
         }
         self.epoch = epoch;
         self.highest = Some(number);
+        if is_durable {
+            self.durable = Some((epoch, number));
+        }
         self.retire_surplus();
     }
 

@@ -35,11 +35,22 @@ pub(super) struct Place {
 impl Place {
     pub(super) fn opened_by(self, begin: Begin) -> Version {
         let Self { epoch, number, rewinds } = self;
-        let Begin { writer, writers, job, id, now, .. } = begin;
+        let Begin { writer, writers, job, durability, id, now, .. } = begin;
         let call = begin.call.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
         let status = Status::Open { since: now };
-        Version { id, epoch, number, rewinds, job, call, writers, contributions, status }
+        Version {
+            id,
+            epoch,
+            number,
+            rewinds,
+            job,
+            call,
+            writers,
+            contributions,
+            durability,
+            status,
+        }
     }
 }
 

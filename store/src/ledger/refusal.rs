@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::command::Selector;
 use super::identity::{Digest, JobId, LeaseId, VersionId};
+use super::version::Durability;
 use super::writers::WriterSet;
 
 /// Why a version never became visible.
@@ -113,6 +114,15 @@ pub enum Refusal {
         declared: WriterSet,
         /// The writers that the version or the previous version has.
         expected: WriterSet,
+    },
+    /// The writers do not want the version equally durable.
+    DurabilityDisagrees {
+        /// The number.
+        number: u64,
+        /// What this contribution declares.
+        declared: Durability,
+        /// What the version has.
+        expected: Durability,
     },
     /// The number is not above the highest that ever became visible.
     VersionNotNewer {
@@ -234,6 +244,9 @@ impl Refusal {
             Self::WritersDisagree { declared, expected } => {
                 write!(f, "writers {declared} are declared where {expected} are expected")
             }
+            Self::DurabilityDisagrees { number, declared, expected } => {
+                write!(f, "version {number} is to be kept in {expected}, not in {declared}")
+            }
             Self::VersionNotNewer { number, highest } => {
                 write!(f, "version {number} is not newer than {highest}")
             }
@@ -278,6 +291,7 @@ impl Refusal {
             Self::Fenced { .. } => "end this job, or start it anew as a newer one",
             Self::JobsDisagree { .. } => "wait until that version has ended, or use another number",
             Self::WritersDisagree { .. } => "say the same writers= in all, also if the set changed",
+            Self::DurabilityDisagrees { .. } => "say the same durability= in all",
             Self::VersionNotNewer { .. } | Self::ContributionDiffers { .. } => {
                 "use a higher number, or rewind"
             }

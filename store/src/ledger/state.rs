@@ -10,7 +10,7 @@ use super::MAX_ENDED;
 use super::command::{Effect, Selector};
 use super::identity::{JobId, LeaseId, Timestamp, VersionId};
 use super::refusal::Refusal;
-use super::version::{Ended, Fate, Status, Version};
+use super::version::{Durability, Ended, Fate, Status, Version};
 use super::writers::WriterSet;
 
 /// The ledger of one key at one moment. The default is that of a key never written.
@@ -20,6 +20,9 @@ pub struct State {
     pub(super) epoch: u32,
     /// The highest number that was ever visible in the epoch. It survives deletion.
     pub(super) highest: Option<u64>,
+    /// Epoch and number of the newest version that was visible and on disk.
+    #[serde(default)]
+    pub(super) durable: Option<(u32, u64)>,
     pub(super) keep: NonZeroU32,
     pub(super) ttl: Option<Duration>,
     /// The newest job that contributed.
@@ -62,6 +65,7 @@ impl Default for State {
         Self {
             epoch: 0,
             highest: None,
+            durable: None,
             keep: NonZeroU32::MIN,
             ttl: None,
             job: None,
@@ -78,6 +82,33 @@ impl State {
     /// That of a key never written, of which so many of the newest versions are kept.
     pub fn keeping(keep: NonZeroU32) -> Self {
         Self { keep, ..Self::default() }
+    }
+
+    /// What is left when the process that holds the memory ends: versions that are on disk, and what
+    /// is said of the key as a whole. Its open versions, leases and calls end with the process.
+    #[must_use]
+    pub fn durable(&self) -> Self {
+        let is_kept = |version: &&Version| {
+            version.durability == Durability::Disk && version.manifest().is_some()
+        };
+        let versions: Vec<Version> = self.versions().filter(is_kept).cloned().collect();
+        let is_there = |id: &VersionId| versions.iter().any(|version| version.id == *id);
+        let pins = self.pins.iter().filter(|(_, id)| is_there(id));
+        let job =
+            self.job.as_ref().map(|job| Job { writers: None, last_call: None, ..job.clone() });
+        Self {
+            epoch: self.durable.map_or(0, |(epoch, _)| epoch),
+            highest: self.durable.map(|(_, number)| number),
+            durable: self.durable,
+            keep: self.keep,
+            ttl: self.ttl,
+            job,
+            fenced: self.fenced.clone(),
+            pins: pins.map(|(label, id)| (label.clone(), *id)).collect(),
+            versions,
+            ended: VecDeque::new(),
+            leases: BTreeMap::new(),
+        }
     }
 
     /// The newest visible version.

@@ -52,6 +52,7 @@ impl Ledger {
             call,
             number,
             rewind,
+            durability: Durability::Memory,
             digest: None,
             id: VersionId(self.ids),
             now: Timestamp(self.now),

@@ -1,6 +1,7 @@
 //! One version in the ledger: who writes it, what has arrived, how far it has come.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -29,8 +30,33 @@ pub struct Version {
     pub writers: WriterSet,
     /// What has arrived, by writer.
     pub contributions: BTreeMap<u32, Contribution>,
+    /// Whether it outlives the process that holds it.
+    #[serde(default)]
+    pub durability: Durability,
     /// How far it has come.
     pub status: Status,
+}
+
+/// Whether a version outlives the process that holds it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Durability {
+    /// It is in memory, and ends with it. (A store that has no memory of its own, as a directory, keeps
+    /// it on disk all the same.)
+    #[default]
+    Memory,
+    /// It is on disk before anybody sees it, after a power cut too.
+    Disk,
+}
+
+impl fmt::Display for Durability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Memory => "memory",
+            Self::Disk => "disk",
+        })
+    }
 }
 
 /// What one writer has given to a version.
@@ -190,6 +216,15 @@ impl Version {
             return Ok(());
         }
         Err(Refusal::WritersDisagree { declared: declared.clone(), expected: self.writers.clone() })
+    }
+
+    /// Refuses a durability other than its own.
+    pub(super) fn refuse_other_durability(&self, declared: Durability) -> Result<(), Refusal> {
+        let (number, expected) = (self.number, self.durability);
+        if expected == declared {
+            return Ok(());
+        }
+        Err(Refusal::DurabilityDisagrees { number, declared, expected })
     }
 
     /// Ends an open version.

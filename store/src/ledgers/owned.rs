@@ -1,4 +1,4 @@
-//! Ledgers that this process alone advances: in memory.
+//! Ledgers that this process alone advances: in memory, and what of them is durable in records.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -7,30 +7,49 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::time::sleep;
 
+use super::records::{Record, Records};
 use super::{Ledgers, Turn};
-use crate::environment::pause;
 use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::State;
+use crate::meta::MetaStore;
 
 #[derive(Clone, Default)]
 pub(crate) struct OwnedLedgers {
     slots: Arc<Mutex<BTreeMap<Key, Arc<Slot>>>>,
     /// What the ledger of a key is before anybody has written it.
     blank: Arc<State>,
+    records: Option<Records>,
 }
 
 /// The ledger of one key.
 struct Slot {
-    turn: Arc<tokio::sync::Mutex<()>>,
+    /// Its newest record, for whoever has the turn.
+    record: Arc<tokio::sync::Mutex<Record>>,
     state: watch::Sender<Arc<State>>,
 }
 
 impl OwnedLedgers {
     /// Ledgers that keep so many versions of a key as long as nobody says otherwise.
     pub(crate) fn keeping(keep: NonZeroU32) -> Self {
-        Self { slots: Arc::default(), blank: Arc::new(State::keeping(keep)) }
+        Self { blank: Arc::new(State::keeping(keep)), ..Self::default() }
+    }
+
+    /// The same, with what is durable of them in a meta store that nobody else writes.
+    pub(crate) async fn recover(mut self, meta: Arc<dyn MetaStore>) -> Result<Self> {
+        let records = Records(meta);
+        for key in records.keys().await? {
+            let record = records.load(&key).await?;
+            // What was there before is no more than a folder.
+            let state =
+                if record.number == 0 { (*self.blank).clone() } else { record.state.clone() };
+            let slot = Slot::new(record, Arc::new(state));
+            self.slots().insert(key, Arc::new(slot));
+        }
+        self.records = Some(records);
+        Ok(self)
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Slot>>> {
@@ -39,14 +58,32 @@ impl OwnedLedgers {
 
     /// The slot of a key, which is made if it is not there.
     fn make(&self, key: &Key) -> Arc<Slot> {
-        let blank = || {
-            Arc::new(Slot { turn: Arc::default(), state: watch::Sender::new(self.blank.clone()) })
-        };
+        let blank = || Arc::new(Slot::new(Record::default(), self.blank.clone()));
         self.slots().entry(key.clone()).or_insert_with(blank).clone()
     }
 
     fn slot(&self, key: &Key) -> Option<Arc<Slot>> {
         self.slots().get(key).cloned()
+    }
+
+    /// Nothing is kept of a key that nobody has written: asking for keys costs no memory.
+    fn forget_blank(&self, key: &Key) {
+        let mut slots = self.slots();
+        let is_unused = |slot: &Arc<Slot>| {
+            // One is the map's own; whoever has another may be about to write.
+            Arc::strong_count(slot) == 1
+                && **slot.state.borrow() == *self.blank
+                && slot.record.try_lock().is_ok_and(|record| record.number == 0)
+        };
+        if slots.get(key).is_some_and(is_unused) {
+            slots.remove(key);
+        }
+    }
+}
+
+impl Slot {
+    fn new(record: Record, state: Arc<State>) -> Self {
+        Self { record: Arc::new(tokio::sync::Mutex::new(record)), state: watch::Sender::new(state) }
     }
 }
 
@@ -60,13 +97,12 @@ impl Ledgers for OwnedLedgers {
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
         loop {
             let slot = self.make(key);
-            let lock = slot.turn.clone().lock_owned().await;
-            let state = slot.state.borrow().clone();
-            let turn =
-                OwnedTurn { ledgers: self.clone(), key: key.clone(), slot, state, _lock: lock };
+            let record = slot.record.clone().lock_owned().await;
             // Whoever had the turn before may have found nothing worth keeping.
-            if turn.is_current() {
-                return Ok(Box::new(turn));
+            if self.slot(key).is_some_and(|current| Arc::ptr_eq(&current, &slot)) {
+                let state = slot.state.borrow().clone();
+                let (ledgers, key) = (self.clone(), key.clone());
+                return Ok(Box::new(OwnedTurn { ledgers, key, state, record, slot: Some(slot) }));
             }
         }
     }
@@ -82,39 +118,20 @@ impl Ledgers for OwnedLedgers {
         // That the time is over is an answer too.
         tokio::select! {
             _ = states.wait_for(is_other) => {}
-            () = pause(patience) => {}
+            () = sleep(patience) => {}
         }
         drop((states, slot));
-        self.forget_empty(key);
-    }
-}
-
-impl OwnedLedgers {
-    /// Nothing is kept of a key that nobody has written: asking for keys costs no memory.
-    fn forget_empty(&self, key: &Key) {
-        let mut slots = self.slots();
-        let is_unused = |slot: &Arc<Slot>| {
-            // One is the map's own; whoever has another may be about to write.
-            Arc::strong_count(slot) == 1 && **slot.state.borrow() == *self.blank
-        };
-        if slots.get(key).is_some_and(is_unused) {
-            slots.remove(key);
-        }
+        self.forget_blank(key);
     }
 }
 
 struct OwnedTurn {
     ledgers: OwnedLedgers,
     key: Key,
-    slot: Arc<Slot>,
     state: Arc<State>,
-    _lock: OwnedMutexGuard<()>,
-}
-
-impl OwnedTurn {
-    fn is_current(&self) -> bool {
-        self.ledgers.slot(&self.key).is_some_and(|slot| Arc::ptr_eq(&slot, &self.slot))
-    }
+    record: OwnedMutexGuard<Record>,
+    /// There until it is dropped.
+    slot: Option<Arc<Slot>>,
 }
 
 #[async_trait]
@@ -124,17 +141,24 @@ impl Turn for OwnedTurn {
     }
 
     async fn save(&mut self, next: State) -> Result<()> {
+        if let Some(records) = &self.ledgers.records {
+            records.append(&self.key, &mut self.record, next.durable()).await?;
+        }
         self.state = Arc::new(next);
-        self.slot.state.send_replace(self.state.clone());
+        if let Some(slot) = &self.slot {
+            slot.state.send_replace(self.state.clone());
+        }
         Ok(())
     }
 }
 
 impl Drop for OwnedTurn {
     fn drop(&mut self) {
+        let is_blank = *self.state == *self.ledgers.blank && self.record.number == 0;
         let mut slots = self.ledgers.slots();
         // The map's and this one: nobody else waits for the turn or watches.
-        if *self.state == *self.ledgers.blank && Arc::strong_count(&self.slot) == 2 {
+        let slot = self.slot.take();
+        if is_blank && slot.is_some_and(|slot| Arc::strong_count(&slot) == 2) {
             slots.remove(&self.key);
         }
     }

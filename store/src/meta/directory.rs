@@ -2,19 +2,22 @@
 
 use std::any::Any;
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::time::sleep;
 
 use super::{MetaStore, Turns};
-use crate::disk::{self, Lock};
-use crate::environment::pause;
+use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
 pub(crate) struct DirectoryMeta {
     root: PathBuf,
     turns: Turns,
+    /// That no daemon serves the directory, from the first time that something is written.
+    share: Mutex<Option<Lock>>,
 }
 
 /// How long a lock that another process holds is waited for.
@@ -22,7 +25,28 @@ const PATIENCE: Duration = Duration::from_mins(1);
 
 impl DirectoryMeta {
     pub(crate) fn new(root: PathBuf) -> Self {
-        Self { root, turns: Turns::default() }
+        Self { root, turns: Turns::default(), share: Mutex::default() }
+    }
+
+    /// Keeps daemons from serving the directory, as long as this lives.
+    async fn share(&self) -> Result<()> {
+        if self.held().is_some() {
+            return Ok(());
+        }
+        let lock = self.wait(CLAIM, |path| Lock::share(&path)).await?;
+        let Some(lock) = lock else {
+            let socket = disk::claimed_by(&self.root).ok().flatten().unwrap_or_default();
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format_args!("a daemon serves this directory: connect to unix:{socket}"),
+            ));
+        };
+        *self.held() = Some(lock);
+        Ok(())
+    }
+
+    fn held(&self) -> MutexGuard<'_, Option<Lock>> {
+        self.share.lock().expect("nobody panics while holding the lock")
     }
 
     /// Runs something that waits for the disk on a thread that may wait.
@@ -59,6 +83,7 @@ impl MetaStore for DirectoryMeta {
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
+        self.share().await?;
         // One of this process at a time asks the others, so that no more than one thread waits.
         let turn = self.turns.take(name).await;
         let started = Instant::now();
@@ -73,7 +98,7 @@ impl MetaStore for DirectoryMeta {
                     format_args!("another process has held `{}` for a minute", path.display()),
                 ));
             }
-            pause(Duration::from_millis(2)).await;
+            sleep(Duration::from_millis(2)).await;
         }
     }
 }

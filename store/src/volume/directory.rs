@@ -9,8 +9,9 @@ use tssd_format::{Blob, Fill, Filled};
 use super::{Part, Reservation, Volume};
 use crate::disk::{self, NewFile};
 use crate::error::{Error, Result};
+use crate::ledger::Durability;
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct DirectoryVolume {
     root: PathBuf,
 }
@@ -18,6 +19,11 @@ pub(crate) struct DirectoryVolume {
 impl DirectoryVolume {
     pub(crate) fn new(root: PathBuf) -> Self {
         Self { root }
+    }
+
+    /// Where a blob is, or would be.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
     }
 
     fn at<T>(&self, name: &str, work: impl FnOnce(PathBuf) -> std::io::Result<T>) -> Result<T> {
@@ -30,7 +36,12 @@ impl DirectoryVolume {
 impl Volume for DirectoryVolume {
     /// The file is written by positioned writes, not through a map: a full disk is an error then,
     /// not a signal.
-    fn reserve(&self, name: &str, _len: u64) -> Result<Box<dyn Reservation>> {
+    fn reserve(
+        &self,
+        name: &str,
+        _len: u64,
+        _durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
         let file = self.at(name, |path| NewFile::create(&path))?;
         let shown = self.root.join(name).display().to_string();
         Ok(Box::new(Reserved { file, name: shown }))

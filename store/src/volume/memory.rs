@@ -9,6 +9,7 @@ use tssd_format::{Blob, Fill, Filled};
 
 use super::{Part, Reservation, Volume, split};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::Durability;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryVolume {
@@ -22,7 +23,16 @@ impl MemoryVolume {
 }
 
 impl Volume for MemoryVolume {
-    fn reserve(&self, name: &str, len: u64) -> Result<Box<dyn Reservation>> {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
+        if durability == Durability::Disk {
+            let text = "this store is in memory: what must last needs a directory";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         let too_large =
             |_| Error::new(ErrorKind::Invalid, format_args!("{len} bytes do not fit into memory"));
         let len = usize::try_from(len).map_err(too_large)?;

@@ -8,8 +8,9 @@ use tssd_format::{StateDict, Value};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions, Target};
 use tssd_tests::race::{self, Runner, race};
+use tssd_tests::served::Served;
 
-use crate::house::{House, bytes, faults, key, model, on_cores};
+use crate::house::{bytes, faults, key, model, on_cores};
 
 const ROUNDS: usize = 15;
 
@@ -18,8 +19,8 @@ pub(crate) fn put() {
     let dict = &model();
     for cores in [1, 2] {
         on_cores(cores, || {
-            let house = House::new();
-            let store = house.connect();
+            let served = Served::new(16 << 30);
+            let store = served.connect();
             // Two versions are there at once: from the third on, every segment is warm.
             (0..3).for_each(|_| put_one(&store, dict));
             let before = faults();
@@ -45,8 +46,8 @@ pub(crate) fn get() {
     let dict = &model();
     for cores in [1, 2] {
         on_cores(cores, || {
-            let house = House::new();
-            let (writer, reader) = (house.connect(), house.connect());
+            let served = Served::new(16 << 30);
+            let (writer, reader) = (served.connect(), served.connect());
             let memory = &RefCell::new(Memory::new(bytes(dict)));
             let mut tensors = vec![1_u8; usize::try_from(bytes(dict)).unwrap()];
             let tensors = &RefCell::new(&mut tensors);

@@ -1,41 +1,9 @@
-//! What the rows measure: a daemon, a model, and threads that are as many as a row says.
+//! What the rows measure: a model, and threads that are as many as a row says.
 
-use std::num::NonZeroU32;
 use std::thread;
 
-use tempfile::TempDir;
-use tokio::sync::oneshot;
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta};
-use tssd_store::blocking::{Daemon, Store};
-use tssd_store::{DaemonOptions, Key};
-
-/// A daemon on threads of its own, which ends with this.
-pub(crate) struct House {
-    folder: TempDir,
-    _stop: oneshot::Sender<()>,
-}
-
-impl House {
-    pub(crate) fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let (stop, stopped) = oneshot::channel();
-        let daemon = Daemon::bind(DaemonOptions {
-            socket: folder.path().join("socket"),
-            keep: NonZeroU32::MIN,
-            memory_limit: 16 << 30,
-            allow_uids: Vec::new(),
-        });
-        let daemon = daemon.unwrap();
-        thread::spawn(move || daemon.serve(stopped).unwrap());
-        Self { folder, _stop: stop }
-    }
-
-    /// A store of its own connection.
-    pub(crate) fn connect(&self) -> Store {
-        let socket = self.folder.path().join("socket");
-        Store::connect(&format!("unix:{}", socket.display())).unwrap()
-    }
-}
+use tssd_store::Key;
 
 /// Runs something on a thread that has only so many cores, with all threads that it starts.
 pub(crate) fn on_cores(count: usize, work: impl FnOnce() + Send) {

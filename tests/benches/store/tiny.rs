@@ -3,9 +3,10 @@
 use tssd_format::{StateDict, Tensor};
 use tssd_store::GetOptions;
 use tssd_tests::race::{Runner, Target, race};
+use tssd_tests::served::Served;
 
 use crate::copies::put_one;
-use crate::house::{House, key};
+use crate::house::key;
 
 pub(crate) fn put_and_get() {
     let mut dict = StateDict::new();
@@ -13,8 +14,8 @@ pub(crate) fn put_and_get() {
         let tensor = Tensor::from_slice(&[f32::from(number)], &[1]).unwrap();
         dict.insert(format!("layers.{number}.scale"), tensor);
     }
-    let house = House::new();
-    let (writer, reader) = (house.connect(), house.connect());
+    let served = Served::new(16 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
     let run = || {
         put_one(&writer, &dict);
         let (got, _) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();

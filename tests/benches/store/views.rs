@@ -6,15 +6,16 @@ use std::hint::black_box;
 use tssd_format::{StateDict, Value};
 use tssd_store::GetOptions;
 use tssd_tests::race::{Runner, Target, race};
+use tssd_tests::served::Served;
 
 use crate::copies::{print, put_one};
-use crate::house::{House, bytes, faults, key, model, on_cores};
+use crate::house::{bytes, faults, key, model, on_cores};
 
 pub(crate) fn of_one_version() {
     let dict = &model();
     on_cores(1, || {
-        let house = House::new();
-        let (writer, reader) = (house.connect(), house.connect());
+        let served = Served::new(16 << 30);
+        let (writer, reader) = (served.connect(), served.connect());
         let options = GetOptions { unverified: true, ..GetOptions::default() };
         let got = RefCell::new(StateDict::new());
         let get = || *got.borrow_mut() = reader.get_state_dict(&key(), &options).unwrap().0;

@@ -1,0 +1,152 @@
+//! The volume of a daemon: memory, and below it a directory for what must last.
+
+use std::sync::Arc;
+
+use tssd_format::Blob;
+
+use crate::arena::{ArenaVolume, Pool, Span};
+use crate::disk;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::Durability;
+use crate::volume::{DirectoryVolume, Part, Reservation, Volume};
+
+/// Blobs in memory, and those that are durable in a directory too.
+#[derive(Clone)]
+pub(super) struct Tiers {
+    pub(super) pool: Arc<Pool>,
+    memory: ArenaVolume,
+    directory: Option<DirectoryVolume>,
+}
+
+/// A file is copied in parts of this many bytes.
+const PART_BYTES: usize = 16 << 20;
+
+impl Tiers {
+    pub(super) fn new(pool: Arc<Pool>, directory: Option<DirectoryVolume>) -> Self {
+        Self { memory: ArenaVolume(pool.clone()), pool, directory }
+    }
+
+    /// The directory, if there is one; the daemon keeps nothing else.
+    fn directory(&self) -> Result<&DirectoryVolume> {
+        self.directory.as_ref().ok_or_else(|| {
+            let text =
+                "this daemon keeps everything in memory: what must last needs serve --root DIR";
+            Error::new(ErrorKind::Invalid, text)
+        })
+    }
+
+    /// Proves that what is to be so durable can be.
+    pub(super) fn check(&self, durability: Durability) -> Result<()> {
+        match durability {
+            Durability::Memory => Ok(()),
+            Durability::Disk => self.directory().map(drop),
+        }
+    }
+
+    /// Copies a blob from memory to the directory: it is there, durably, when this returns.
+    pub(super) fn persist(&self, name: &str) -> Result<()> {
+        let gone = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
+        let blob = self.memory.open(name)?.ok_or_else(gone)?;
+        let bytes = blob.bytes().ok_or_else(gone)?;
+        write(self.directory()?, name, bytes)
+    }
+
+    /// Where a blob is; one that is in the directory alone is opened.
+    pub(super) fn span(&self, name: &str) -> Result<Option<Span>> {
+        if let Some(span) = self.pool.span(name) {
+            return Ok(Some(span));
+        }
+        let Some(directory) = &self.directory else { return Ok(None) };
+        let path = directory.path(name);
+        let failed = |error| Error::io(path.display(), error);
+        let Some((file, len)) = disk::open(&path).map_err(failed)? else { return Ok(None) };
+        Ok(Some(self.pool.adopt(name, file.into(), len)))
+    }
+}
+
+/// Writes a blob in parts on all cores.
+fn write(directory: &DirectoryVolume, name: &str, bytes: &[u8]) -> Result<()> {
+    let len = |bytes: &[u8]| u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+    let mut reservation = directory.reserve(name, len(bytes), Durability::Disk)?;
+    {
+        let sources = bytes.chunks(PART_BYTES);
+        let lens: Vec<u64> = sources.clone().map(len).collect();
+        let work = sources.zip(reservation.parts(&lens)).collect();
+        crate::parallel::map(work, |(source, mut part): (&[u8], Box<dyn Part + '_>)| {
+            part.write(source)
+        })?;
+    }
+    if reservation.seal()? {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Busy, format_args!("`{name}` is there already")))
+}
+
+impl Volume for Tiers {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
+        self.check(durability)?;
+        let memory = self.memory.reserve(name, len, durability)?;
+        Ok(match durability {
+            Durability::Memory => memory,
+            Durability::Disk => {
+                Box::new(Reserved { tiers: self.clone(), name: name.to_owned(), memory })
+            }
+        })
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+        match (self.memory.open(name)?, &self.directory) {
+            (None, Some(directory)) => directory.open(name),
+            (found, _) => Ok(found),
+        }
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.memory.delete(name)?;
+        self.directory.as_ref().map_or(Ok(()), |directory| directory.delete(name))
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        let mut names = self.memory.list(name)?;
+        if let Some(directory) = &self.directory {
+            names.extend(directory.list(name)?);
+        }
+        names.sort_unstable();
+        names.dedup();
+        Ok(names)
+    }
+
+    fn remove_folder(&self, name: &str) -> Result<()> {
+        self.directory.as_ref().map_or(Ok(()), |directory| directory.remove_folder(name))
+    }
+}
+
+/// A blob that goes to the directory as well.
+struct Reserved {
+    tiers: Tiers,
+    name: String,
+    memory: Box<dyn Reservation>,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        self.memory.parts(lens)
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        let Self { tiers, name, memory } = *self;
+        if !memory.seal()? {
+            return Ok(false);
+        }
+        let persisted = tiers.persist(&name);
+        if persisted.is_err() {
+            tiers.pool.delete(&name);
+        }
+        persisted.map(|()| true)
+    }
+}

@@ -36,6 +36,32 @@ fn a_version_that_becomes_visible_supersedes_older_open_ones() {
     assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(refusal));
 }
 
+/// Before its data is deleted and after.
+#[test]
+fn a_slow_writer_learns_what_superseded_its_version_and_nobody_else_does() {
+    let mut ledger = Ledger::default();
+    let aborted = ledger.begin(step_of("a", 0, 4)).unwrap();
+    ledger.give(Command::Abort { id: aborted, writer: 0 }).unwrap();
+    let slow = ledger.put(step_of("a", 0, 5)).unwrap();
+    for writer in [0, 1] {
+        ledger.put(step_of("a", writer, 6)).unwrap();
+    }
+    let newest = ledger.state.open().next_back().unwrap().id;
+    ledger.prove(newest).unwrap();
+    for deleted in [false, true] {
+        if deleted {
+            ledger.settle();
+        }
+        assert_eq!(ledger.state.versions().any(|version| version.id == slow), !deleted);
+        let superseded = Refusal::Dropped { number: 5, reason: Reason::Superseded { by: 6 } };
+        assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(superseded));
+        for (job, number) in [("a", 3), ("a", 4), ("b", 5)] {
+            let refusal = Refusal::VersionNotNewer { number, highest: 6 };
+            assert_eq!(ledger.begin(step_of(job, 1, number)), Err(refusal), "{job} {number}");
+        }
+    }
+}
+
 #[test]
 fn a_third_put_waits() {
     let mut ledger = Ledger::default();

@@ -513,6 +513,7 @@ def of_tensors():
     yield "054-no-storage", "a tensor with elements but no storage", bare
     for name, about, archive in (
         ("storage-beyond", "storage 1 of 1", runs(1).tensor((2,), storage=1)),
+        ("storage-of-second", "the second of four", tensors().edit("tensors", 1, storage=2)),
         ("shape", "one element too many", one_tensor((65,))),
         ("itemsize", "its last element is cut", one_tensor((4,), FLOAT32, byte_offset=52)),
         ("strides", "its last corner is outside", one_tensor((8, 8), UINT8, (8, 2))),

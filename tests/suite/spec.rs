@@ -127,7 +127,7 @@ fn refusals_name_the_leaf() {
     for (name, path) in [
         ("053-lie-tensors-shape", r#"["1"]"#),
         ("054-empty-with-storage", r#"["3"]"#),
-        ("054-lie-tensors-storage", r#"["0"]"#),
+        ("054-storage-of-second", r#"["1"]"#),
     ] {
         let error = open(&format!("invalid/{name}.tssd")).unwrap_err();
         assert_eq!(error.path(), Some(path), "{name}: {error}");

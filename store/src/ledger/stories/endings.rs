@@ -122,12 +122,18 @@ fn a_refusal_says_what_is_wrong_and_what_to_do() {
 #[test]
 fn a_refusal_names_what_it_is_about() {
     let another = Refusal::JobsDisagree { number: 5, declared: None, expected: Some(job_id("a")) };
+    let abandoned = |missing| {
+        let reason = Reason::Abandoned { missing: writers(missing) };
+        Refusal::Dropped { number: 5, reason }
+    };
     let unknown = |selector, newest| Refusal::NotFound { selector, newest };
     for (refusal, text) in [
         (Refusal::Fenced { by: job_id("b") }, "job b has taken over the key"),
         (another, "version 5 takes contributions of job a, not of no job"),
         (unknown(Selector::Number(3), Some(5)), "no visible version is number 3: the newest is 5"),
         (unknown(Selector::Newest, None), "no version is visible"),
+        (abandoned("1-2"), "version 5 was abandoned: writers 1-2 did not commit in time"),
+        (abandoned(""), "version 5 was abandoned: nobody proved it in time"),
     ] {
         let said = refusal.to_string();
         assert_eq!(said.split("; ").next(), Some(text), "{said}");

@@ -1,11 +1,12 @@
 //! Resharding: what N writers put in one sharding, M readers get in another, element by element.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use proptest::prelude::*;
 use tssd_format::{
-    Compression, DeviceMesh, Dtype, Placement, Region, ShardPlace, StateDict, TensorMeta,
-    TensorReference, TensorSlice, Value,
+    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST, Placement, Region, ShardPlace,
+    StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
@@ -240,20 +241,31 @@ proptest! {
     }
 }
 
+/// The `tssd.layout` of the one version that a store keeps.
+fn recorded_layout(folder: &Path) -> AttrValue {
+    let versions = folder.join("policy").read_dir().unwrap();
+    let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST));
+    let manifests: Vec<_> = manifests.filter(|manifest| manifest.is_file()).collect();
+    let [manifest] = &*manifests else { panic!("{manifests:?}") };
+    Archive::open(manifest).unwrap().attrs().remove("tssd.layout").unwrap()
+}
+
 #[test]
 fn an_unchanged_layout_is_planned_once() {
     let shape = [64, 33];
-    let store = Store::memory().unwrap();
+    let folder = quick_folder();
+    let store = Store::directory(folder.path()).unwrap();
     let key = Key::new("policy").unwrap();
     let sharding = |dim| Sharding {
         mesh: DeviceMesh::from_shape(&[4]).unwrap(),
         placements: vec![Placement::Shard { dim }],
     };
-    for seed in 0..3 {
-        put_all(&store, &key, &shape, &sharding(0), seed, "job");
+    let mut layouts = Vec::new();
+    for (seed, dim, job) in [(1, 0, "job"), (3, 0, "job"), (5, 0, "job"), (7, 1, "next job")] {
+        put_all(&store, &key, &shape, &sharding(dim), seed, job);
         check_get(&store, &key, &shape, &sharding(1), seed);
+        layouts.push(recorded_layout(folder.path()));
     }
-    // Another layout under the same key is planned anew.
-    put_all(&store, &key, &shape, &sharding(1), 9, "next job");
-    check_get(&store, &key, &shape, &sharding(0), 9);
+    // Another layout under the same key is planned anew, even for those who want the same.
+    assert!(layouts[0] == layouts[1] && layouts[1] == layouts[2] && layouts[2] != layouts[3]);
 }

@@ -22,6 +22,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from math import isnan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -338,7 +339,8 @@ def value_of(view: dict) -> Any:
     readers: dict[str, Callable[[Any], Any]] = {
         "none": lambda _: None,
         "bool": bool,
-        "int": int,
+        # `int` refuses to read more than 4300 digits.
+        "int": lambda digits: int(Decimal(digits)),
         "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
         "str": str,
         "str_hex": lambda digits: bytes.fromhex(digits).decode("utf-8", "surrogatepass"),

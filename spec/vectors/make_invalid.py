@@ -497,6 +497,7 @@ def of_tensors():
         ("product-empty", "2^80 bytes but for a size of 0", one_tensor((1 << 40, 0, 1 << 40))),
         ("itemsize", "2^63 bytes in 2^61 elements", one_tensor((1 << 61,), FLOAT32, (0,))),
         ("span", "a span of 4 modulo 2^64", one_tensor((5,), FLOAT32, (1 << 62,))),
+        ("end", "an end of 2^63", one_tensor((2,), FLOAT32, byte_offset=top - 8)),
         ("offset-wraps", "an end of 1 modulo 2^64", one_tensor((2,), byte_offset=U64)),
     ):
         yield f"053-{name}", about, archive
@@ -512,9 +513,11 @@ def of_tensors():
     yield "054-no-storage", "a tensor with elements but no storage", bare
     for name, about, archive in (
         ("storage-beyond", "storage 1 of 1", runs(1).tensor((2,), storage=1)),
+        ("storage-of-second", "the second of four", tensors().edit("tensors", 1, storage=2)),
         ("shape", "one element too many", one_tensor((65,))),
         ("itemsize", "its last element is cut", one_tensor((4,), FLOAT32, byte_offset=52)),
         ("strides", "its last corner is outside", one_tensor((8, 8), UINT8, (8, 2))),
+        ("end", "an end of 2^63 - 1", one_tensor((2,), byte_offset=top - 3)),
     ):
         yield f"054-{name}", about, archive
     far = one_tensor((0,), byte_offset=U64)
@@ -689,6 +692,10 @@ def of_slices():
     bare = one_slice((2,), (0,), (4,)).edit("slices", 0, mesh_rank=1)
     # The ranks 3 and 1 are what follows the shape in the first; `ranks` names another pair.
     apart = meshed(ranks=(3, 1), coordinates=(1,)).edit("slices", 0, ranks=0)
+    # The global shape 1 and, as its rank, the 2 that the mesh after it begins with.
+    before = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
+    before.slice((0,), (1,), (2,), (5, 6)).slice((0,), (1,), (2,), (5, 6))
+    before.edit("slices", 1, mesh=1, ranks=2)
     for name, about, archive in (
         ("mesh-none", "mesh_rank 1, but no mesh", bare),
         ("mesh-rank-65", "a mesh of rank 65", meshed((1,) * 65)),
@@ -699,6 +706,7 @@ def of_slices():
         ("rank-twice", "a global rank twice", meshed(ranks=(3, 3))),
         ("ranks-apart", "ranks that do not follow the mesh", apart),
         ("mesh-overlaps", "two meshes that overlap", two_meshes((2, (3, 1)), (1, (9,)))),
+        ("mesh-overlaps-later", "a mesh that ends in another one", before),
         ("mesh-inside", "a mesh inside another", two_meshes((3, (1, 7, 8)), (1, (7,)))),
         ("names-without-ranks", "names, but no ranks", meshed(names=(b"dp",))),
         ("names-twice", "two dimensions dp", meshed((1, 1), ranks=(5,), names=(b"dp", b"dp"))),
@@ -722,6 +730,7 @@ def of_slices():
         ("replicate-dim", "Replicate with a dim", placed(REPLICATE, dim=1)),
         ("strided-no-factor", "_StridedShard without", placed(STRIDED_SHARD)),
         ("dim", "Shard(1) of a tensor of rank 1", placed(SHARD, dim=1)),
+        ("strided-dim", "_StridedShard(1, 2) of it", placed(STRIDED_SHARD, dim=1, split_factor=2)),
         ("unclaimed", "a placement of no slice", placed().add("placements")),
         ("beyond", "a slice with a placement beyond", meshed(placements=0)),
         ("out-of-order", "the second placement is named first", swapped),

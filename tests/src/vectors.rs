@@ -1,6 +1,7 @@
 //! The good vectors: archives that show one thing each, as this project's writer writes them.
 
 mod future;
+mod limits;
 mod packed;
 mod sets;
 mod shards;
@@ -37,6 +38,7 @@ pub fn vectors() -> Vec<Vector> {
     vectors.extend(packed::vectors());
     vectors.extend(sets::vectors());
     vectors.extend(future::vectors());
+    vectors.extend(limits::vectors());
     vectors.sort_by_key(|vector| vector.name);
     vectors
 }

@@ -27,9 +27,20 @@ fn beside_this_test() -> PathBuf {
 /// A directory in which the command runs.
 pub(crate) struct Place(TempDir);
 
+/// A directory in memory, where the system has such.
+pub(crate) fn quick_folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
+}
+
 impl Place {
     pub(crate) fn new() -> Self {
         Self(TempDir::new().unwrap())
+    }
+
+    /// One in memory, where the system has such: for laws, which sync thousands of files.
+    pub(crate) fn quick() -> Self {
+        Self(quick_folder())
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

@@ -93,7 +93,7 @@ fn before() -> impl Strategy<Value = Options> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn converting_keeps_what_is_meant(
@@ -101,7 +101,7 @@ proptest! {
         before in before(),
         ask in ask(),
     ) {
-        let place = Place::new();
+        let place = Place::quick();
         let mut dict = dict;
         // So that every pattern names something, and something is worth compressing.
         dict.insert("a", floats(3000));

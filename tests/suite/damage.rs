@@ -73,7 +73,10 @@ fn damage_of_small_files_is_found_without_exception() {
         let fillers = [0_u8, 0xFF, 0x89];
         let tails = (1..=4096).map(|more| [&good[..], &vec![fillers[more % 3]; more]].concat());
         counts[3] += find(name, tails);
-        counts[4] += find(name, chunk_damage(&archive, &good));
+        // The chunks of a manifest lie in other files.
+        if !archive.is_manifest_alone() {
+            counts[4] += find(name, chunk_damage(&archive, &good));
+        }
     }
     let [flips, values, truncations, tails, chunks] = counts;
     println!(

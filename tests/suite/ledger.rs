@@ -15,7 +15,7 @@ use tssd_store::ledger::{
 };
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(1000) })]
 
     #[test]
     fn no_sequence_of_commands_breaks_a_rule(moves in prop::collection::vec(any_move(), 1..120)) {
@@ -350,6 +350,8 @@ impl World {
         self.settle();
         assert!(self.state.versions().all(Version::is_visible));
         assert!(self.state.visible().count() <= self.keep());
+        let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
+        assert!(ended.as_array().unwrap().len() <= MAX_ENDED);
         for id in self.opened.keys() {
             assert!(!matches!(self.state.outcome_of(*id), Some(Fate::Pending { .. })));
         }
@@ -380,6 +382,7 @@ impl World {
         self.check_retention(&before, command);
         self.check_fates();
         self.check_size();
+        self.check_stored(&before);
         Ok(outcome)
     }
 
@@ -565,11 +568,15 @@ impl World {
         }
     }
 
+    /// A state is itself again after it was a record.
+    fn check_stored(&self, before: &State) {
+        if self.state != *before {
+            let text = serde_json::to_vec(&self.state).unwrap();
+            assert_eq!(serde_json::from_slice::<State>(&text).unwrap(), self.state);
+        }
+    }
+
     fn check_size(&self) {
-        let text = serde_json::to_string(&self.state).unwrap();
-        assert_eq!(serde_json::from_str::<State>(&text).unwrap(), self.state);
-        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
-        assert!(value["ended"].as_array().unwrap().len() <= MAX_ENDED);
         let held = self.state.pins().count() + 4;
         assert!(
             self.state.versions().count() <= 2 * MAX_OPEN + self.keep() + held + MAX_DELETIONS + 4

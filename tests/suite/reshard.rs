@@ -1,25 +1,29 @@
 //! Resharding: what N writers put in one sharding, M readers get in another, element by element.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use proptest::prelude::*;
 use tssd_format::{
-    Compression, DeviceMesh, Dtype, Placement, Region, ShardPlace, StateDict, TensorMeta,
-    TensorReference, TensorSlice, Value,
+    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST, Placement, Region, ShardPlace,
+    StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 use tssd_tests::sharding::{counting, elements_of, numbers, places_of, shards_of, spread};
 
-/// A mesh of up to three dimensions, and how a tensor lies on it.
+use super::cli::quick_folder;
+
+/// A mesh, and how a tensor lies on it.
 #[derive(Clone, Debug)]
 struct Sharding {
     mesh: DeviceMesh,
     placements: Vec<Placement>,
 }
 
-fn sharding(rank: usize) -> impl Strategy<Value = Sharding> {
+/// A mesh of up to so many dimensions of up to so many devices.
+fn sharding(rank: usize, most: u64) -> impl Strategy<Value = Sharding> {
     let dim = 0..u32::try_from(rank).expect("small");
     let placement = prop_oneof![
         2 => dim.clone().prop_map(|dim| Placement::Shard { dim }),
@@ -28,16 +32,18 @@ fn sharding(rank: usize) -> impl Strategy<Value = Sharding> {
             Placement::StridedShard { dim, split_factor }
         }),
     ];
-    proptest::collection::vec((1_u64..4, placement), 1..4).prop_map(|dims| {
+    proptest::collection::vec((1..=most, placement), 1..=most as usize).prop_map(|dims| {
         let (shape, placements): (Vec<u64>, Vec<Placement>) = dims.into_iter().unzip();
         Sharding { mesh: DeviceMesh::from_shape(&shape).expect("small"), placements }
     })
 }
 
 /// A global shape with a sharding to put it in and one to get it in.
-fn case() -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
-    proptest::collection::vec(0_u64..9, 1..4)
-        .prop_flat_map(|shape| (Just(shape.clone()), sharding(shape.len()), sharding(shape.len())))
+fn case(most: u64) -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
+    proptest::collection::vec(0_u64..9, 1..4).prop_flat_map(move |shape| {
+        let sharding = || sharding(shape.len(), most);
+        (Just(shape.clone()), sharding(), sharding())
+    })
 }
 
 /// The references that a manifest has for a tensor: all boxes of all ranks, replicas once.
@@ -65,7 +71,7 @@ proptest! {
 
     /// Every element of the target comes from its own place in some stored box, once.
     #[test]
-    fn plans_are_exact((shape, put, get) in case()) {
+    fn plans_are_exact((shape, put, get) in case(3)) {
         let stored = stored(&shape, &put);
         let global = counting(&shape, 1);
         let mut memories: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
@@ -114,7 +120,7 @@ proptest! {
 
     /// A box that is missing is named, whatever is wanted of it.
     #[test]
-    fn holes_are_named((shape, put, _) in case(), lost in any::<prop::sample::Index>()) {
+    fn holes_are_named((shape, put, _) in case(3), lost in any::<prop::sample::Index>()) {
         let mut stored = stored(&shape, &put);
         let lost = stored.remove(lost.index(stored.len()));
         let region = lost.place.unwrap().slice().region();
@@ -209,7 +215,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn what_is_put_in_one_sharding_is_got_in_another((shape, put, get) in case()) {
+    fn what_is_put_in_one_sharding_is_got_in_another((shape, put, get) in case(3)) {
         let store = Store::memory().unwrap();
         let key = Key::new("policy").unwrap();
         for seed in 1..3 {
@@ -220,11 +226,11 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn a_directory_does_the_same((shape, put, get) in case()) {
-        let folder = tempfile::tempdir().unwrap();
+    fn a_directory_does_the_same((shape, put, get) in case(2)) {
+        let folder = quick_folder();
         let store = Store::directory(folder.path()).unwrap();
         let key = Key::new("policy").unwrap();
         for seed in 1..3 {
@@ -235,20 +241,31 @@ proptest! {
     }
 }
 
+/// The `tssd.layout` of the one version that a store keeps.
+fn recorded_layout(folder: &Path) -> AttrValue {
+    let versions = folder.join("policy").read_dir().unwrap();
+    let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST));
+    let manifests: Vec<_> = manifests.filter(|manifest| manifest.is_file()).collect();
+    let [manifest] = &*manifests else { panic!("{manifests:?}") };
+    Archive::open(manifest).unwrap().attrs().remove("tssd.layout").unwrap()
+}
+
 #[test]
 fn an_unchanged_layout_is_planned_once() {
     let shape = [64, 33];
-    let store = Store::memory().unwrap();
+    let folder = quick_folder();
+    let store = Store::directory(folder.path()).unwrap();
     let key = Key::new("policy").unwrap();
     let sharding = |dim| Sharding {
         mesh: DeviceMesh::from_shape(&[4]).unwrap(),
         placements: vec![Placement::Shard { dim }],
     };
-    for seed in 0..3 {
-        put_all(&store, &key, &shape, &sharding(0), seed, "job");
+    let mut layouts = Vec::new();
+    for (seed, dim, job) in [(1, 0, "job"), (3, 0, "job"), (5, 0, "job"), (7, 1, "next job")] {
+        put_all(&store, &key, &shape, &sharding(dim), seed, job);
         check_get(&store, &key, &shape, &sharding(1), seed);
+        layouts.push(recorded_layout(folder.path()));
     }
-    // Another layout under the same key is planned anew.
-    put_all(&store, &key, &shape, &sharding(1), 9, "next job");
-    check_get(&store, &key, &shape, &sharding(0), 9);
+    // Another layout under the same key is planned anew, even for those who want the same.
+    assert!(layouts[0] == layouts[1] && layouts[1] == layouts[2] && layouts[2] != layouts[3]);
 }

@@ -121,6 +121,19 @@ fn bad_vectors_are_refused_for_their_reason() {
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), invalid.len(), wrong.join("\n"));
 }
 
+/// In files of several tensors, one of which is wrong.
+#[test]
+fn refusals_name_the_leaf() {
+    for (name, path) in [
+        ("053-lie-tensors-shape", r#"["1"]"#),
+        ("054-empty-with-storage", r#"["3"]"#),
+        ("054-storage-of-second", r#"["1"]"#),
+    ] {
+        let error = open(&format!("invalid/{name}.tssd")).unwrap_err();
+        assert_eq!(error.path(), Some(path), "{name}: {error}");
+    }
+}
+
 /// Every line is where it says it is, the lines leave no byte out, and the bytes are those of the vector.
 #[test]
 fn the_worked_example_is_the_vector() {

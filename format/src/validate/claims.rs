@@ -63,8 +63,11 @@ impl HeapClaims {
     /// Claims a range that is not empty: one that is new, or the same as an earlier one.
     #[inline]
     pub(super) fn claim(&mut self, start: u64, len: u64) -> bool {
+        if len == 0 {
+            return false;
+        }
         if start == self.claims.claimed {
-            let is_new = len > 0 && self.claims.in_order(start, len);
+            let is_new = self.claims.in_order(start, len);
             if is_new {
                 self.starts.set(narrow(start));
             }
@@ -72,7 +75,7 @@ impl HeapClaims {
         }
         // What is long is named once: else a short file could mean very much.
         let end = start.saturating_add(len);
-        if len == 0 || len > INLINE_MAX || end > self.claims.claimed {
+        if len > INLINE_MAX || end > self.claims.claimed {
             return false;
         }
         let is_start = |at: u64| at == self.claims.claimed || self.starts.get(narrow(at));

@@ -61,7 +61,7 @@ impl<'a> Validator<'a> {
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
         self.bytes_of(tensor, span, end)?;
         // A division, which most tensors do without.
-        if byte_offset > 0 && !byte_offset.is_multiple_of(dtype.itemsize()) {
+        if byte_offset != 0 && !byte_offset.is_multiple_of(dtype.itemsize()) {
             return Err(Error::new(ErrorKind::Misaligned).note(byte_offset));
         }
         if tensor.slice == NONE {

@@ -110,7 +110,7 @@ impl Timestamp {
 
 fn sixteen_bytes(text: &str) -> Result<[u8; 16], InvalidHexadecimal> {
     let digits: Vec<u8> = text.bytes().map(digit).collect::<Result<_, _>>()?;
-    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] * 16 + pair[1]).collect();
     if digits.len() != 32 {
         return Err(InvalidHexadecimal);
     }
@@ -154,7 +154,8 @@ mod tests {
         {
             assert_eq!(wrong.parse::<LeaseId>(), Err(InvalidHexadecimal));
         }
-        assert!(format!("{text}0").parse::<LeaseId>().is_err());
+        let error = format!("{text}0").parse::<LeaseId>().unwrap_err();
+        assert_eq!(error.to_string(), "expected 32 lower-case hexadecimal digits");
     }
 
     #[test]

@@ -43,7 +43,7 @@ impl Ledger {
 
     fn begin_outcome(&mut self, put: Put) -> Result<Outcome, Refusal> {
         self.ids += 1;
-        let Put { writer, writers, job, number, call, rewind, defaulted } = put;
+        let Put { writer, writers, job, number, call, rewind, defaulted, offers } = put;
         self.give(Command::Begin(Begin {
             writer,
             writers: writers.parse().unwrap(),
@@ -53,7 +53,7 @@ impl Ledger {
             number,
             rewind,
             durability: Durability::Memory,
-            digest: None,
+            digest: offers.map(|contents| Digest([contents; 16])),
             id: VersionId(self.ids),
             now: Timestamp(self.now),
         }))
@@ -131,12 +131,14 @@ struct Put {
     call: Option<u64>,
     rewind: bool,
     defaulted: bool,
+    /// The contents that it says it will have.
+    offers: Option<u8>,
 }
 
 /// A put of one writer without a job.
 fn alone(number: Option<u64>) -> Put {
-    let (writers, job, call) = ("0", None, None);
-    Put { writer: 0, writers, job, number, call, rewind: false, defaulted: true }
+    let (writers, job, call, offers) = ("0", None, None, None);
+    Put { writer: 0, writers, job, number, call, rewind: false, defaulted: true, offers }
 }
 
 /// One of two writers of a job, with a number of the caller's.

@@ -174,7 +174,8 @@ mod tests {
     #[test]
     fn a_text_that_is_no_set_is_refused() {
         for text in ["-", "a", "3-1", "1,0", "0,1", "0-3,3", "+1", "0,", " 0", "4294967296"] {
-            assert!(text.parse::<WriterSet>().is_err(), "{text}");
+            let error = text.parse::<WriterSet>().unwrap_err();
+            assert!(error.to_string().ends_with(&format!("found `{text}`")), "{error}");
         }
     }
 

@@ -1,8 +1,8 @@
-//! Files of later writers, which a reader of this version must read all the same.
+//! Files of later writers, and of others, which a reader of this version must read all the same.
 
-use tssd_format::{AttrValue, Options};
+use tssd_format::{AttrValue, Options, Shard, ShardPlace, TensorSlice};
 
-use super::{Vector, encode, f32s, file, one, plain};
+use super::{Vector, dict_of, encode, f32s, file, one, plain};
 
 pub(super) fn vectors() -> Vec<Vector> {
     let today = || plain(&one(f32s(&[1.0, 2.0], &[2])));
@@ -30,7 +30,39 @@ pub(super) fn vectors() -> Vec<Vector> {
             with_longer_root(&today(), 4096),
         ),
         file("095-vendor-attr", "an attribute of a vendor", encode(&one(1_i64), &vendor)),
+        file(
+            "096-slice-of-two-shapes",
+            "one slice of two tensors, which differ in shape",
+            slice_of_two_shapes(),
+        ),
     ]
+}
+
+/// A slice says where a tensor begins, so tensors of two shapes can share it; this writer has one for
+/// each. The shape of the last tensor becomes that of the first.
+fn slice_of_two_shapes() -> Vec<u8> {
+    let shard = || {
+        let slice = TensorSlice::new(&[1], &[2], &[4]).expect("a legal slice");
+        Shard::new(f32s(&[1.0, 2.0], &[2]), ShardPlace::new(slice)).expect("two elements")
+    };
+    let mut file = plain(&dict_of(vec![
+        ("shape".into(), f32s(&[0.0], &[1]).into()),
+        ("two".into(), shard().into()),
+        ("one".into(), shard().into()),
+    ]));
+    let shape = place_of_tensors(&file) + 2 * 32 + 8;
+    file[shape..shape + 4].fill(0);
+    crate::damage::repair(&mut file);
+    file
+}
+
+/// Where the records of tensors begin: the fifth field of the root says it, relative to itself.
+fn place_of_tensors(file: &[u8]) -> usize {
+    let trailer = file.len() - 64;
+    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().expect("four bytes"));
+    let field = word(trailer) + word(trailer + 16) + 4 * 8;
+    let at = |place: u32| usize::try_from(place).expect("usize has 32 bits at least");
+    at(field.wrapping_add(word(at(field))))
 }
 
 /// The file with other bytes in its head, whose checksum is right.

@@ -4,7 +4,7 @@ use tssd_format::{
     DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value,
 };
 
-use super::{Vector, dict_of, f32s, file, of_bytes, one, plain};
+use super::{Vector, counting, dict_of, f32s, file, of_bytes, one, plain};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
@@ -77,6 +77,11 @@ pub(super) fn vectors() -> Vec<Vector> {
             "057-nested-strided",
             "_StridedShard over two dimensions: one rank, several boxes",
             plain(&one(several_boxes())),
+        ),
+        file(
+            "058-adjacent-meshes",
+            "meshes that end where another begins, and some that are a global shape at once",
+            plain(&adjacent_meshes()),
         ),
     ]
 }
@@ -166,6 +171,22 @@ fn shared_mesh() -> StateDict {
         on(&mesh, 3, &placements, &[4, 2 + layer])
     };
     dict_of((0..8).map(|layer| (format!("layers.{layer}").into(), leaf(layer).into())).collect())
+}
+
+/// Words that mean the same are in dims once: the mesh of ranks 0 and 1 is the global shape (2, 0, 1),
+/// that of ranks 0 and 3 is (2, 0, 3). One of them is named before the mesh that follows it, one after.
+fn adjacent_meshes() -> StateDict {
+    let leaf = |last: u64, ranks: [u32; 2]| {
+        let mesh = DeviceMesh::new(&[2], &ranks).expect("distinct");
+        on(&mesh, ranks[1], &[Placement::Shard { dim: 0 }], &[2, 0, last]).into()
+    };
+    dict_of(vec![
+        ("coordinate".into(), counting(Dtype::Uint8, &[1]).into()),
+        ("shape".into(), leaf(1, [0, 1])),
+        ("after it".into(), leaf(1, [4, 5])),
+        ("after another shape".into(), leaf(3, [6, 7])),
+        ("that shape".into(), leaf(3, [0, 3])),
+    ])
 }
 
 /// Rank 0 of two strided shards of one dimension holds boxes that do not touch.

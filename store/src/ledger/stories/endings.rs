@@ -36,6 +36,32 @@ fn a_version_that_becomes_visible_supersedes_older_open_ones() {
     assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(refusal));
 }
 
+/// Before its data is deleted and after.
+#[test]
+fn a_slow_writer_learns_what_superseded_its_version_and_nobody_else_does() {
+    let mut ledger = Ledger::default();
+    let aborted = ledger.begin(step_of("a", 0, 4)).unwrap();
+    ledger.give(Command::Abort { id: aborted, writer: 0 }).unwrap();
+    let slow = ledger.put(step_of("a", 0, 5)).unwrap();
+    for writer in [0, 1] {
+        ledger.put(step_of("a", writer, 6)).unwrap();
+    }
+    let newest = ledger.state.open().next_back().unwrap().id;
+    ledger.prove(newest).unwrap();
+    for deleted in [false, true] {
+        if deleted {
+            ledger.settle();
+        }
+        assert_eq!(ledger.state.versions().any(|version| version.id == slow), !deleted);
+        let superseded = Refusal::Dropped { number: 5, reason: Reason::Superseded { by: 6 } };
+        assert_eq!(ledger.begin(step_of("a", 1, 5)), Err(superseded));
+        for (job, number) in [("a", 3), ("a", 4), ("b", 5)] {
+            let refusal = Refusal::VersionNotNewer { number, highest: 6 };
+            assert_eq!(ledger.begin(step_of(job, 1, number)), Err(refusal), "{job} {number}");
+        }
+    }
+}
+
 #[test]
 fn a_third_put_waits() {
     let mut ledger = Ledger::default();
@@ -91,4 +117,25 @@ fn a_refusal_says_what_is_wrong_and_what_to_do() {
         refusal.to_string(),
         "version 5 was abandoned: writers 1 did not commit in time; put again in every writer"
     );
+}
+
+#[test]
+fn a_refusal_names_what_it_is_about() {
+    let another = Refusal::JobsDisagree { number: 5, declared: None, expected: Some(job_id("a")) };
+    let abandoned = |missing| {
+        let reason = Reason::Abandoned { missing: writers(missing) };
+        Refusal::Dropped { number: 5, reason }
+    };
+    let unknown = |selector, newest| Refusal::NotFound { selector, newest };
+    for (refusal, text) in [
+        (Refusal::Fenced { by: job_id("b") }, "job b has taken over the key"),
+        (another, "version 5 takes contributions of job a, not of no job"),
+        (unknown(Selector::Number(3), Some(5)), "no visible version is number 3: the newest is 5"),
+        (unknown(Selector::Newest, None), "no version is visible"),
+        (abandoned("1-2"), "version 5 was abandoned: writers 1-2 did not commit in time"),
+        (abandoned(""), "version 5 was abandoned: nobody proved it in time"),
+    ] {
+        let said = refusal.to_string();
+        assert_eq!(said.split("; ").next(), Some(text), "{said}");
+    }
 }

@@ -125,6 +125,41 @@ fn a_failed_put_with_a_number_may_be_tried_again() {
     assert_eq!(ledger.reason(id), Reason::Aborted { writer: 0 });
 }
 
+/// With a number of the caller's, a failed put may be tried again; without a job, no call is the same.
+#[test]
+fn a_call_counts_for_a_job_that_gives_no_number() {
+    let mut ledger = Ledger::default();
+    let numbered = |writer| Put { call: Some(1), ..step_of("a", writer, 5) };
+    let id = ledger.put(numbered(0)).unwrap();
+    ledger.begin(numbered(1)).unwrap();
+    ledger.give(Command::Abort { id, writer: 1 }).unwrap();
+    assert_eq!(ledger.put(numbered(1)), Ok(id));
+    ledger.settle();
+
+    let jobless = Put { call: Some(1), ..alone(None) };
+    let id = ledger.begin(jobless).unwrap();
+    ledger.ids -= 1;
+    assert_eq!(ledger.begin(jobless), Ok(id));
+}
+
+#[test]
+fn the_oldest_of_too_many_fenced_jobs_is_forgotten() {
+    let mut ledger = Ledger::default();
+    let mut begin = |job: usize| {
+        let put = Put { job: Some(job.to_string().leak()), ..alone(None) };
+        ledger.begin_outcome(put)
+    };
+    for job in 0..=MAX_FENCED {
+        begin(job).unwrap();
+    }
+    let by = job_id(&MAX_FENCED.to_string());
+    assert_eq!(begin(0), Err(Refusal::Fenced { by }));
+    begin(MAX_FENCED + 1).unwrap();
+    begin(0).unwrap();
+    let by = job_id("0");
+    assert_eq!(begin(2), Err(Refusal::Fenced { by }));
+}
+
 #[test]
 fn a_begin_that_is_repeated_is_one_begin() {
     let mut ledger = Ledger::default();

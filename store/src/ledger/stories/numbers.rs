@@ -34,6 +34,68 @@ fn an_identical_retry_succeeds_and_another_content_is_refused() {
 }
 
 #[test]
+fn contents_that_are_said_ahead_are_compared_at_once() {
+    let mut ledger = Ledger::default();
+    let open = ledger.put(step_of("a", 0, 5)).unwrap();
+    let offers = |contents| Put { offers: Some(contents), ..step_of("a", 0, 5) };
+    assert_eq!(ledger.begin(offers(7)), Ok(open));
+    let (number, committed) = (5, Digest([7; 16]));
+    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
+    assert_eq!(ledger.begin(offers(8)), Err(refusal));
+    ledger.put(step_of("a", 1, 5)).unwrap();
+    ledger.settle();
+    assert_eq!(ledger.begin(offers(7)), Ok(open));
+    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5 };
+    assert_eq!(ledger.begin(offers(8)), Err(refusal));
+}
+
+#[test]
+fn what_was_visible_is_retried_while_it_has_data() {
+    let mut ledger = Ledger::default();
+    let retired = ledger.put(alone(Some(5))).unwrap();
+    ledger.settle();
+    ledger.lease(1, Selector::Newest).unwrap();
+    ledger.put(alone(Some(6))).unwrap();
+    ledger.settle();
+    assert_eq!((ledger.visible(), ledger.begin(alone(Some(5)))), (vec![6], Ok(retired)));
+
+    // One that a rewind has left visible is of an older epoch.
+    let mut ledger = Ledger::keeping(3);
+    let older = ledger.put(alone(Some(5))).unwrap();
+    for number in [9, 7] {
+        ledger.settle();
+        ledger.put(Put { rewind: number == 7, ..alone(Some(number)) }).unwrap();
+    }
+    ledger.settle();
+    assert_eq!((ledger.visible(), ledger.begin(alone(Some(5)))), (vec![5, 7], Ok(older)));
+}
+
+#[test]
+fn only_the_rewind_of_a_job_is_retried_as_one() {
+    let one_of = |job| Put { job, rewind: true, ..alone(Some(5)) };
+    for (job, epoch_of_retry) in [(None, 2), (Some("a"), 1)] {
+        let mut ledger = Ledger::default();
+        ledger.put(Put { rewind: false, ..one_of(job) }).unwrap();
+        ledger.settle();
+        // The number is visible, and the same contents are there: a rewind is meant all the same.
+        for epoch in [1, epoch_of_retry] {
+            ledger.put(one_of(job)).unwrap();
+            ledger.settle();
+            assert_eq!((ledger.state.epoch(), ledger.visible()), (epoch, vec![5]), "{job:?}");
+        }
+    }
+}
+
+#[test]
+fn an_implicit_number_is_above_those_that_are_open() {
+    let mut ledger = Ledger::default();
+    ledger.begin(alone(Some(7))).unwrap();
+    let id = ledger.begin(alone(None)).unwrap();
+    let open: Vec<_> = ledger.state.open().map(|version| (version.number, version.id)).collect();
+    assert_eq!(open[1], (8, id));
+}
+
+#[test]
 fn a_rewind_opens_an_epoch_and_takes_back_what_is_newer_when_it_becomes_visible() {
     let mut ledger = Ledger::keeping(3);
     for number in [10, 20, 30] {

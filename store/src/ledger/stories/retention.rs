@@ -48,6 +48,8 @@ fn retention_keeps_the_newest_and_the_pinned() {
 
     let (keep, ttl) = (NonZeroU32::MIN, Some(Duration::from_mins(1)));
     ledger.give(Command::Retain { keep, ttl }).unwrap();
+    ledger.now = MINUTE - 1;
+    ledger.expire();
     assert_eq!(ledger.visible(), [4, 5]);
     ledger.now = MINUTE;
     ledger.expire();
@@ -60,6 +62,24 @@ fn retention_keeps_the_newest_and_the_pinned() {
 }
 
 #[test]
+fn what_is_not_selected_is_not_deleted() {
+    let mut ledger = Ledger::keeping(3);
+    for number in 1..=3 {
+        ledger.put(alone(Some(number))).unwrap();
+        ledger.settle();
+    }
+    let oldest = ledger.state.visible().next().unwrap().id;
+    for (selection, left) in [
+        (Selection::Number(2), vec![1, 3]),
+        (Selection::Id(oldest), vec![3]),
+        (Selection::All, vec![]),
+    ] {
+        ledger.give(Command::Delete { selection }).unwrap();
+        assert_eq!(ledger.visible(), left);
+    }
+}
+
+#[test]
 fn memories_are_bounded() {
     let mut ledger = Ledger::default();
     for number in 0..200 {
@@ -67,7 +87,9 @@ fn memories_are_bounded() {
         ledger.give(Command::Abort { id, writer: 0 }).unwrap();
         ledger.settle();
     }
-    assert_eq!(ledger.state.outcome_of(VersionId(1)), None);
+    let is_known = |id| ledger.state.outcome_of(VersionId(id)).is_some();
+    let known: Vec<_> = (1..=200).filter(|id| is_known(*id)).collect();
+    assert_eq!((known.len(), known[0]), (MAX_ENDED, 137));
     assert!(matches!(ledger.state.outcome_of(VersionId(200)), Some(Fate::Dropped(_))));
     for number in 0..64 {
         let id = ledger.begin(alone(Some(number))).unwrap();

@@ -430,6 +430,8 @@ fn what_is_durable_outlives_the_daemon() {
     store.put_state_dict(&lasting, &model(4, 1), &durable()).unwrap();
     assert_eq!(step_of(&dict), 2, "a view of a file that is deleted stays");
     drop(dict);
+    // The daemon hears of it before it answers what comes next.
+    store.head(&lasting).unwrap();
     let mut folders: Vec<_> = std::fs::read_dir(folder.path().join("lasting"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())

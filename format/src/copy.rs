@@ -7,12 +7,13 @@
 
 use crc32fast::Hasher;
 
-/// What is checksummed and then copied while it is in the cache.
-const BLOCK: usize = 128 << 10;
+/// What is checksummed and then copied while it is in the cache. Its quarters do not begin at the same
+/// place of a page: loads that lie where a store of another page has just gone would wait for it.
+const BLOCK: usize = 4 * 525 * 64;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
 #[cfg(target_arch = "x86_64")]
-const STREAM_MIN: usize = 256 << 10;
+const STREAM_MIN: usize = 32 << 10;
 
 /// Copies bytes to memory of the same length, and feeds them to a checksum on the way: one pass over
 /// memory for both. Long copies go past the cache.
@@ -55,8 +56,6 @@ mod stream {
 
     type Line = [u8; 64];
 
-    const QUARTER: usize = BLOCK / 4 / size_of::<Line>();
-
     pub(super) fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
         // A line that is stored in two halves costs twice: the target is cut at lines.
         let lead = target.as_ptr().align_offset(size_of::<Line>()).min(source.len());
@@ -67,25 +66,26 @@ mod stream {
 
         for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
             see(source);
-            match (source.as_chunks(), target.as_chunks_mut()) {
-                ((lines, []), (targets, [])) if lines.len() == 4 * QUARTER => {
-                    copy_block(lines, targets);
-                }
-                _ => target.copy_from_slice(source),
-            }
+            let ((lines, source_tail), (targets, target_tail)) =
+                (source.as_chunks(), target.as_chunks_mut());
+            copy_lines(lines, targets);
+            target_tail.copy_from_slice(source_tail);
         }
         // SAFETY: the instruction needs SSE, which every x86_64 processor has. It orders the
         // streaming stores before all later stores, so whoever sees what is published next sees them.
         unsafe { _mm_sfence() }
     }
 
-    /// Copies one block, whose target is aligned to its lines.
-    fn copy_block(source: &[Line], target: &mut [Line]) {
-        for line in 0..QUARTER {
-            for quarter in 0..4 {
-                let at = quarter * QUARTER + line;
+    /// Copies lines to a target that is aligned to lines.
+    fn copy_lines(source: &[Line], target: &mut [Line]) {
+        let quarter = source.len() / 4;
+        for line in 0..quarter {
+            for at in [line, line + quarter, line + 2 * quarter, line + 3 * quarter] {
                 copy_line(&source[at], &mut target[at]);
             }
+        }
+        for at in 4 * quarter..source.len() {
+            copy_line(&source[at], &mut target[at]);
         }
     }
 

@@ -11,11 +11,12 @@ use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace,
-    StateDict, Tensor, TensorMeta, TensorReference, numel,
+    StateDict, Tensor, TensorMeta, TensorReference, Value, numel,
 };
 
 use self::target::{check, split};
-use self::tree::{Tree, Wish, choose_writer, is_whole};
+pub(crate) use self::tree::choose_writer;
+use self::tree::{Tree, Wish, is_whole};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
@@ -92,6 +93,9 @@ struct Request<'a> {
 /// Large contiguous targets are cut into parts of about this many bytes, for several threads.
 const PART_BYTES: u64 = 16 << 20;
 
+/// Storages of fewer bytes are no work for a thread.
+const SMALL_BYTES: u64 = 64 << 10;
+
 /// A read in progress: the version, and what is counted.
 pub(crate) struct Read<'a> {
     version: &'a OpenVersion,
@@ -151,22 +155,7 @@ impl<'a> Read<'a> {
         let mut viewed = BTreeSet::new();
         let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
         for (path, node) in &leaves {
-            match node {
-                Node::Stored(_, storage) => drop(viewed.insert(*storage)),
-                Node::Tensors(run) => {
-                    let fqn = path.fqn();
-                    match options.slices.get(&fqn) {
-                        Some(places) => places.iter().for_each(|place| {
-                            wishes
-                                .entry((run.as_slice(), Some(place)))
-                                .or_insert_with(|| fqn.clone());
-                        }),
-                        None if is_whole(run) => viewed.extend(run[0].storage),
-                        None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
-                    }
-                }
-                _ => {}
-            }
+            wish(path, node, options, &mut viewed, &mut wishes);
         }
         let views = self.views(viewed)?;
         let made = self.assemble(&wishes)?;
@@ -175,6 +164,23 @@ impl<'a> Read<'a> {
         let tree = Tree { views, made, slices: &options.slices };
         let value = tree.value(&ObjectPath::root(), &root);
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
+    }
+
+    /// One leaf: a view if it lies in one piece, sliced if slices of it are wanted.
+    pub(crate) fn leaf(
+        &mut self,
+        path: &ObjectPath,
+        node: &Node,
+        options: &GetOptions,
+    ) -> Result<Value> {
+        let mut viewed = BTreeSet::new();
+        let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
+        wish(path, node, options, &mut viewed, &mut wishes);
+        let views = self.views(viewed)?;
+        let made = self.assemble(&wishes)?;
+        let made = wishes.into_keys().zip(made).collect();
+        let tree = Tree { views, made, slices: &options.slices };
+        tree.value(path, node).map_err(|error| self.format_error(error))
     }
 
     /// One tensor, whole, or one box of it.
@@ -249,8 +255,14 @@ impl<'a> Read<'a> {
             let len = self.version.storage_len(storage);
             Ok((storage, self.version.view(storage, 0..len, self.unverified)?))
         };
-        let views: BTreeMap<u32, Bytes> =
-            parallel::map(storages.into_iter().collect(), load)?.into_iter().collect();
+        // Small ones are looked at sooner than handed to another thread.
+        let (small, large): (Vec<u32>, Vec<u32>) = storages
+            .into_iter()
+            .partition(|storage| self.version.storage_len(*storage) < SMALL_BYTES);
+        let mut views: BTreeMap<u32, Bytes> = parallel::map(large, load)?.into_iter().collect();
+        for storage in small {
+            views.extend([load(storage)?]);
+        }
         self.transferred += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
         Ok(views)
     }
@@ -383,6 +395,30 @@ impl PlanCache {
         let mut plans = self.0.lock().expect("nobody panics while holding the plans");
         plans.push_front((name, plan));
         plans.truncate(PLANS);
+    }
+}
+
+/// What a leaf is made of: storages that are seen, tensors that are assembled.
+fn wish<'w>(
+    path: &ObjectPath,
+    node: &'w Node,
+    options: &'w GetOptions,
+    viewed: &mut BTreeSet<u32>,
+    wishes: &mut IndexMap<Wish<'w>, String>,
+) {
+    match node {
+        Node::Stored(_, storage) => drop(viewed.insert(*storage)),
+        Node::Tensors(run) => {
+            let fqn = path.fqn();
+            match options.slices.get(&fqn) {
+                Some(places) => places.iter().for_each(|place| {
+                    wishes.entry((run.as_slice(), Some(place))).or_insert_with(|| fqn.clone());
+                }),
+                None if is_whole(run) => viewed.extend(run[0].storage),
+                None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
+            }
+        }
+        _ => {}
     }
 }
 

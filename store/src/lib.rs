@@ -38,7 +38,9 @@ mod controller;
 #[cfg(test)]
 mod crash;
 mod get;
+mod opened;
 mod parallel;
+mod publish;
 mod put;
 mod status;
 mod version;
@@ -55,6 +57,8 @@ pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
+pub use opened::Opened;
+pub use publish::Publisher;
 pub use put::{PutOptions, PutReport, Replicas};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
 pub use store::{Store, Subscription};

@@ -247,17 +247,20 @@ impl Merger<'_> {
     fn leaf(&mut self, path: &ObjectPath, copies: &[Held<'_>]) -> Result<Node, String> {
         let mut slices = Vec::new();
         let mut tensors = Vec::new();
+        let mut sliced = 0;
         for (writer, node) in copies {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
                     [plain @ TensorReference { place: None, .. }] => tensors.push((*writer, plain)),
-                    run => slices.extend(run.iter().map(|slice| (*writer, slice))),
+                    run => {
+                        sliced += 1;
+                        slices.extend(run.iter().map(|slice| (*writer, slice)));
+                    }
                 }
             }
         }
         if !slices.is_empty() {
-            let holders = slices.iter().map(|(writer, _)| writer).collect::<BTreeSet<_>>();
-            return if holders.len() == copies.len() {
+            return if sliced == copies.len() {
                 Self::slices(path, &slices)
             } else {
                 Err(disagree(path, copies, "some hold slices and some a whole leaf"))

@@ -113,41 +113,59 @@ pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
 /// A name for the layout of a version: equal for two versions whose leaves, shapes, slices and
 /// storages are the same and only whose contents differ. Plans are cached under it.
 pub(crate) fn fingerprint(root: &Node, storages: &[StorageReference]) -> [u8; 16] {
-    let mut hash = blake3::Hasher::new();
-    let mut number = |value: u64| {
-        hash.update(&value.to_le_bytes());
-    };
+    let mut words = Vec::with_capacity(3 * storages.len());
     for storage in storages {
-        number(u64::from(storage.shard));
-        number(storage.offset);
-        number(storage.len);
+        words.extend([u64::from(storage.shard), storage.offset, storage.len]);
     }
-    for (path, node) in root.clone().into_leaves() {
-        let Node::Tensors(references) = node else { continue };
-        let path = path.to_string();
-        hash.update(&u64::try_from(path.len()).unwrap_or(u64::MAX).to_le_bytes());
-        hash.update(path.as_bytes());
-        for reference in references {
-            let meta = &reference.meta;
-            let region = region(&reference);
-            let mut vector = |values: &[u64]| {
-                hash.update(&u64::try_from(values.len()).unwrap_or(u64::MAX).to_le_bytes());
-                for value in values {
-                    hash.update(&value.to_le_bytes());
-                }
-            };
-            vector(&[
-                u64::from(meta.dtype().code()),
-                reference.storage.map_or(u64::MAX, u64::from),
-                reference.byte_offset,
-            ]);
-            vector(meta.shape());
-            vector(&meta.strides());
-            vector(region.offsets());
-            vector(&global_shape(&reference));
-        }
-    }
+    let mut hash = blake3::Hasher::new();
+    hash_words(&mut hash, &mut words);
+    hash_layout(&mut hash, &mut words, root);
     let mut short = [0; 16];
     short.copy_from_slice(&hash.finalize().as_bytes()[..16]);
     short
+}
+
+/// What of a tree is layout: its keys and its tensors, whatever else there is.
+fn hash_layout(hash: &mut blake3::Hasher, words: &mut Vec<u64>, node: &Node) {
+    match node {
+        Node::Leaf(_) | Node::Stored(..) => words.push(0),
+        Node::Container(_, children) => {
+            words.extend([1, wide(children.len())]);
+            for (step, child) in children {
+                let step = step.to_string();
+                words.push(wide(step.len()));
+                hash_words(hash, words);
+                hash.update(step.as_bytes());
+                hash_layout(hash, words, child);
+            }
+        }
+        Node::Tensors(references) => {
+            words.extend([2, wide(references.len())]);
+            for reference in references {
+                let meta = &reference.meta;
+                let region = region(reference);
+                words.extend([
+                    u64::from(meta.dtype().code()),
+                    reference.storage.map_or(u64::MAX, u64::from),
+                    reference.byte_offset,
+                ]);
+                let global_shape = global_shape(reference);
+                let strides = meta.strides();
+                for vector in [meta.shape(), &strides, region.offsets(), &global_shape] {
+                    words.push(wide(vector.len()));
+                    words.extend(vector);
+                }
+            }
+        }
+    }
+    hash_words(hash, words);
+}
+
+fn hash_words(hash: &mut blake3::Hasher, words: &mut Vec<u64>) {
+    let bytes: Vec<u8> = words.drain(..).flat_map(u64::to_le_bytes).collect();
+    hash.update(&bytes);
+}
+
+fn wide(len: usize) -> u64 {
+    u64::try_from(len).unwrap_or(u64::MAX)
 }

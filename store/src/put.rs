@@ -12,7 +12,7 @@ use tssd_format::{
 };
 
 use self::replicas::without_replicas;
-use self::role::Role;
+pub(crate) use self::role::Role;
 use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Proposal, digest};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -133,17 +133,7 @@ pub(crate) async fn put(
 ) -> Result<PutReport> {
     let started = Instant::now();
     // Counted first: a put that fails is a call all the same.
-    let call = match (&options.job, options.writer, options.version) {
-        (Some(job), Some(writer), _) => Some(calls.next(key, job, writer)),
-        (None, ..) | (_, _, Some(_)) => None,
-        (Some(_), None, None) => {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "puts of a job are matched by their number or by their writer's count; say version= \
-                 or writer=",
-            ));
-        }
-    };
+    let call = call(calls, key, options)?;
     let role = Role::of(dict, options)?;
     let draft =
         draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
@@ -154,18 +144,7 @@ pub(crate) async fn put(
         wait(move || place(draft, jobs)).await?
     };
     let bytes = layout.file_len();
-    let proposal = Proposal {
-        writer: role.writer,
-        writers: role.writers,
-        writers_defaulted: role.defaulted,
-        job: options.job.clone(),
-        call,
-        number: options.version,
-        rewind: options.rewind,
-        durability: options.durability,
-        file_len: bytes,
-        timeout: options.timeout,
-    };
+    let proposal = proposal(role, call, options, bytes);
     let Begun { id, epoch, number, committed, mut contribution } =
         controller.begin(key, proposal).await?;
     let (contribution, filled) = wait(move || {
@@ -191,8 +170,42 @@ pub(crate) async fn put(
     })
 }
 
+/// The how-manieth put of its job it is, if that matters.
+pub(crate) fn call(calls: &Calls, key: &Key, options: &PutOptions) -> Result<Option<u64>> {
+    match (&options.job, options.writer, options.version) {
+        (Some(job), Some(writer), _) => Ok(Some(calls.next(key, job, writer))),
+        (None, ..) | (_, _, Some(_)) => Ok(None),
+        (Some(_), None, None) => Err(Error::new(
+            ErrorKind::Invalid,
+            "puts of a job are matched by their number or by their writer's count; say version= or \
+             writer=",
+        )),
+    }
+}
+
+/// What a writer says of a contribution whose archive, or first one, has so many bytes.
+pub(crate) fn proposal(
+    role: Role,
+    call: Option<u64>,
+    options: &PutOptions,
+    file_len: u64,
+) -> Proposal {
+    Proposal {
+        writer: role.writer,
+        writers: role.writers,
+        writers_defaulted: role.defaulted,
+        job: options.job.clone(),
+        call,
+        number: options.version,
+        rewind: options.rewind,
+        durability: options.durability,
+        file_len,
+        timeout: options.timeout,
+    }
+}
+
 /// Arranges what this writer stores.
-fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
+pub(crate) fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
     if options.digests {
         format = format.digests();
@@ -218,14 +231,14 @@ fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
 }
 
 /// Compresses what is to be compressed, on all cores.
-fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
+pub(crate) fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     let failed = |error| Error::request("compression", error);
     let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
     draft.place(packed).map_err(failed)
 }
 
 /// Writes an archive into the room that is reserved for it; returns its digest.
-fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
+pub(crate) fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
@@ -240,7 +253,7 @@ fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest>
 }
 
 /// The digest that an archive would have.
-fn sum(layout: &Layout) -> Result<Digest> {
+pub(crate) fn sum(layout: &Layout) -> Result<Digest> {
     let run = |job: Fill| {
         job.write_to(&mut std::io::sink()).map_err(|error| Error::request("checksum", error))
     };

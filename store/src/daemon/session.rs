@@ -47,10 +47,13 @@ struct Session {
 
 struct Contribution {
     place: Place,
-    file_len: u64,
     committed: Option<Digest>,
-    /// Where it is written; none if it is to come with the commit.
+    /// The lengths of its archives; the last one is being written.
+    lens: Vec<u64>,
+    /// Where that is; none if it comes as data.
     segment: Option<SegmentId>,
+    /// Until when room for another one is waited for.
+    timeout: Duration,
 }
 
 /// Serves a connection until it ends.
@@ -212,6 +215,9 @@ impl Session {
             Request::Begin(Begin { key, proposal }) => {
                 return self.begin(&Key::new(key)?, proposal).await;
             }
+            Request::Extend { contribution, file_len } => {
+                return self.extend(contribution, file_len, &data).await;
+            }
             Request::Commit { contribution, digest } => {
                 Reply::Progress(self.commit(contribution, digest, &data).await?)
             }
@@ -264,36 +270,56 @@ impl Session {
         let file_len = proposal.file_len;
         self.house.tiers.check(proposal.durability)?;
         let (place, committed) = self.house.controller.open(key, &proposal).await?;
-        let lent = if committed.is_some() || file_len <= INLINE {
-            None
-        } else {
-            match self.lend(file_len, deadline).await {
-                Ok(lent) => Some(lent),
-                Err(error) => {
-                    let error = self.house.controller.reason(&place, error).await;
-                    self.house.controller.withdraw(&place).await;
-                    return Err(error);
-                }
-            }
+        let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
+        let mut open =
+            Contribution { place, committed, lens: vec![file_len], segment: None, timeout };
+        let (room, fds) = match self.room(&mut open, deadline).await {
+            Ok(room) => room,
+            Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
-        let room = lent.as_ref().map_or(Room::Inline, |lent| Room::Segment {
-            segment: lent.segment,
-            capacity: lent.capacity,
-        });
-        let begun = Begun {
-            contribution,
-            id: place.id,
-            epoch: place.epoch,
-            number: place.number,
-            committed,
-            room,
-        };
-        let segment = lent.as_ref().map(|lent| lent.segment);
-        let open = Contribution { place, file_len, committed, segment };
         self.contributions().insert(contribution, open);
-        let fds = lent.and_then(|lent| lent.memory).into_iter().collect();
-        Ok((Reply::Begun(begun), fds))
+        Ok((Reply::Begun(Begun { contribution, id, epoch, number, committed, room }), fds))
+    }
+
+    /// Room for the last archive of a contribution, and its memory if the client does not have it yet.
+    async fn room(
+        &self,
+        open: &mut Contribution,
+        deadline: Instant,
+    ) -> Result<(Room, Vec<OwnedFd>)> {
+        let len = open.lens.last().copied().unwrap_or_default();
+        open.segment = None;
+        if open.committed.is_some() || len <= INLINE {
+            return Ok((Room::Inline, Vec::new()));
+        }
+        let lent = self.lend(len, deadline).await?;
+        open.segment = Some(lent.segment);
+        let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
+        Ok((room, lent.memory.into_iter().collect()))
+    }
+
+    /// Room for another archive of a contribution, whose last one is complete.
+    async fn extend(
+        &self,
+        contribution: u64,
+        file_len: u64,
+        data: &[u8],
+    ) -> Result<(Reply, Vec<OwnedFd>)> {
+        let mut open = self.take(contribution)?;
+        let extended = async {
+            self.publish(&open, data).await?;
+            open.lens.push(file_len);
+            let deadline = Instant::now() + open.timeout;
+            self.room(&mut open, deadline).await
+        };
+        match extended.await {
+            Ok((room, fds)) => {
+                self.contributions().insert(contribution, open);
+                Ok((Reply::Room(room), fds))
+            }
+            Err(error) => Err(self.cancel(open, error).await),
+        }
     }
 
     /// A segment of so many bytes; waits for one if there is no room.
@@ -335,12 +361,8 @@ impl Session {
     ) -> Result<crate::controller::Progress> {
         let open = self.take(contribution)?;
         let committed = async {
-            self.publish(&open, data)?;
-            if open.place.durability == Durability::Disk && open.committed.is_none() {
-                let (tiers, path) = (self.house.tiers.clone(), open.place.path());
-                wait(move || tiers.persist(&path)).await?;
-            }
-            self.house.controller.commit(&open.place, digest, open.file_len).await
+            self.publish(&open, data).await?;
+            self.house.controller.commit(&open.place, digest, &open.lens).await
         };
         match committed.await {
             Ok(progress) => Ok(progress),
@@ -348,22 +370,33 @@ impl Session {
         }
     }
 
-    /// Gives the archive its name.
-    fn publish(&self, open: &Contribution, data: &[u8]) -> Result<()> {
+    /// Gives the last archive its name.
+    async fn publish(&self, open: &Contribution, data: &[u8]) -> Result<()> {
         if open.committed.is_some() {
             return Ok(());
         }
-        let (pool, path) = (&self.house.pool, open.place.path());
-        let failed = |error| Error::io(&path, error);
-        if let Some(segment) = open.segment {
-            return pool.publish(self.peer, segment, &path, open.file_len).map_err(failed);
+        let path = open.place.path(open.lens.len() - 1);
+        let len = open.lens.last().copied().unwrap_or_default();
+        self.name(open.segment, &path, len, data)?;
+        if open.place.durability == Durability::Disk {
+            let tiers = self.house.tiers.clone();
+            wait(move || tiers.persist(&path)).await?;
         }
-        if u64::try_from(data.len()) != Ok(open.file_len) {
-            let (came, said) = (data.len(), open.file_len);
-            let text = format_args!("an archive of {came} bytes where {said} were announced");
+        Ok(())
+    }
+
+    fn name(&self, segment: Option<SegmentId>, path: &str, len: u64, data: &[u8]) -> Result<()> {
+        let pool = &self.house.pool;
+        let failed = |error| Error::io(path, error);
+        if let Some(segment) = segment {
+            return pool.publish(self.peer, segment, path, len).map_err(failed);
+        }
+        if u64::try_from(data.len()) != Ok(len) {
+            let came = data.len();
+            let text = format_args!("an archive of {came} bytes where {len} were announced");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        match pool.write(&path, data).map_err(failed)? {
+        match pool.write(path, data).map_err(failed)? {
             Ok(()) => Ok(()),
             Err(exhausted) => Err(self.house.no_room(&exhausted)),
         }
@@ -385,7 +418,7 @@ impl Session {
         if let Some(segment) = open.segment {
             self.house.pool.give_back(self.peer, segment);
         }
-        self.house.controller.withdraw(&open.place).await;
+        self.house.controller.withdraw(&open.place, open.lens.len()).await;
         error
     }
 
@@ -423,7 +456,8 @@ impl Session {
     async fn end(&self) {
         let open = std::mem::take(&mut *self.contributions());
         for contribution in open.into_values() {
-            self.house.controller.withdraw(&contribution.place).await;
+            let Contribution { place, lens, .. } = contribution;
+            self.house.controller.withdraw(&place, lens.len()).await;
         }
         self.house.pool.leave(self.peer);
         self.house.lose(self.peer).await;

@@ -40,7 +40,8 @@ impl Maps {
                     inner.shared.insert(each.segment, (memory, each.capacity));
                 }
             }
-            Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. }) => {
+            Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. })
+            | Reply::Room(Room::Segment { segment, .. }) => {
                 inner.lent.extend(fds.into_iter().map(|memory| (*segment, memory)));
             }
             // Nobody has asked for what comes with other replies.

@@ -39,26 +39,33 @@ impl RemoteContribution {
         file_len: u64,
         owed: Owed,
     ) -> Result<Self> {
-        let len = usize::try_from(file_len)
-            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
         let mut own = Self {
             client,
             contribution: begun.contribution,
-            file_len: len,
+            file_len: 0,
             memory: Memory::None,
             owed,
         };
-        own.memory = match begun.room {
-            _ if begun.committed.is_some() => Memory::None,
-            Room::Inline => Memory::Own(vec![0; len]),
+        if begun.committed.is_none() {
+            own.enter(begun.room, file_len).await?;
+        }
+        Ok(own)
+    }
+
+    /// Writes the next archive there.
+    async fn enter(&mut self, room: Room, file_len: u64) -> Result<()> {
+        self.file_len = usize::try_from(file_len)
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
+        self.memory = match room {
+            Room::Inline => Memory::Own(vec![0; self.file_len]),
             Room::Segment { segment, capacity } => {
-                let maps = own.client.maps.clone();
+                let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
                 let map = wait(move || maps.lent(segment, capacity)).await?;
                 Memory::Segment(segment, map)
             }
         };
-        Ok(own)
+        Ok(())
     }
 
     /// Nobody writes any more.
@@ -81,6 +88,18 @@ impl Contribution for RemoteContribution {
             Memory::None => Vec::new(),
             Memory::Own(bytes) => split(bytes, lens),
             Memory::Segment(_, map) => split(map.range_mut(0..self.file_len), lens),
+        }
+    }
+
+    async fn extend(&mut self, file_len: u64) -> Result<()> {
+        if matches!(self.memory, Memory::None) {
+            return Ok(());
+        }
+        let data = self.close();
+        let request = Request::Extend { contribution: self.contribution, file_len };
+        match self.client.calls.call(&request, data, PATIENCE).await?.reply {
+            Reply::Room(room) => self.enter(room, file_len).await,
+            other => Err(unexpected(&other)),
         }
     }
 

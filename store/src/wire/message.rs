@@ -53,7 +53,12 @@ pub(crate) enum Request {
     Hello(Hello),
     /// Begin a contribution.
     Begin(Begin),
-    /// Commit one; the archive is the data of the frame if its room is inline.
+    /// Another archive of a contribution. The one before is the data of the frame if its room was inline.
+    Extend {
+        contribution: u64,
+        file_len: u64,
+    },
+    /// Commit one; the last archive is the data of the frame if its room is inline.
     Commit {
         contribution: u64,
         digest: Digest,
@@ -130,6 +135,8 @@ pub(crate) enum Notice {
 pub(crate) enum Reply {
     Welcome(Welcome),
     Begun(Begun),
+    /// Where the next archive of a contribution is written.
+    Room(Room),
     Progress(Progress),
     Leased(Lease),
     Versions(Vec<VersionInfo>),

@@ -113,57 +113,70 @@ pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
 /// A name for the layout of a version: equal for two versions whose leaves, shapes, slices and
 /// storages are the same and only whose contents differ. Plans are cached under it.
 pub(crate) fn fingerprint(root: &Node, storages: &[StorageReference]) -> [u8; 16] {
-    let mut words = Vec::with_capacity(3 * storages.len());
+    let mut layout = Layout::default();
     for storage in storages {
-        words.extend([u64::from(storage.shard), storage.offset, storage.len]);
+        layout.words(&[u64::from(storage.shard), storage.offset, storage.len]);
     }
-    let mut hash = blake3::Hasher::new();
-    hash_words(&mut hash, &mut words);
-    hash_layout(&mut hash, &mut words, root);
+    layout.node(root);
     let mut short = [0; 16];
-    short.copy_from_slice(&hash.finalize().as_bytes()[..16]);
+    short.copy_from_slice(&layout.finish().as_bytes()[..16]);
     short
 }
 
-/// What of a tree is layout: its keys and its tensors, whatever else there is.
-fn hash_layout(hash: &mut blake3::Hasher, words: &mut Vec<u64>, node: &Node) {
-    match node {
-        Node::Leaf(_) | Node::Stored(..) => words.push(0),
-        Node::Container(_, children) => {
-            words.extend([1, wide(children.len())]);
-            for (step, child) in children {
-                let step = step.to_string();
-                words.push(wide(step.len()));
-                hash_words(hash, words);
-                hash.update(step.as_bytes());
-                hash_layout(hash, words, child);
-            }
-        }
-        Node::Tensors(references) => {
-            words.extend([2, wide(references.len())]);
-            for reference in references {
-                let meta = &reference.meta;
-                let region = region(reference);
-                words.extend([
-                    u64::from(meta.dtype().code()),
-                    reference.storage.map_or(u64::MAX, u64::from),
-                    reference.byte_offset,
-                ]);
-                let global_shape = global_shape(reference);
-                let strides = meta.strides();
-                for vector in [meta.shape(), &strides, region.offsets(), &global_shape] {
-                    words.push(wide(vector.len()));
-                    words.extend(vector);
+/// What of a tree is layout, its keys and its tensors, as a hash in the making.
+#[derive(Default)]
+struct Layout {
+    hash: blake3::Hasher,
+    /// What is to be hashed next: a few bytes at a time take long.
+    bytes: Vec<u8>,
+}
+
+impl Layout {
+    fn node(&mut self, node: &Node) {
+        match node {
+            Node::Leaf(_) | Node::Stored(..) => self.words(&[0]),
+            Node::Container(_, children) => {
+                self.words(&[1, wide(children.len())]);
+                for (step, child) in children {
+                    let step = step.to_string();
+                    self.words(&[wide(step.len())]);
+                    self.bytes.extend(step.as_bytes());
+                    self.node(child);
                 }
+            }
+            Node::Tensors(references) => {
+                self.words(&[2, wide(references.len())]);
+                references.iter().for_each(|reference| self.tensor(reference));
             }
         }
     }
-    hash_words(hash, words);
-}
 
-fn hash_words(hash: &mut blake3::Hasher, words: &mut Vec<u64>) {
-    let bytes: Vec<u8> = words.drain(..).flat_map(u64::to_le_bytes).collect();
-    hash.update(&bytes);
+    fn tensor(&mut self, reference: &TensorReference) {
+        let meta = &reference.meta;
+        self.words(&[
+            u64::from(meta.dtype().code()),
+            reference.storage.map_or(u64::MAX, u64::from),
+            reference.byte_offset,
+        ]);
+        let (strides, region) = (meta.strides(), region(reference));
+        for vector in [meta.shape(), &strides, region.offsets(), &global_shape(reference)] {
+            self.words(&[wide(vector.len())]);
+            self.words(vector);
+        }
+    }
+
+    fn words(&mut self, words: &[u64]) {
+        self.bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        if self.bytes.len() >= 64 << 10 {
+            self.hash.update(&self.bytes);
+            self.bytes.clear();
+        }
+    }
+
+    fn finish(mut self) -> blake3::Hash {
+        self.hash.update(&self.bytes);
+        self.hash.finalize()
+    }
 }
 
 fn wide(len: usize) -> u64 {

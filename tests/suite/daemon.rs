@@ -1,9 +1,12 @@
 //! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use tssd_format::{StateDict, Storage, Tensor, TensorMeta, Value};
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
@@ -226,7 +229,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
 }
 
 /// A frame, byte for byte as `spec/protocol.md` has it.
-fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
+pub(super) fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"TSSD".to_vec();
     bytes.extend([kind, 0, 0, 0]);
     bytes.extend(u32::try_from(head.len()).unwrap().to_le_bytes());
@@ -237,7 +240,7 @@ fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
+pub(super) const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
 
 /// A connection that says what it likes.
 struct Raw(UnixStream);
@@ -261,6 +264,23 @@ impl Raw {
     fn send(&mut self, bytes: &[u8]) {
         // Whoever is turned away cannot say everything.
         let _ = self.0.write_all(bytes);
+    }
+
+    fn send_with_descriptor(&mut self, bytes: &[u8]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [self.0.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let parts = [IoSlice::new(bytes)];
+        rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// The reply to a request.
+    fn ask(&mut self, number: u64, head: &str) -> serde_json::Value {
+        self.send(&frame(1, number, head, b""));
+        let (answered, head) = self.receive().unwrap();
+        assert_eq!(answered, number);
+        head
     }
 
     /// The number and head of the next frame; none if the daemon has ended the connection.
@@ -291,34 +311,34 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
         bytes[12..16].copy_from_slice(&data.to_le_bytes());
         bytes
     };
-    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
     let garbage: Vec<(&str, Vec<u8>)> = vec![
         ("HTTP", b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n".to_vec()),
         ("zeros", vec![0; 4096]),
-        ("a head over the limit", header(1, (1 << 20) + 1, 0, 0)),
-        ("data over the limit", header(1, 2, (16 << 20) + 1, 0)),
+        ("a head over the limit", header(1, (64 << 10) + 1, 0, 0)),
+        ("data over the limit", header(1, 2, (256 << 10) + 1, 0)),
         ("lengths that overflow", header(1, u32::MAX, u32::MAX, 0)),
-        ("more descriptors than allowed", header(1, 2, 0, 65)),
+        ("descriptors, though they do not come", header(1, 2, 0, 1)),
         ("an unknown kind of frame", header(9, 2, 0, 0)),
-        ("a newer protocol", frame(1, 1, &newer, b"")),
-        ("no hello", frame(1, 1, r#"{"op":"status"}"#, b"")),
-        ("no JSON", frame(1, 1, "hello", b"")),
+        ("a part", frame(2, 1, HELLO, b"")),
+        ("a reply", frame(3, 1, HELLO, b"")),
     ];
     for (what, bytes) in &garbage {
         let mut raw = Raw::connect(&served);
         raw.send(bytes);
         assert!(raw.is_ended(), "{what}");
-        if *what != "a newer protocol" && *what != "no hello" && *what != "no JSON" {
-            let mut raw = Raw::greet(&served);
-            raw.send(bytes);
-            assert!(raw.is_ended(), "{what}, after hello");
-        }
+        let mut raw = Raw::greet(&served);
+        raw.send(bytes);
+        assert!(raw.is_ended(), "{what}, after hello");
     }
-    // Descriptors that are announced and do not come.
+    // Who has not said hello has less.
+    for bytes in [header(1, (4 << 10) + 1, 0, 0), header(1, 2, 1, 0), frame(4, 1, HELLO, b"")] {
+        let mut raw = Raw::connect(&served);
+        raw.send(&bytes);
+        assert!(raw.is_ended(), "{bytes:?}");
+    }
+    // Descriptors that nobody has announced.
     let mut raw = Raw::greet(&served);
-    let mut lying = frame(1, 2, r#"{"op":"status"}"#, b"");
-    lying[5] = 1;
-    raw.send(&lying);
+    raw.send_with_descriptor(&frame(1, 2, r#"{"op":"status"}"#, b""));
     assert!(raw.is_ended());
     assert_eq!(step_of(&get(&store)), 1);
 }
@@ -329,20 +349,20 @@ fn requests_that_cannot_be_met_are_answered() {
     let mut raw = Raw::greet(&served);
     let long = "k".repeat(1025);
     let requests = [
-        (r#"{"op":"dance"}"#.to_owned(), "Invalid", "not understood"),
-        (HELLO.to_owned(), "Invalid", "once"),
+        (r#"{"op":"dance"}"#.to_owned(), "invalid", "not understood"),
+        (HELLO.to_owned(), "invalid", "once"),
         (
             r#"{"op":"commit","contribution":7,"digest":"00000000000000000000000000000000"}"#
                 .into(),
-            "Invalid",
+            "invalid",
             "none of this connection's",
         ),
-        (r#"{"op":"withdraw","contribution":7}"#.into(), "Invalid", "none of this connection's"),
-        (r#"{"op":"versions"}"#.into(), "Invalid", "missing field `key`"),
-        (r#"{"op":"versions","key":"a\u0000b"}"#.into(), "Invalid", "control character"),
-        (format!(r#"{{"op":"versions","key":"{long}"}}"#), "Invalid", "1025"),
-        (r#"{"op":"locate","key":"k","selector":"Newest"}"#.into(), "NotFound", "key `k`"),
-        (r#"{"op":"retain","key":"k","keep":0}"#.into(), "Invalid", "nonzero"),
+        (r#"{"op":"withdraw","contribution":7}"#.into(), "invalid", "none of this connection's"),
+        (r#"{"op":"versions"}"#.into(), "invalid", "missing field `key`"),
+        (r#"{"op":"versions","key":"a\u0000b"}"#.into(), "invalid", "control character"),
+        (format!(r#"{{"op":"versions","key":"{long}"}}"#), "invalid", "1025"),
+        (r#"{"op":"locate","key":"k","selector":"newest"}"#.into(), "not_found", "key `k`"),
+        (r#"{"op":"retain","key":"k","keep":0}"#.into(), "invalid", "nonzero"),
     ];
     for (number, (request, kind, text)) in (2..).zip(requests) {
         raw.send(&frame(1, number, &request, b""));
@@ -365,7 +385,7 @@ fn requests_that_cannot_be_met_are_answered() {
     );
     raw.send(&frame(1, 101, &commit, b"too short"));
     let (_, failed) = raw.receive().unwrap();
-    assert_eq!(failed["failed"]["kind"], "Invalid", "{failed}");
+    assert_eq!(failed["failed"]["kind"], "invalid", "{failed}");
     // And one that is no archive.
     raw.send(&frame(1, 102, begin, b""));
     let (_, begun) = raw.receive().unwrap();
@@ -375,7 +395,7 @@ fn requests_that_cannot_be_met_are_answered() {
     );
     raw.send(&frame(1, 103, &commit, &[7; 100]));
     let (_, failed) = raw.receive().unwrap();
-    assert_eq!(failed["failed"]["kind"], "Rejected", "{failed}");
+    assert_eq!(failed["failed"]["kind"], "rejected", "{failed}");
     assert!(served.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
 }
 
@@ -499,4 +519,142 @@ fn a_directory_has_one_daemon_or_none() {
     let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
     store.put_state_dict(&key(), &model(2, 1), &durable()).unwrap();
     assert_eq!(step_of(&get(&served.connect())), 2);
+}
+
+#[test]
+fn who_does_not_say_hello_first_is_told_so() {
+    let served = Served::new(1 << 30);
+    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
+    let first = [
+        (newer.as_str(), "refused", "protocol 2 is not spoken here, only 1"),
+        (r#"{"op":"status"}"#, "invalid", "hello comes first"),
+        (r#"{"op":"dance"}"#, "invalid", "not understood"),
+        ("hello", "invalid", "not understood"),
+    ];
+    for (head, kind, text) in first {
+        let mut raw = Raw::connect(&served);
+        let failed = &raw.ask(7, head)["failed"];
+        assert_eq!(failed["kind"], kind, "{head}: {failed}");
+        assert!(failed["text"].as_str().unwrap().contains(text), "{head}: {failed}");
+        assert!(raw.is_ended(), "{head}");
+    }
+}
+
+#[test]
+fn minor_versions_understand_each_other() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::connect(&served);
+    // A later one says more, an earlier one less.
+    let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
+        "wants":["everything"]}"#;
+    let welcome = &raw.ask(1, later)["welcome"];
+    assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
+    assert_eq!(welcome["pid"], std::process::id());
+    assert_eq!(welcome["inline"], 256 << 10);
+    let mut raw = Raw::connect(&served);
+    let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
+    assert!(raw.ask(1, earlier)["welcome"].is_object());
+    // A notice that is not known is passed over; so are unknown fields.
+    raw.send(&frame(4, 0, r#"{"op":"yawn","how":"widely"}"#, b""));
+    raw.send(&frame(4, 0, r#"{"op":"unmap","segments":[9],"why":null}"#, b""));
+    let lease = "00112233445566778899aabbccddeeff";
+    raw.send(&frame(4, 0, &format!(r#"{{"op":"release","lease":"{lease}","x":1}}"#), b""));
+    assert_eq!(raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"], serde_json::json!([]));
+    // What is absent, none or empty.
+    let newer = |seen: &str| {
+        format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
+    };
+    for seen in ["", r#""seen":null,"#] {
+        let reply = raw.ask(3, &newer(seen));
+        assert_eq!(reply, serde_json::json!({"newer": null}), "{seen}");
+    }
+    assert_eq!(raw.ask(4, &newer(r#""seen":"","#))["failed"]["kind"], "invalid");
+    assert_eq!(raw.ask(5, r#"{"op":"keys","prefix":null}"#)["failed"]["kind"], "invalid");
+    assert_eq!(raw.ask(6, r#"{"op":"pins","key":""}"#)["pins"], serde_json::json!({}));
+}
+
+#[test]
+fn who_waits_and_goes_is_forgotten() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    put(&store, 1, 1);
+    let waiting = [
+        r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#,
+        // Two versions are open: this one waits for its turn.
+        r#"{"op":"begin","key":"busy","proposal":{"writer":0,"writers":"0-1","job":"j","number":3,
+            "file_len":9,"timeout":{"secs":3600,"nanos":0}}}"#,
+        // It never gets so much while the others are there.
+        r#"{"op":"begin","key":"large","proposal":{"writer":0,"writers":"0","file_len":1072693248,
+            "timeout":{"secs":3600,"nanos":0}}}"#,
+    ];
+    let mut other = Raw::greet(&served);
+    for number in [1, 2] {
+        let begin = format!(
+            r#"{{"op":"begin","key":"busy","proposal":{{"writer":0,"writers":"0-1","job":"j",
+                "number":{number},"file_len":9,"timeout":{{"secs":1,"nanos":0}}}}}}"#
+        );
+        assert!(other.ask(number, &begin)["begun"].is_object());
+    }
+    for request in waiting {
+        let mut raw = Raw::greet(&served);
+        let lease = raw.ask(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
+        assert!(lease["leased"].is_object(), "{lease}");
+        raw.send(&frame(1, 3, request, b""));
+        // It has come: requests are taken in turn.
+        assert!(raw.ask(4, r#"{"op":"status"}"#)["status"].is_object());
+    }
+    let is_alone = || {
+        let status = store.status().unwrap();
+        status.peers.len() == 2 && status.leases.is_empty()
+    };
+    assert!((0..1000).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        is_alone()
+    }));
+}
+
+#[test]
+fn readers_of_one_connection_share_what_comes_once() {
+    let served = Served::new(1 << 30);
+    let writer = served.connect();
+    for step in 1..=8 {
+        put(&writer, step, 1);
+        let reader = served.connect();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| assert_eq!(step_of(&get(&reader)), step));
+            }
+        });
+    }
+}
+
+#[test]
+fn lengths_that_no_memory_has_are_refused() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    for len in [u64::MAX, u64::MAX - (2 << 20), 1 << 62, (1 << 30) + 1] {
+        let begin = format!(
+            r#"{{"op":"begin","key":"k","proposal":{{"writer":0,"writers":"0","file_len":{len},
+                "timeout":{{"secs":3600,"nanos":0}}}}}}"#
+        );
+        let failed = &raw.ask(2, &begin)["failed"];
+        assert_eq!(failed["kind"], "busy", "{len}: {failed}");
+    }
+    put(&served.connect(), 1, 1);
+}
+
+#[test]
+fn an_answer_that_is_too_long_is_an_error() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    put(&served.connect(), 1, 1);
+    let label = "l".repeat(60 << 10);
+    for number in 2..20 {
+        let label = format!("{number}{label}");
+        let pin = format!(r#"{{"op":"pin","key":"policy","selector":"newest","label":"{label}"}}"#);
+        assert_eq!(raw.ask(number, &pin)["pinned"], 1);
+    }
+    let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
+    assert_eq!(failed["kind"], "invalid", "{failed}");
+    assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection goes on");
 }

@@ -188,3 +188,77 @@ async fn deadline<T>(
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+
+    use super::*;
+    use crate::wire::FrameKind;
+
+    /// A runtime whose time passes when nothing else happens.
+    fn run<T>(work: impl Future<Output = T>) -> T {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_all().start_paused(true).build().unwrap().block_on(work)
+    }
+
+    fn frame(data: usize) -> Frame {
+        let (head, data) = (b"{}".to_vec(), vec![7; data]);
+        Frame { kind: FrameKind::Reply, number: 9, head, data, fds: Vec::new() }
+    }
+
+    #[test]
+    fn a_frame_that_begins_must_end() {
+        run(async {
+            for len in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 2] {
+                let (near, far) = UnixStream::pair().unwrap();
+                let (_sender, mut receiver) = split(near, Limits::DAEMON);
+                let mut far = far;
+                far.write_all(&frame(1).header().to_bytes()[..len.min(HEADER_BYTES)])
+                    .await
+                    .unwrap();
+                far.write_all(&b"{}"[..len.saturating_sub(HEADER_BYTES)]).await.unwrap();
+                let error = receiver.receive().await.unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{len}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_peer_that_does_not_receive_is_lost() {
+        run(async {
+            let (near, _far) = UnixStream::pair().unwrap();
+            let (mut sender, _receiver) = split(near, Limits::CLIENT);
+            let error = sender.send(&frame(16 << 20)).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        });
+    }
+
+    #[test]
+    fn frames_come_as_they_went_however_they_are_cut() {
+        run(async {
+            let (near, far) = UnixStream::pair().unwrap();
+            let ((mut sender, _), (_, mut receiver)) =
+                (split(near, Limits::DAEMON), split(far, Limits::DAEMON));
+            let sizes = [0, 1, 4 << 10, 300_000, 0, 16 << 20, 5];
+            let sending = async {
+                for size in sizes {
+                    sender.send(&frame(size)).await.unwrap();
+                }
+                sender.close();
+            };
+            let receiving = async {
+                for size in sizes {
+                    let come = receiver.receive().await.unwrap().unwrap();
+                    assert_eq!(
+                        (come.number, come.head, come.data.len()),
+                        (9, b"{}".to_vec(), size)
+                    );
+                    assert!(come.data.iter().all(|byte| *byte == 7));
+                }
+                assert!(receiver.receive().await.unwrap().is_none());
+            };
+            tokio::join!(sending, receiving);
+        });
+    }
+}

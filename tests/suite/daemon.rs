@@ -1,13 +1,19 @@
 //! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
 
-use std::io::{IoSlice, Read, Write};
+use std::fs::File;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use tssd_format::{StateDict, Storage, Tensor, TensorMeta, Value};
+use rustix::fs::{OFlags, SealFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use tssd_format::{StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value};
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
@@ -240,6 +246,30 @@ pub(super) fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// A request of one writer.
+fn begin(key: &str, len: usize) -> String {
+    format!(
+        r#"{{"op":"begin","key":"{key}","proposal":{{"writer":0,"writers":"0","file_len":{len},
+            "timeout":{{"secs":1,"nanos":0}}}}}}"#
+    )
+}
+
+const DIGEST: &str = "00000000000000000000000000000000";
+
+/// A request that commits what has begun.
+fn commit(begun: &serde_json::Value) -> String {
+    let contribution = &begun["begun"]["contribution"];
+    format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{DIGEST}"}}"#)
+}
+
+const LOCATE: &str = r#"{"op":"locate","key":"policy","selector":"newest"}"#;
+
+/// A notice that hands a lease back.
+fn release(leased: &serde_json::Value) -> Vec<u8> {
+    let lease = &leased["leased"]["lease"];
+    frame(4, 0, &format!(r#"{{"op":"release","lease":{lease}}}"#), b"")
+}
+
 pub(super) const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
 
 /// A connection that says what it likes.
@@ -273,6 +303,51 @@ impl Raw {
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
         let parts = [IoSlice::new(bytes)];
         rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// The next frame: its kind and head, and the descriptors that come with its first bytes.
+    fn receive_with_descriptors(&mut self) -> (u8, serde_json::Value, Vec<OwnedFd>) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut header = [0; 24];
+        let into = &mut [IoSliceMut::new(&mut header)];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+        let come = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
+        assert_eq!(come.bytes, 24);
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(more) = message {
+                fds.extend(more);
+            }
+        }
+        assert_eq!(usize::from(header[5]), fds.len());
+        let len = u32::from_le_bytes(header[8..12].try_into().unwrap());
+        let mut head = vec![0; len as usize];
+        self.0.read_exact(&mut head).unwrap();
+        (header[4], serde_json::from_slice(&head).unwrap(), fds)
+    }
+
+    /// The reply to a request, with what comes along.
+    fn ask_for_descriptors(&mut self, head: &str) -> (serde_json::Value, Vec<OwnedFd>) {
+        self.send(&frame(1, 5, head, b""));
+        let (kind, head, fds) = self.receive_with_descriptors();
+        assert_eq!(kind, 3);
+        (head, fds)
+    }
+
+    /// Puts an archive that is not inline; returns its segment, and its memory if that came along.
+    fn put(&mut self, archive: &[u8], memory: Option<&File>) -> (serde_json::Value, Option<File>) {
+        let (begun, fds) = self.ask_for_descriptors(&begin("policy", archive.len()));
+        let room = &begun["begun"]["room"]["segment"];
+        let come = fds.into_iter().next().map(File::from);
+        let file = come.as_ref().or(memory).expect("memory that is not there yet comes");
+        assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
+        if come.is_some() {
+            file.write_all_at(archive, 0).unwrap();
+        }
+        let progress = self.ask(6, &commit(&begun));
+        assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
+        (room["segment"].clone(), come)
     }
 
     /// The reply to a request.
@@ -657,4 +732,164 @@ fn an_answer_that_is_too_long_is_an_error() {
     let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
     assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection goes on");
+}
+
+/// An archive of a few hundred KiB, in words.
+fn archive(step: u8) -> Vec<u8> {
+    TorchStoreStateDict::from_state_dict(&model(step, 1)).unwrap().as_bytes().to_vec()
+}
+
+#[test]
+fn memory_comes_once_sealed_and_comes_back() {
+    let served = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
+    let archive = archive(1);
+    let (segment, memory) = writer.put(&archive, None);
+    let memory = memory.unwrap();
+    // What is committed cannot be changed, not by its writer either.
+    assert!(memory.write_all_at(b"x", 0).is_err());
+    assert!(memory.set_len(0).is_err() && memory.set_len(1 << 30).is_err());
+
+    let (leased, fds) = reader.ask_for_descriptors(LOCATE);
+    let leased_segments = leased["leased"]["segments"].as_array().unwrap();
+    assert_eq!((leased_segments.len(), fds.len()), (2, 2), "an archive and a manifest");
+    let archives = leased["leased"]["archives"].as_object().unwrap();
+    let spans: Vec<_> = archives.values().chain([&leased["leased"]["manifest"]]).collect();
+    for ((shared, fd), span) in leased_segments.iter().zip(&fds).zip(spans) {
+        assert_eq!(shared["segment"], span["segment"], "in the order of the descriptors");
+        let seals = rustix::fs::fcntl_get_seals(fd).unwrap();
+        let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        assert!(seals.contains(all), "{seals:?}");
+        let flags = rustix::fs::fcntl_getfl(fd).unwrap();
+        assert!(!flags.intersects(OFlags::WRONLY | OFlags::RDWR), "{flags:?}");
+        let file = File::from(fd.try_clone().unwrap());
+        assert_eq!(file.metadata().unwrap().len(), shared["capacity"].as_u64().unwrap());
+        let mut bytes = vec![0; usize::try_from(span["len"].as_u64().unwrap()).unwrap()];
+        file.read_exact_at(&mut bytes, span["offset"].as_u64().unwrap()).unwrap();
+        assert!(tssd_format::Archive::from_bytes(bytes.clone()).is_ok());
+        assert!(bytes == archive || shared["segment"] != segment);
+    }
+    let (again, fds) = reader.ask_for_descriptors(LOCATE);
+    assert_eq!((again["leased"]["segments"].as_array().unwrap().len(), fds.len()), (0, 0));
+    assert_ne!(again["leased"]["lease"], leased["leased"]["lease"]);
+
+    // A version takes another segment while the first is read, and that one when it is handed back.
+    let (second, memory) = writer.put(&archive, None);
+    assert!(second != segment && memory.is_some());
+    let (third, memory) = writer.put(&archive, None);
+    assert!(third != segment && third != second && memory.is_some(), "two leases hold the first");
+    reader.send(&release(&leased));
+    reader.send(&release(&again));
+    assert!(reader.ask(9, r#"{"op":"status"}"#)["status"]["leases"].as_array().unwrap().is_empty());
+    let (fourth, memory) = writer.put(&archive, memory.as_ref());
+    assert!([&segment, &second].contains(&&fourth) && memory.is_none(), "{fourth}");
+}
+
+#[test]
+fn more_memory_than_a_frame_has_comes_in_parts() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    let count = 70_u32;
+    for rank in 0..count {
+        let options = PutOptions {
+            version: Some(1),
+            writer: Some(rank),
+            writers: Some((0..count).collect()),
+            job: Some(JobId("job".into())),
+            ..PutOptions::default()
+        };
+        let mut dict = StateDict::new();
+        let tensor = Tensor::from_slice(&vec![rank; 70_000], &[70_000]).unwrap();
+        dict.insert(format!("rank{rank}"), tensor);
+        store.put_state_dict(&key(), &dict, &options).unwrap();
+    }
+    let mut raw = Raw::greet(&served);
+    raw.send(&frame(1, 2, LOCATE, b""));
+    let (kind, part, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, fds.len()), (2, 64));
+    assert_eq!(part["segments"].as_array().unwrap().len(), 64);
+    let (kind, leased, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, fds.len()), (3, 7), "those of the others, and of the manifest");
+    assert_eq!(leased["leased"]["segments"].as_array().unwrap().len(), 7);
+    let (dict, _) = served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap();
+    for rank in 0..count {
+        let Value::Tensor(tensor) = dict.leaf(&format!("rank{rank}")).unwrap() else { panic!() };
+        assert!(tensor.view().as_slice::<u32>().unwrap().iter().all(|each| *each == rank));
+    }
+}
+
+#[test]
+fn what_is_retired_counts_until_it_is_unmapped() {
+    let served = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
+    let (segment, _) = writer.put(&archive(1), None);
+    let (leased, _) = reader.ask_for_descriptors(LOCATE);
+    reader.send(&release(&leased));
+    // Its writer has gone and has nothing mapped: the segment lasts as long as the version.
+    writer.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
+    assert!(writer.is_ended());
+    let store = served.connect();
+    put(&store, 2, 1);
+    let notice = reader.receive().unwrap();
+    assert_eq!(notice, (0, serde_json::json!({"op": "unmap", "segments": [segment]})));
+    assert_eq!(store.status().unwrap().memory.retired, 2 * MIB);
+    reader.send(&frame(4, 0, &notice.1.to_string(), b""));
+    assert_eq!(reader.ask(2, r#"{"op":"status"}"#)["status"]["memory"]["retired"], 0);
+}
+
+#[test]
+fn a_contribution_is_decided_once() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    for len in [9, 1 << 20] {
+        let begun = raw.ask(1, &begin("policy", len));
+        let withdraw = commit(&begun).replace("commit", "withdraw");
+        assert_eq!(raw.ask(2, &withdraw), "done");
+        assert_eq!(raw.ask(3, &withdraw)["failed"]["kind"], "invalid");
+        assert_eq!(raw.ask(4, &commit(&begun))["failed"]["kind"], "invalid");
+    }
+    // Nobody else's are.
+    let begun = raw.ask(1, &begin("policy", 9));
+    let failed = &Raw::greet(&served).ask(1, &commit(&begun))["failed"];
+    assert_eq!(failed["kind"], "invalid", "{failed}");
+}
+
+#[test]
+fn who_has_lost_an_answer_asks_again() {
+    let served = Served::new(1 << 30);
+    let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
+        "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
+    let mut raw = Raw::greet(&served);
+    let begun = raw.ask(1, begin);
+    assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
+    raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
+    let missing = serde_json::json!({"visible": false, "missing": "1"});
+    assert_eq!(raw.receive().unwrap().1["progress"], missing);
+    drop(raw);
+    let mut raw = Raw::greet(&served);
+    let again = raw.ask(1, begin);
+    assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
+    assert_eq!(again["begun"]["committed"], DIGEST);
+    assert_eq!(raw.ask(2, &commit(&again))["progress"], missing);
+    let again = raw.ask(3, begin);
+    let other = commit(&again).replace(DIGEST, "11111111111111111111111111111111");
+    let failed = &raw.ask(4, &other)["failed"];
+    assert_eq!(failed["refusal"]["contribution_differs"]["committed"], DIGEST, "{failed}");
+}
+
+#[test]
+fn a_socket_is_open_to_others_only_if_they_are_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    for (allow_uids, mode) in [(vec![], 0o600), (vec![12345], 0o666)] {
+        let daemon = Daemon::bind(DaemonOptions {
+            socket: folder.path().join("socket"),
+            root: None,
+            keep: std::num::NonZeroU32::MIN,
+            memory_limit: 1 << 20,
+            allow_uids,
+        });
+        let daemon = daemon.unwrap();
+        let metadata = std::fs::metadata(daemon.socket()).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o777, mode);
+    }
 }

@@ -476,3 +476,19 @@ fn unmap(segment: SegmentId) -> Frame {
 fn pid(pid: Pid) -> u32 {
     pid.as_raw_nonzero().get().cast_unsigned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_the_same_user_and_of_root_may_connect() {
+        let own = rustix::process::geteuid();
+        let other = Uid::from_raw(own.as_raw() + 7);
+        assert!(allow(own, &[]).is_ok() && allow(Uid::ROOT, &[]).is_ok());
+        assert!(allow(other, &[other.as_raw()]).is_ok());
+        let error = allow(other, &[own.as_raw()]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.to_string().contains(&other.as_raw().to_string()), "{error}");
+    }
+}

@@ -17,7 +17,7 @@ use tokio::net::UnixStream;
 use crate::wire::{Frame, HEADER_BYTES, Header, Limits};
 
 /// A frame that has begun to come or to go is complete within this time, or the peer is lost.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How much is received at once: at least, so that a frame comes in one call mostly, and at most. An
 /// idle connection holds no more than the first.

@@ -3,12 +3,12 @@
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-use rustix::fs::{OFlags, SealFlags};
+use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -216,7 +216,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
     // A socket that nobody listens to any more.
-    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    drop(UnixListener::bind(&socket).unwrap());
     assert!(socket.exists());
     let daemon = Daemon::bind(DaemonOptions {
         socket: socket.clone(),
@@ -296,10 +296,10 @@ impl Raw {
         let _ = self.0.write_all(bytes);
     }
 
-    fn send_with_descriptor(&mut self, bytes: &[u8]) {
+    fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds = [self.0.as_fd()];
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
         let parts = [IoSlice::new(bytes)];
         rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
@@ -413,7 +413,7 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
     }
     // Descriptors that nobody has announced.
     let mut raw = Raw::greet(&served);
-    raw.send_with_descriptor(&frame(1, 2, r#"{"op":"status"}"#, b""));
+    raw.send_with(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
     assert!(raw.is_ended());
     assert_eq!(step_of(&get(&store)), 1);
 }
@@ -891,5 +891,72 @@ fn a_socket_is_open_to_others_only_if_they_are_allowed() {
         let daemon = daemon.unwrap();
         let metadata = std::fs::metadata(daemon.socket()).unwrap();
         assert_eq!(metadata.permissions().mode() & 0o777, mode);
+    }
+}
+
+/// A daemon that answers hello, then one request as it likes, with descriptors.
+fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+    std::thread::spawn(move || {
+        let mut raw = Raw(listener.accept().unwrap().0);
+        let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
+        let (number, _) = raw.receive().unwrap();
+        raw.send(&frame(3, number, welcome, b""));
+        let (number, _) = raw.receive().unwrap();
+        let mut bytes = frame(3, number, &head, b"");
+        bytes[5] = u8::try_from(fds.len()).unwrap();
+        if fds.is_empty() {
+            raw.send(&bytes)
+        } else {
+            raw.send_with(&bytes, &fds)
+        }
+        while raw.receive().is_some() {}
+    });
+    let url = format!("unix:{}", folder.path().join("socket").display());
+    (folder, Store::connect(&url).unwrap())
+}
+
+/// Anonymous memory of so many bytes with these seals, to read or to write.
+fn memory(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
+    let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&memory, len).unwrap();
+    rustix::fs::fcntl_add_seals(&memory, seals).unwrap();
+    if is_read_only {
+        let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+        return vec![File::open(path).unwrap().into()];
+    }
+    vec![memory]
+}
+
+#[test]
+fn a_daemon_that_lies_is_found_out() {
+    let leased = |len: u64, segments: &str| {
+        format!(
+            r#"{{"leased":{{"lease":"{DIGEST}","id":"{DIGEST}","archives":{{}},"segments":{segments},
+                "manifest":{{"segment":3,"offset":0,"len":{len}}}}}}}"#
+        )
+    };
+    let shared = r#"[{"segment":3,"capacity":8192}]"#;
+    let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    let pipe: OwnedFd = std::io::pipe().unwrap().0.into();
+    let cases = [
+        ("not sealed", leased(8192, shared), memory(8192, SealFlags::SHRINK, true)),
+        ("open for writing", leased(8192, shared), memory(8192, all, false)),
+        ("4096 bytes in place of 8192", leased(8192, shared), memory(4096, all, true)),
+        ("neither memory nor a file", leased(8192, shared), vec![pipe]),
+        ("beyond its segment", leased(8193, shared), memory(8192, all, true)),
+        ("never sent", leased(8192, "[]"), vec![]),
+        ("never sent", leased(8192, shared), vec![]),
+        ("is gone", leased(8192, r#"[{"segment":"three"}]"#), vec![]),
+        ("is gone", r#"{"surprise":{}}"#.to_owned(), vec![]),
+        ("something else", r#""done""#.to_owned(), vec![]),
+        // What is there is sealed and is no manifest.
+        ("manifest", leased(8192, shared), memory(8192, all, true)),
+    ];
+    for (text, head, fds) in cases {
+        let (_folder, store) = pretend(head, fds);
+        let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+        assert!(error.to_string().contains(text), "{text}: {error}");
     }
 }

@@ -491,4 +491,31 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains(&other.as_raw().to_string()), "{error}");
     }
+
+    #[test]
+    fn limits_are_those_of_the_spec() {
+        let spec = include_str!("../../../spec/protocol.md");
+        let seconds = |span: Duration| span.as_secs();
+        let count = |count: usize| u64::try_from(count).unwrap();
+        let (daemon, client, stranger) = (Limits::DAEMON, Limits::CLIENT, Limits::STRANGER);
+        let limits = [
+            ("daemon_head", daemon.head.into()),
+            ("daemon_data", daemon.data.into()),
+            ("daemon_fds", daemon.fds.into()),
+            ("client_head", client.head.into()),
+            ("client_data", client.data.into()),
+            ("client_fds", client.fds.into()),
+            ("hello_head", stranger.head.into()),
+            ("hello", seconds(HANDSHAKE)),
+            ("frame", seconds(link::PATIENCE)),
+            ("longest", seconds(LONGEST)),
+            ("drain", seconds(super::super::DRAIN)),
+            ("requests", count(REQUESTS)),
+            ("connections", count(super::super::MAX_PEERS)),
+        ];
+        for (name, value) in limits {
+            assert!(spec.contains(&format!("\n| `{name}` | {value} | ")), "{name} = {value}");
+        }
+        assert_eq!((client.data, stranger.data, stranger.fds), (INLINE, 0, 0));
+    }
 }

@@ -189,6 +189,21 @@ mod tests {
     }
 
     #[test]
+    fn the_frame_of_the_spec_is_a_frame() {
+        let spec = include_str!("../../../spec/protocol.md");
+        let dump = spec.split("```hex").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let bytes = dump.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).unwrap());
+        let bytes: Vec<u8> = bytes.collect();
+        let (header, head) = bytes.split_first_chunk().unwrap();
+        let header = Header::parse(header, Limits::CLIENT).unwrap();
+        assert_eq!((header.kind, header.number, header.data_len), (FrameKind::Request, 1, 0));
+        assert_eq!(
+            (head, u32::try_from(head.len()).ok()),
+            (&br#"{"op":"status"}"#[..], Some(header.head_len))
+        );
+    }
+
+    #[test]
     fn other_headers_are_refused() {
         let change = |at: usize, byte: u8| {
             let mut bytes = header().to_bytes();

@@ -303,6 +303,8 @@ mod tests {
         assert_eq!(newer(""), newer(r#""seen": null,"#));
         assert!(serde_json::from_str::<Request>(r#"{"op": "keys", "prefix": null}"#).is_err());
         assert!(serde_json::from_str::<Request>(r#"{"op": "keys"}"#).is_err());
+        let twice = r#"{"op": "keys", "prefix": "a", "prefix": "b"}"#;
+        assert!(serde_json::from_str::<Request>(twice).is_err());
         let reply = |text: &str| serde_json::from_str::<Reply>(text).unwrap();
         let welcome = reply(
             r#"{"welcome": {"protocol": {"major": 1, "minor": 1}, "pid": 1, "inline": 0, "x": {}}}"#,
@@ -313,5 +315,65 @@ mod tests {
             r#"{{"begun": {{"contribution": 1, "id": "{id}", "epoch": 0, "number": 1}}}}"#
         ));
         assert!(matches!(begun, Reply::Begun(Begun { committed: None, room: Room::Inline, .. })));
+    }
+
+    /// The examples of one kind, and that they are written as they were read.
+    fn examples<T>(kind: &str, split: bool) -> Vec<String>
+    where
+        T: Serialize + serde::de::DeserializeOwned,
+    {
+        let spec = include_str!("../../../spec/protocol.md");
+        let fence = format!("```json {kind}\n");
+        let blocks = spec.split(&fence).skip(1);
+        let blocks = blocks.map(|rest| rest.split("```").next().unwrap());
+        let texts: Vec<&str> =
+            if split { blocks.flat_map(str::lines).collect() } else { blocks.collect() };
+        for text in &texts {
+            let example: serde_json::Value = serde_json::from_str(text).unwrap();
+            let message: T = serde_json::from_str(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!(serde_json::to_value(message).unwrap(), example, "{text}");
+        }
+        texts.into_iter().map(str::to_owned).collect()
+    }
+
+    /// All names that a message may have, as its reader says them when it meets another one.
+    fn names<T: serde::de::DeserializeOwned>(strange: &str) -> Vec<String> {
+        let error = serde_json::from_str::<T>(strange).err().unwrap().to_string();
+        let (_, names) = error.split_once("expected one of ").expect(&error);
+        names.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_examples_of_the_spec_are_messages() {
+        let (by_op, by_name) = (r#"{"op":"?"}"#, r#"{"?":{}}"#);
+        let requests = examples::<Request>("request", false);
+        for name in names::<Request>(by_op) {
+            let op = format!(r#""op": "{name}""#);
+            assert!(requests.iter().any(|text| text.contains(&op)), "request {name}");
+        }
+        let mut notices = examples::<Notice>("notice", false);
+        notices.retain(|text| !text.is_empty());
+        for name in names::<Notice>(by_op) {
+            let op = format!(r#""op": "{name}""#);
+            assert!(notices.iter().any(|text| text.contains(&op)), "notice {name}");
+        }
+        let mut replies = examples::<Reply>("reply", false);
+        replies.extend(examples::<Reply>("part", false));
+        for name in names::<Reply>(by_name) {
+            let is_of = |text: &String| {
+                text.starts_with(&format!(r#"{{"{name}":"#)) || *text == format!("\"{name}\"\n")
+            };
+            assert!(replies.iter().any(is_of), "reply {name}");
+        }
+        let refusals = examples::<Refusal>("refusals", true);
+        let all = [names::<Refusal>(by_name), names::<crate::ledger::Reason>(by_name)].concat();
+        for name in all {
+            let is_of = |text: &String| text.contains(&format!("\"{name}\""));
+            assert!(refusals.iter().any(is_of), "refusal {name}");
+        }
+        let spec = include_str!("../../../spec/protocol.md");
+        for name in names::<ErrorKind>(r#""?""#) {
+            assert!(spec.contains(&format!("\n| `{name}` | ")), "kind {name}");
+        }
     }
 }

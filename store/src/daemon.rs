@@ -93,6 +93,7 @@ impl Daemon {
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
         let listener = UnixListener::bind(socket).map_err(at)?;
+        crate::disk::open_socket(socket, !options.allow_uids.is_empty()).map_err(at)?;
         let house = Arc::new(House::open(&options).await?);
         Ok(Self { listener, house, options, _locks: locks })
     }

@@ -4,7 +4,7 @@
 mod frame;
 mod message;
 
-pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, MAX_FDS};
+pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS};
 pub(crate) use message::{
     Archives, Begin, Begun, Failure, Hello, Lease, Notice, Protocol, Reply, Request, Room,
     SharedSegment, Welcome,

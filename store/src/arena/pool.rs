@@ -135,7 +135,9 @@ impl Pool {
     /// A segment for a writer: a warm one of its own if there is one, else a new one.
     pub(crate) fn lend(&self, peer: PeerId, len: u64) -> io::Result<Result<Lent, Exhausted>> {
         let mut inner = self.inner();
-        let capacity = len.max(1).next_multiple_of(STEP);
+        let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
+            return Ok(Err(Exhausted { wanted: len, used: inner.used, limit: self.limit }));
+        };
         let fits = |(_, segment): &(&SegmentId, &Segment)| {
             segment.is_warm_of(peer)
                 && segment.capacity >= len
@@ -338,6 +340,13 @@ impl Pool {
         }
         drop(inner);
         self.freed.notify_waiters();
+    }
+
+    /// Whether a peer that has left may have something mapped.
+    pub(crate) fn is_mapped_by(&self, peer: PeerId) -> bool {
+        let inner = self.inner();
+        inner.segments.values().any(|segment| segment.readers.contains(&peer))
+            || inner.retired.values().any(|retired| retired.mappers.contains(&peer))
     }
 
     /// A peer that has left is proven gone, with all its maps.

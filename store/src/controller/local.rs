@@ -119,12 +119,13 @@ impl LocalController {
         Ok(state)
     }
 
-    /// Opens a version for a writer, or joins one; waits for others that are in the way. Returns also
-    /// what the writer has committed to it before.
+    /// Opens a version for a writer, or joins one; waits for others that are in the way, as long as it
+    /// is wanted. Returns also what the writer has committed to it before.
     pub(crate) async fn open(
         &self,
         key: &Key,
         proposal: &Proposal,
+        is_wanted: impl Fn() -> bool + Sync,
     ) -> Result<(Place, Option<Digest>)> {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
@@ -164,7 +165,7 @@ impl LocalController {
                 other => unreachable!("begin does not lead to {other:?}"),
             };
             let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
+            if deadline.is_some_and(|deadline| now >= deadline) || !is_wanted() {
                 let on: Vec<String> = on.iter().map(ToString::to_string).collect();
                 return Err(Error::new(
                     ErrorKind::Busy,
@@ -397,7 +398,7 @@ impl LocalController {
 #[async_trait]
 impl Controller for LocalController {
     async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
-        let (place, committed) = self.open(key, &proposal).await?;
+        let (place, committed) = self.open(key, &proposal, || true).await?;
         let Place { id, epoch, number, .. } = place;
         let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
         if committed.is_none() {

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags};
+use rustix::process::{Pid, PidfdFlags, Uid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
@@ -21,15 +21,12 @@ use crate::key::Key;
 use crate::ledger::{Digest, Durability, Selector};
 use crate::link::{self, Receiver};
 use crate::wire::{
-    Begin, Begun, Failure, Frame, FrameKind, Hello, MAX_FDS, Notice, Protocol, Reply, Request,
-    Room, SharedSegment, Welcome,
+    Begin, Begun, Failure, Frame, FrameKind, Hello, INLINE, Limits, MAX_FDS, Notice, Protocol,
+    Reply, Request, Room, SharedSegment, Welcome,
 };
 
 /// A client says what it is within this time.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-
-/// Archives of at most this many bytes come as data of a frame.
-const INLINE: u64 = 256 << 10;
 
 /// How many requests of one connection are worked on at once; the next ones wait.
 const REQUESTS: usize = 64;
@@ -43,6 +40,9 @@ struct Session {
     /// What has begun and is not decided.
     contributions: Mutex<BTreeMap<u64, Contribution>>,
     outgoing: mpsc::Sender<Frame>,
+    /// Whoever has it sends memory. What has gone once does not go again, so whatever names it must
+    /// come after.
+    sharing: tokio::sync::Mutex<()>,
 }
 
 struct Contribution {
@@ -60,31 +60,37 @@ struct Contribution {
 pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
     let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
-    let (mut sender, mut receiver) = link::split(stream);
-    let uid = credentials.uid.as_raw();
-    let own = rustix::process::geteuid().as_raw();
-    if uid != own && uid != 0 && !allowed.contains(&uid) {
-        let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
-        let error = Error::new(ErrorKind::Refused, text);
-        // It is turned away, whether it hears it or not.
-        let _ = sender.send(&reply(0, Reply::Failed(error.into()), Vec::new())).await;
-        return;
-    }
-    let Ok(Some((number, client))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
+    let (mut sender, mut receiver) = link::split(stream, Limits::STRANGER);
+    let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
         return;
     };
+    let client = match said.and_then(|client| allow(credentials.uid, &allowed).map(|()| client)) {
+        Ok(client) => client,
+        Err(error) => {
+            // It is turned away, whether it hears it or not.
+            let _ = sender.send(&reply(number, &Reply::Failed(error.into()), Vec::new())).await;
+            return;
+        }
+    };
+    receiver.limit(Limits::CLIENT);
     let peer = house.number();
     house.join(peer, pid(credentials.pid), client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();
     house.pool.join(peer, unmaps);
     let (outgoing, mut frames) = mpsc::channel::<Frame>(REQUESTS);
-    let session = Arc::new(Session { house, peer, contributions: Mutex::default(), outgoing });
+    let session = Arc::new(Session {
+        house,
+        peer,
+        contributions: Mutex::default(),
+        outgoing,
+        sharing: tokio::sync::Mutex::default(),
+    });
     let welcome = Welcome {
         protocol: Protocol::OWN,
         daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
         pid: std::process::id(),
-        inline: INLINE,
+        inline: INLINE.into(),
     };
     session.reply(number, Reply::Welcome(welcome), Vec::new()).await;
     let sending = async {
@@ -106,13 +112,14 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
         () = session.house.closed() => false,
     };
     sender.close();
-    // What has begun is carried out; nobody hears of it.
+    // What has begun is carried out, what waits for others ends; nobody hears of it.
+    drop(frames);
     while tasks.join_next().await.is_some() {}
     session.end().await;
     let pool = session.house.pool.clone();
     match process {
         // Its maps may be there as long as it is, which is longer than the connection.
-        Some(process) if !was_said => {
+        Some(process) if !was_said && pool.is_mapped_by(peer) => {
             tokio::spawn(async move {
                 exited(process).await;
                 pool.exited(peer);
@@ -122,15 +129,38 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
     }
 }
 
-/// The first request of a client.
-async fn hello(receiver: &mut Receiver) -> Option<(u64, String)> {
+/// The first request of a client: its number, and which program it is, or why it is turned away; none
+/// if it does not speak the protocol at all.
+async fn hello(receiver: &mut Receiver) -> Option<(u64, Result<String>)> {
     let frame = receiver.receive().await.ok()??;
-    match serde_json::from_slice(&frame.head).ok()? {
-        Request::Hello(Hello { protocol, client }) if protocol.major == Protocol::OWN.major => {
-            Some((frame.number, client))
-        }
-        _ => None,
+    if frame.kind != FrameKind::Request {
+        return None;
     }
+    let said = match serde_json::from_slice(&frame.head) {
+        Ok(Request::Hello(Hello { protocol, client })) => {
+            let (theirs, own) = (protocol.major, Protocol::OWN.major);
+            let other = format_args!("protocol {theirs} is not spoken here, only {own}");
+            if theirs == own { Ok(client) } else { Err(Error::new(ErrorKind::Refused, other)) }
+        }
+        Ok(_) => Err(Error::new(ErrorKind::Invalid, "hello comes first")),
+        Err(error) => Err(not_understood(&error)),
+    };
+    Some((frame.number, said))
+}
+
+/// Whether processes of a user may connect.
+fn allow(user: Uid, allowed: &[u32]) -> Result<()> {
+    let own = rustix::process::geteuid();
+    if user == own || user.is_root() || allowed.contains(&user.as_raw()) {
+        return Ok(());
+    }
+    let user = user.as_raw();
+    let text = format_args!("processes of user {user} may not connect; serve with --allow-uid");
+    Err(Error::new(ErrorKind::Refused, text))
+}
+
+fn not_understood(error: &serde_json::Error) -> Error {
+    Error::new(ErrorKind::Invalid, format_args!("a request that is not understood: {error}"))
 }
 
 /// Returns when a process has ended.
@@ -183,13 +213,15 @@ impl Session {
 
     async fn answer(&self, frame: Frame) {
         let number = frame.number;
-        let request = serde_json::from_slice(&frame.head);
-        let answered = match request {
-            Ok(request) => self.handle(number, request, frame.data).await,
-            Err(error) => {
-                let text = format_args!("a request that is not understood: {error}");
-                Err(Error::new(ErrorKind::Invalid, text))
+        let answered = match serde_json::from_slice(&frame.head) {
+            Ok(Request::Locate { key, selector }) => {
+                match self.locate(number, key, selector).await {
+                    Ok(()) => return,
+                    Err(error) => Err(error),
+                }
             }
+            Ok(request) => self.handle(request, frame.data).await,
+            Err(error) => Err(not_understood(&error)),
         };
         let (answer, fds) =
             answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
@@ -198,15 +230,10 @@ impl Session {
 
     async fn reply(&self, number: u64, answer: Reply, fds: Vec<OwnedFd>) {
         // Who is gone needs no answer.
-        let _ = self.outgoing.send(reply(number, answer, fds)).await;
+        let _ = self.outgoing.send(reply(number, &answer, fds)).await;
     }
 
-    async fn handle(
-        &self,
-        number: u64,
-        request: Request,
-        data: Vec<u8>,
-    ) -> Result<(Reply, Vec<OwnedFd>)> {
+    async fn handle(&self, request: Request, data: Vec<u8>) -> Result<(Reply, Vec<OwnedFd>)> {
         let controller = &self.house.controller;
         let answer = match request {
             Request::Hello(_) => {
@@ -225,9 +252,7 @@ impl Session {
                 self.withdraw(contribution).await?;
                 Reply::Done
             }
-            Request::Locate { key, selector } => {
-                return self.locate(number, &Key::new(key)?, selector).await;
-            }
+            Request::Locate { .. } => unreachable!("it is answered with its memory"),
             Request::Versions { key } => {
                 Reply::Versions(controller.versions(&Key::new(key)?).await?)
             }
@@ -269,7 +294,8 @@ impl Session {
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
         self.house.tiers.check(proposal.durability)?;
-        let (place, committed) = self.house.controller.open(key, &proposal).await?;
+        let is_wanted = || !self.outgoing.is_closed();
+        let (place, committed) = self.house.controller.open(key, &proposal, is_wanted).await?;
         let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
         let mut open =
             Contribution { place, committed, lens: vec![file_len], segment: None, timeout };
@@ -290,7 +316,7 @@ impl Session {
     ) -> Result<(Room, Vec<OwnedFd>)> {
         let len = open.lens.last().copied().unwrap_or_default();
         open.segment = None;
-        if open.committed.is_some() || len <= INLINE {
+        if open.committed.is_some() || len <= INLINE.into() {
             return Ok((Room::Inline, Vec::new()));
         }
         let lent = self.lend(len, deadline).await?;
@@ -422,17 +448,13 @@ impl Session {
         error
     }
 
-    /// A version, with the memory of its segments that the client does not have yet.
-    async fn locate(
-        &self,
-        number: u64,
-        key: &Key,
-        selector: Selector,
-    ) -> Result<(Reply, Vec<OwnedFd>)> {
-        let mut leased = self.house.lease(self.peer, key, selector).await?;
+    /// Answers with a version, and the memory of its segments that the client does not have yet.
+    async fn locate(&self, number: u64, key: String, selector: Selector) -> Result<()> {
+        let mut leased = self.house.lease(self.peer, &Key::new(key)?, selector).await?;
         let mut segments: Vec<SegmentId> =
             leased.archives.values().map(|span| span.segment).collect();
         segments.push(leased.manifest.segment);
+        let _sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
             let memory = self.house.pool.share(self.peer, segment);
@@ -443,13 +465,14 @@ impl Session {
         // What does not go into one frame goes ahead.
         while shared.len() > usize::from(MAX_FDS) {
             let (segments, fds) = shared.drain(..usize::from(MAX_FDS)).unzip();
-            let mut part = reply(number, Reply::Segments(segments), fds);
+            let mut part = reply(number, &Reply::Segments(segments), fds);
             part.kind = FrameKind::Part;
             let _ = self.outgoing.send(part).await;
         }
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
-        Ok((Reply::Leased(leased), fds))
+        self.reply(number, Reply::Leased(leased), fds).await;
+        Ok(())
     }
 
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
@@ -464,9 +487,18 @@ impl Session {
     }
 }
 
-fn reply(number: u64, answer: Reply, fds: Vec<OwnedFd>) -> Frame {
-    let head = serde_json::to_vec(&answer).expect("a reply is JSON");
-    Frame { kind: FrameKind::Reply, number, head, data: Vec::new(), fds }
+fn reply(number: u64, answer: &Reply, fds: Vec<OwnedFd>) -> Frame {
+    let of = |answer: &Reply, fds| {
+        let head = serde_json::to_vec(answer).expect("a reply is JSON");
+        Frame { kind: FrameKind::Reply, number, head, data: Vec::new(), fds }
+    };
+    let frame = of(answer, fds);
+    if frame.is_within(Limits::DAEMON) {
+        return frame;
+    }
+    let len = frame.head.len();
+    let text = format_args!("the answer has {len} bytes, too many for one: ask for less");
+    of(&Reply::Failed(Error::new(ErrorKind::Invalid, text).into()), Vec::new())
 }
 
 fn unmap(segment: SegmentId) -> Frame {
@@ -477,4 +509,47 @@ fn unmap(segment: SegmentId) -> Frame {
 
 fn pid(pid: Pid) -> u32 {
     pid.as_raw_nonzero().get().cast_unsigned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_the_same_user_and_of_root_may_connect() {
+        let own = rustix::process::geteuid();
+        let other = Uid::from_raw(own.as_raw() + 7);
+        assert!(allow(own, &[]).is_ok() && allow(Uid::ROOT, &[]).is_ok());
+        assert!(allow(other, &[other.as_raw()]).is_ok());
+        let error = allow(other, &[own.as_raw()]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.to_string().contains(&other.as_raw().to_string()), "{error}");
+    }
+
+    #[test]
+    fn limits_are_those_of_the_spec() {
+        let spec = include_str!("../../../spec/protocol.md");
+        let seconds = |span: Duration| span.as_secs();
+        let count = |count: usize| u64::try_from(count).unwrap();
+        let (daemon, client, stranger) = (Limits::DAEMON, Limits::CLIENT, Limits::STRANGER);
+        let limits = [
+            ("daemon_head", daemon.head.into()),
+            ("daemon_data", daemon.data.into()),
+            ("daemon_fds", daemon.fds.into()),
+            ("client_head", client.head.into()),
+            ("client_data", client.data.into()),
+            ("client_fds", client.fds.into()),
+            ("hello_head", stranger.head.into()),
+            ("hello", seconds(HANDSHAKE)),
+            ("frame", seconds(link::PATIENCE)),
+            ("longest", seconds(LONGEST)),
+            ("drain", seconds(super::super::DRAIN)),
+            ("requests", count(REQUESTS)),
+            ("connections", count(super::super::MAX_PEERS)),
+        ];
+        for (name, value) in limits {
+            assert!(spec.contains(&format!("\n| `{name}` | {value} | ")), "{name} = {value}");
+        }
+        assert_eq!((client.data, stranger.data, stranger.fds), (INLINE, 0, 0));
+    }
 }

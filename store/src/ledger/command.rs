@@ -159,6 +159,7 @@ pub struct Commit {
 
 /// One visible version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Selector {
     /// The head.
     Newest,
@@ -180,6 +181,7 @@ impl fmt::Display for Selector {
 
 /// Versions to delete, whether open or visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Selection {
     /// Every one.
     All,

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::maps::Maps;
 use crate::error::{Error, ErrorKind, Result};
 use crate::link::{self, Receiver, Sender};
-use crate::wire::{Frame, FrameKind, Notice, Reply, Request, SharedSegment};
+use crate::wire::{Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
 pub(super) struct Calls {
@@ -69,7 +69,7 @@ impl Drop for Owed {
 impl Calls {
     /// Starts the tasks that send and receive.
     pub(super) fn start(stream: UnixStream, maps: Arc<Maps>) -> Self {
-        let (sender, receiver) = link::split(stream);
+        let (sender, receiver) = link::split(stream, Limits::DAEMON);
         let (outgoing, frames) = mpsc::unbounded_channel();
         let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
         tokio::spawn(send(sender, frames, waiting.clone()));
@@ -209,7 +209,13 @@ fn frame(
 ) -> Result<Frame> {
     let head = serde_json::to_vec(head)
         .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
-    Ok(Frame { kind, number, head, data, fds: Vec::new() })
+    let frame = Frame { kind, number, head, data, fds: Vec::new() };
+    if frame.is_within(Limits::CLIENT) {
+        return Ok(frame);
+    }
+    let (head, data) = (frame.head.len(), frame.data.len());
+    let text = format_args!("a message of {head} and {data} bytes is too long for the daemon");
+    Err(Error::new(ErrorKind::Invalid, text))
 }
 
 fn lost() -> Error {

@@ -119,6 +119,24 @@ blocking! {
     status() -> DaemonStatus;
 }
 
+/// [`crate::PendingPut`], which is waited for.
+#[derive(Debug)]
+pub struct PendingPut {
+    pending: crate::PendingPut,
+    runtime: Arc<Runtime>,
+}
+
+impl PendingPut {
+    /// See [`crate::PendingPut::wait`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn wait(self) -> Result<PutReport> {
+        self.runtime.block_on(self.pending.wait())
+    }
+}
+
 /// [`crate::Publisher`], whose calls return when they are done.
 #[derive(Debug)]
 #[must_use = "nobody sees a version before it is finished"]
@@ -185,6 +203,23 @@ pub struct Subscription {
 }
 
 impl Store {
+    /// See [`crate::Store::put_state_dict_later`]. It goes on as long as a clone of this store, or what
+    /// is returned, is there.
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn put_state_dict_later(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PendingPut> {
+        let put = self.store.put_state_dict_later(key, dict, options);
+        let pending = self.runtime.block_on(put)?;
+        Ok(PendingPut { pending, runtime: self.runtime.clone() })
+    }
+
     /// See [`crate::Store::publish`].
     ///
     /// # Errors

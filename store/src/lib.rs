@@ -59,7 +59,7 @@ pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use opened::Opened;
 pub use publish::Publisher;
-pub use put::{PutOptions, PutReport, Replicas};
+pub use put::{PendingPut, PutOptions, PutReport, Replicas};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
 pub use store::{Store, Subscription};
 pub use version::VERSION_ATTRS;

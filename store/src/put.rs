@@ -13,7 +13,7 @@ use tssd_format::{
 
 use self::replicas::without_replicas;
 pub(crate) use self::role::Role;
-use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Proposal, digest};
+use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Progress, Proposal, digest};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -123,51 +123,85 @@ impl Calls {
     }
 }
 
-/// Puts one writer's state dict.
-pub(crate) async fn put(
-    controller: &dyn Controller,
-    key: &Key,
-    dict: &StateDict,
-    options: &PutOptions,
-    calls: &Calls,
-) -> Result<PutReport> {
-    let started = Instant::now();
-    // Counted first: a put that fails is a call all the same.
-    let call = call(calls, key, options)?;
-    let role = Role::of(dict, options)?;
-    let draft =
-        draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
-    let jobs = draft.jobs();
-    let layout = if jobs.is_empty() {
-        place(draft, jobs)?
-    } else {
-        wait(move || place(draft, jobs)).await?
-    };
-    let bytes = layout.file_len();
-    let proposal = proposal(role, call, options, bytes);
-    let Begun { id, epoch, number, committed, mut contribution } =
-        controller.begin(key, proposal).await?;
-    let (contribution, filled) = wait(move || {
-        let filled = match committed {
-            Some(_) => sum(&layout),
-            None => store(&mut *contribution, &layout),
+/// A contribution that is written and not committed: the memory of the state dict is read no more.
+pub(crate) struct Staged {
+    contribution: Box<dyn Contribution>,
+    digest: Digest,
+    report: PutReport,
+    started: Instant,
+}
+
+impl Staged {
+    /// Writes one writer's state dict where its contribution belongs.
+    pub(crate) async fn new(
+        controller: &dyn Controller,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+        calls: &Calls,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        // Counted first: a put that fails is a call all the same.
+        let call = call(calls, key, options)?;
+        let role = Role::of(dict, options)?;
+        let draft = draft(dict, options)
+            .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+        let jobs = draft.jobs();
+        let layout = if jobs.is_empty() {
+            place(draft, jobs)?
+        } else {
+            wait(move || place(draft, jobs)).await?
         };
-        Ok((contribution, filled))
-    })
-    .await?;
-    let progress = match filled {
-        Ok(digest) => contribution.commit(digest).await?,
-        Err(error) => return Err(contribution.withdraw(error).await),
-    };
-    Ok(PutReport {
-        version: number,
-        epoch,
-        id,
-        visible: progress.visible,
-        missing: progress.missing,
-        bytes,
-        seconds: started.elapsed().as_secs_f64(),
-    })
+        let bytes = layout.file_len();
+        let proposal = proposal(role, call, options, bytes);
+        let Begun { id, epoch, number, committed, mut contribution } =
+            controller.begin(key, proposal).await?;
+        let (contribution, filled) = wait(move || {
+            let filled = match committed {
+                Some(_) => sum(&layout),
+                None => store(&mut *contribution, &layout),
+            };
+            Ok((contribution, filled))
+        })
+        .await?;
+        let digest = match filled {
+            Ok(digest) => digest,
+            Err(error) => return Err(contribution.withdraw(error).await),
+        };
+        let report = PutReport {
+            version: number,
+            epoch,
+            id,
+            visible: false,
+            missing: WriterSet::default(),
+            bytes,
+            seconds: 0.0,
+        };
+        Ok(Self { contribution, digest, report, started })
+    }
+
+    /// Commits it.
+    pub(crate) async fn commit(self) -> Result<PutReport> {
+        let Self { contribution, digest, report, started } = self;
+        let Progress { visible, missing } = contribution.commit(digest).await?;
+        Ok(PutReport { visible, missing, seconds: started.elapsed().as_secs_f64(), ..report })
+    }
+}
+
+/// A put that goes on by itself: see [`Store::put_state_dict_later`](crate::Store::put_state_dict_later).
+#[derive(Debug)]
+pub struct PendingPut(pub(crate) tokio::task::JoinHandle<Result<PutReport>>);
+
+impl PendingPut {
+    /// Waits until the contribution is committed.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`](crate::Store::put_state_dict).
+    pub async fn wait(self) -> Result<PutReport> {
+        let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
+        self.0.await.map_err(ended)?
+    }
 }
 
 /// The how-manieth put of its job it is, if that matters.

@@ -19,7 +19,7 @@ use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::opened::Opened;
 use crate::publish::Publisher;
-use crate::put::{Calls, PutOptions, PutReport, put};
+use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
@@ -190,7 +190,33 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        put(&*self.0.controller, key, dict, options, &self.0.calls).await
+        self.stage(key, dict, options).await?.commit().await
+    }
+
+    /// As [`Store::put_state_dict`], but returns as soon as the state dict's memory is read no more, such as
+    /// before a durable version is on disk. The put goes on by itself, whether or not it is waited for.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::put_state_dict`] that are found until then; [`PendingPut::wait`] gives the others.
+    pub async fn put_state_dict_later(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PendingPut> {
+        let staged = self.stage(key, dict, options).await?;
+        // The store stays there until then.
+        let store = self.clone();
+        Ok(PendingPut(tokio::spawn(async move {
+            let report = staged.commit().await;
+            drop(store);
+            report
+        })))
+    }
+
+    async fn stage(&self, key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Staged> {
+        Staged::new(&*self.0.controller, key, dict, options, &self.0.calls).await
     }
 
     /// Puts a state dict entry by entry, in archives of about `bucket_bytes` bytes: no more of it is held

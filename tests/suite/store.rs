@@ -238,6 +238,24 @@ fn what_is_published_in_buckets_is_one_version() {
 }
 
 #[test]
+fn a_put_may_go_on_by_itself() {
+    for (store, _place) in stores() {
+        let numbers = |step: i64| dict(vec![("step", step.into())]);
+        let options = PutOptions::default();
+        let pending = store.put_state_dict_later(&key(), &numbers(1), &options).unwrap();
+        assert!(pending.wait().unwrap().visible);
+        // Nobody waits for this one.
+        drop(store.put_state_dict_later(&key(), &numbers(2), &options).unwrap());
+        let long = Duration::from_mins(1);
+        assert_eq!(store.wait_for_version(&key(), 2, long).unwrap().number, 2);
+        assert_eq!(got(&store), numbers(2));
+        let twice = PutOptions { version: Some(1), ..PutOptions::default() };
+        let error = store.put_state_dict_later(&key(), &numbers(3), &twice).unwrap_err();
+        assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
+    }
+}
+
+#[test]
 fn what_is_not_finished_leaves_nothing() {
     for (store, place) in stores() {
         put(&store, &dict(vec![("step", 1_i64.into())]), &PutOptions::default()).unwrap();

@@ -151,10 +151,17 @@ impl Pool {
             inner.recycled += 1;
             return Ok(Ok(Lent { segment: id, capacity, memory: None }));
         }
-        inner.make_room(capacity, self.limit);
-        if inner.used.saturating_add(capacity) > self.limit {
+        // The manifest goes into a slab: there must be room for one.
+        let slab = if inner.segments.values().any(|segment| segment.slab_end().is_some()) {
+            0
+        } else {
+            SLAB_BYTES
+        };
+        let wanted = capacity.saturating_add(slab);
+        inner.make_room(wanted, self.limit);
+        if inner.used.saturating_add(wanted) > self.limit {
             let (used, limit) = (inner.used, self.limit);
-            return Ok(Err(Exhausted { wanted: capacity, used, limit }));
+            return Ok(Err(Exhausted { wanted, used, limit }));
         }
         let memory = segment::create(capacity)?;
         let lent = memory.try_clone()?;

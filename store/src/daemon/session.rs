@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::house::House;
-use crate::arena::{Lent, PeerId, SegmentId};
+use crate::arena::{Exhausted, PeerId, Pool, SegmentId};
 use crate::controller::{Controller, Place, Proposal};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -319,7 +319,7 @@ impl Session {
         if open.committed.is_some() || len <= INLINE.into() {
             return Ok((Room::Inline, Vec::new()));
         }
-        let lent = self.lend(len, deadline).await?;
+        let lent = self.in_memory(deadline, |pool| pool.lend(self.peer, len)).await?;
         open.segment = Some(lent.segment);
         let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
         Ok((room, lent.memory.into_iter().collect()))
@@ -348,15 +348,18 @@ impl Session {
         }
     }
 
-    /// A segment of so many bytes; waits for one if there is no room.
-    async fn lend(&self, len: u64, deadline: Instant) -> Result<Lent> {
+    /// Does something that needs memory; waits for it until the deadline if there is none.
+    async fn in_memory<T>(
+        &self,
+        deadline: Instant,
+        mut work: impl FnMut(&Pool) -> std::io::Result<Result<T, Exhausted>>,
+    ) -> Result<T> {
         let pool = &self.house.pool;
         loop {
             let mut freed = std::pin::pin!(pool.freed.notified());
             freed.as_mut().enable();
-            let lent = pool.lend(self.peer, len);
-            let exhausted = match lent.map_err(|error| Error::io("segment", error))? {
-                Ok(lent) => return Ok(lent),
+            let exhausted = match work(pool).map_err(|error| Error::io("memory", error))? {
+                Ok(done) => return Ok(done),
                 Err(exhausted) => exhausted,
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -403,29 +406,26 @@ impl Session {
         }
         let path = open.place.path(open.lens.len() - 1);
         let len = open.lens.last().copied().unwrap_or_default();
-        self.name(open.segment, &path, len, data)?;
+        match open.segment {
+            Some(segment) => {
+                let published = self.house.pool.publish(self.peer, segment, &path, len);
+                published.map_err(|error| Error::io(&path, error))?;
+            }
+            None if u64::try_from(data.len()) == Ok(len) => {
+                let deadline = Instant::now() + open.timeout;
+                self.in_memory(deadline, |pool| pool.write(&path, data)).await?;
+            }
+            None => {
+                let came = data.len();
+                let text = format!("an archive of {came} bytes where {len} were announced");
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+        }
         if open.place.durability == Durability::Disk {
             let tiers = self.house.tiers.clone();
             wait(move || tiers.persist(&path)).await?;
         }
         Ok(())
-    }
-
-    fn name(&self, segment: Option<SegmentId>, path: &str, len: u64, data: &[u8]) -> Result<()> {
-        let pool = &self.house.pool;
-        let failed = |error| Error::io(path, error);
-        if let Some(segment) = segment {
-            return pool.publish(self.peer, segment, path, len).map_err(failed);
-        }
-        if u64::try_from(data.len()) != Ok(len) {
-            let came = data.len();
-            let text = format_args!("an archive of {came} bytes where {len} were announced");
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
-        match pool.write(path, data).map_err(failed)? {
-            Ok(()) => Ok(()),
-            Err(exhausted) => Err(self.house.no_room(&exhausted)),
-        }
     }
 
     async fn withdraw(&self, contribution: u64) -> Result<()> {

@@ -5,7 +5,7 @@ mod tree;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
@@ -69,6 +69,8 @@ pub struct GetReport {
     pub bytes_transferred: u64,
     /// How many bytes were checksummed: each chunk once for a version.
     pub bytes_verified: u64,
+    /// How long it took to find out what to copy.
+    pub plan_seconds: f64,
     /// How long it took.
     pub seconds: f64,
 }
@@ -101,7 +103,10 @@ pub(crate) struct Read<'a> {
     version: &'a OpenVersion,
     plans: &'a PlanCache,
     unverified: bool,
+    writer: Option<u32>,
     started: Instant,
+    /// How long it took to plan.
+    planned: Duration,
     verified_before: u64,
     needed: u64,
     transferred: u64,
@@ -117,6 +122,8 @@ impl<'a> Read<'a> {
             version,
             plans,
             unverified: options.unverified,
+            writer: options.writer,
+            planned: Duration::ZERO,
             started: Instant::now(),
             verified_before: version.bytes_verified(),
             needed: 0,
@@ -133,6 +140,7 @@ impl<'a> Read<'a> {
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
+            plan_seconds: self.planned.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
     }
@@ -190,7 +198,7 @@ impl<'a> Read<'a> {
         region: Option<&Region>,
         writer: Option<u32>,
     ) -> Result<Tensor> {
-        let references = &self.version.tensor(fqn, writer)?;
+        let references = &*self.version.tensor(fqn, writer)?;
         if region.is_none() && is_whole(references) {
             let TensorReference { meta, storage, byte_offset, .. } = &references[0];
             let span = *byte_offset..byte_offset + meta.span_bytes();
@@ -223,7 +231,8 @@ impl<'a> Read<'a> {
         writer: Option<u32>,
     ) -> Result<()> {
         let leaf = |target: &Target<'_>| self.version.tensor(&target.fqn, writer);
-        let leaves: Vec<Vec<TensorReference>> = targets.iter().map(leaf).collect::<Result<_>>()?;
+        let leaves: Vec<Arc<[TensorReference]>> =
+            targets.iter().map(leaf).collect::<Result<_>>()?;
         let mut work = Vec::with_capacity(targets.len());
         for (target, references) in targets.iter_mut().zip(&leaves) {
             check(target).map_err(|error| self.format_error(error))?;
@@ -308,7 +317,14 @@ impl<'a> Read<'a> {
         parallel::map(jobs, run).map(drop).map_err(Error::target_modified)
     }
 
-    fn plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+    fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+        let started = Instant::now();
+        let plan = self.known_plan(requests);
+        self.planned += started.elapsed();
+        plan
+    }
+
+    fn known_plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
         let name = self.name_of(requests);
         if let Some(plan) = self.plans.get(&name) {
             return Ok(plan);
@@ -322,39 +338,24 @@ impl<'a> Read<'a> {
         Ok(plan)
     }
 
-    /// What a plan is cached under: the layout of the version, and all that is wanted of it.
+    /// What a plan is cached under: the layout of the version, which says where each leaf lies, and all that
+    /// is wanted of it.
     fn name_of(&self, requests: &[Request<'_>]) -> [u8; 32] {
-        let mut hash = blake3::Hasher::new();
-        hash.update(&self.version.layout);
-        let mut vector = |values: &mut dyn Iterator<Item = u64>| {
-            for value in values {
-                hash.update(&value.to_le_bytes());
-            }
-        };
-        for Request { references, wanted, .. } in requests {
-            let meta = &wanted.meta;
-            let region = &wanted.region;
-            let sizes = [references.len(), wanted.global_shape.len()].map(wide);
-            let code = u64::from(meta.dtype().code());
-            vector(&mut sizes.into_iter().chain([code]));
-            vector(
-                &mut wanted
-                    .global_shape
-                    .iter()
-                    .chain(region.offsets())
-                    .chain(region.shape())
-                    .copied(),
-            );
-            vector(&mut meta.strides().into_iter());
-            for reference in *references {
-                let storage = reference.storage.map_or(u64::MAX, u64::from);
-                let held = plan::region(reference);
-                vector(&mut [storage, reference.byte_offset].into_iter());
-                vector(&mut held.offsets().iter().chain(held.shape()).copied());
-                vector(&mut reference.meta.strides().into_iter());
-            }
+        let mut bytes = Vec::with_capacity(128 * requests.len());
+        bytes.extend(self.version.layout);
+        let writer = self.writer.map_or(u64::MAX, u64::from);
+        bytes.extend(writer.to_le_bytes());
+        for Request { fqn, wanted, .. } in requests {
+            let (meta, region) = (&wanted.meta, &wanted.region);
+            bytes.extend(wide(fqn.len()).to_le_bytes());
+            bytes.extend(fqn.as_bytes());
+            let strides = meta.strides();
+            let vectors = [&*wanted.global_shape, region.offsets(), region.shape(), &strides];
+            let words = [wide(region.rank()), u64::from(meta.dtype().code())];
+            let words = words.iter().chain(vectors.into_iter().flatten());
+            bytes.extend(words.flat_map(|word| word.to_le_bytes()));
         }
-        *hash.finalize().as_bytes()
+        *blake3::hash(&bytes).as_bytes()
     }
 
     fn copy(&self, copy: &Copy, target: &mut [u8]) -> Result<()> {

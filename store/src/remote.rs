@@ -27,7 +27,7 @@ use crate::status::DaemonStatus;
 use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A controller in a daemon.
 #[derive(Clone)]

@@ -962,9 +962,9 @@ fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
         let mut bytes = frame(3, number, &head, b"");
         bytes[5] = u8::try_from(fds.len()).unwrap();
         if fds.is_empty() {
-            raw.send(&bytes)
+            raw.send(&bytes);
         } else {
-            raw.send_with(&bytes, &fds)
+            raw.send_with(&bytes, &fds);
         }
         while raw.receive().is_some() {}
     });

@@ -257,10 +257,7 @@ fn child_writer() {
     let team: i64 = variable("TSSD_TEST_TEAM").parse().unwrap();
     let rank: u32 = variable("TSSD_TEST_RANK").parse().unwrap();
     let acknowledged = PathBuf::from(variable("TSSD_TEST_FOLDER")).join("acknowledged");
-    let durability = match acknowledged.exists() {
-        true => Durability::Disk,
-        false => Durability::Memory,
-    };
+    let durability = if acknowledged.exists() { Durability::Disk } else { Durability::Memory };
     let Ok(store) = Store::connect(&variable("TSSD_TEST_URL")) else { return };
     for generation in 0_i64.. {
         let job = JobId(format!("{team}.{generation}"));

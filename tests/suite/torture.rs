@@ -599,7 +599,9 @@ fn hostile_connections_cost_little_and_stop_nobody() {
     };
     (1..5).for_each(put);
     let (descriptors, resident) = (serve.settled(&store), serve.resident());
-    let mut hostile: Vec<Hostile> = (0..200).map(|index| Hostile::connect(&serve, index)).collect();
+    let count = 1000.min(50 * rounds() as usize);
+    let mut hostile: Vec<Hostile> =
+        (0..count).map(|index| Hostile::connect(&serve, index)).collect();
     let is_over = AtomicBool::new(false);
     let connections = std::thread::scope(|scope| {
         let attack = scope.spawn(|| {

@@ -62,7 +62,6 @@ struct Contribution {
 /// Serves a connection until it ends.
 pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let (mut sender, mut receiver) = link::split(stream, Limits::STRANGER);
     let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
@@ -77,6 +76,8 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
         }
     };
     receiver.limit(Limits::CLIENT);
+    // None if it has ended since it said hello. Who has said nothing costs one descriptor, not two.
+    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let peer = house.number();
     house.join(peer, pid(credentials.pid), client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();

@@ -164,7 +164,7 @@ impl Receiver {
 }
 
 /// What is left of these parts after so many bytes.
-fn skip<'a>(parts: [&'a [u8]; 3], mut bytes: usize) -> [&'a [u8]; 3] {
+fn skip(parts: [&[u8]; 3], mut bytes: usize) -> [&[u8]; 3] {
     parts.map(|part| {
         let skipped = bytes.min(part.len());
         bytes -= skipped;

@@ -855,6 +855,61 @@ fn a_contribution_is_decided_once() {
 }
 
 #[test]
+fn a_contribution_may_have_several_archives() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    let archives: Vec<Vec<u8>> = (0..3_u8)
+        .map(|part| {
+            let mut dict = StateDict::new();
+            let tensor = Tensor::from_slice(&vec![part; 300_000], &[300_000]).unwrap();
+            dict.insert(
+                format!("part{part}"),
+                if part == 1 { Value::from(1_i64) } else { tensor.into() },
+            );
+            TorchStoreStateDict::from_state_dict(&dict).unwrap().as_bytes().to_vec()
+        })
+        .collect();
+    let write = |fds: Vec<OwnedFd>, bytes: &[u8]| {
+        File::from(fds.into_iter().next().unwrap()).write_all_at(bytes, 0).unwrap();
+    };
+    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archives[0].len()));
+    write(fds, &archives[0]);
+    let contribution = &begun["begun"]["contribution"];
+    let extend =
+        |len: usize| format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{len}}}"#);
+    assert_eq!(raw.ask(2, &extend(archives[1].len())), serde_json::json!({"room": "inline"}));
+    raw.send(&frame(1, 3, &extend(archives[2].len()), &archives[1]));
+    let (kind, room, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, room["room"]["segment"]["segment"].is_u64()), (3, true));
+    write(fds, &archives[2]);
+    assert_eq!(raw.ask(4, &commit(&begun))["progress"]["visible"], true);
+    let leased = raw.ask(5, LOCATE);
+    assert_eq!(leased["leased"]["archives"].as_object().unwrap().len(), 3);
+    let dict = get(&served.connect());
+    assert_eq!(dict.entries().len(), 3);
+    assert_eq!(dict.leaf("part1").unwrap(), &Value::from(1_i64));
+}
+
+#[test]
+fn a_contribution_that_waits_for_room_can_be_withdrawn() {
+    let served = Served::new(16 * MIB);
+    let mut raw = Raw::greet(&served);
+    let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
+    let begun = raw.ask(1, &long);
+    let contribution = &begun["begun"]["contribution"];
+    let extend =
+        format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{}}}"#, 15 * MIB);
+    raw.send(&frame(1, 2, &extend, b""));
+    assert_eq!(raw.ask(3, r#"{"op":"status"}"#)["status"]["memory"]["used"], 2 * MIB);
+    raw.send(&frame(1, 4, &commit(&begun).replace("commit", "withdraw"), b""));
+    let withdrawn = std::iter::from_fn(|| raw.receive()).find(|(number, _)| *number == 4);
+    assert_eq!(withdrawn.unwrap().1, "done");
+    raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
+    while !raw.is_ended() {}
+    put(&served.connect(), 1, 1);
+}
+
+#[test]
 fn who_has_lost_an_answer_asks_again() {
     let served = Served::new(1 << 30);
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
@@ -907,9 +962,9 @@ fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
         let mut bytes = frame(3, number, &head, b"");
         bytes[5] = u8::try_from(fds.len()).unwrap();
         if fds.is_empty() {
-            raw.send(&bytes)
+            raw.send(&bytes);
         } else {
-            raw.send_with(&bytes, &fds)
+            raw.send_with(&bytes, &fds);
         }
         while raw.receive().is_some() {}
     });

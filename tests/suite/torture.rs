@@ -257,10 +257,7 @@ fn child_writer() {
     let team: i64 = variable("TSSD_TEST_TEAM").parse().unwrap();
     let rank: u32 = variable("TSSD_TEST_RANK").parse().unwrap();
     let acknowledged = PathBuf::from(variable("TSSD_TEST_FOLDER")).join("acknowledged");
-    let durability = match acknowledged.exists() {
-        true => Durability::Disk,
-        false => Durability::Memory,
-    };
+    let durability = if acknowledged.exists() { Durability::Disk } else { Durability::Memory };
     let Ok(store) = Store::connect(&variable("TSSD_TEST_URL")) else { return };
     for generation in 0_i64.. {
         let job = JobId(format!("{team}.{generation}"));
@@ -602,7 +599,9 @@ fn hostile_connections_cost_little_and_stop_nobody() {
     };
     (1..5).for_each(put);
     let (descriptors, resident) = (serve.settled(&store), serve.resident());
-    let mut hostile: Vec<Hostile> = (0..200).map(|index| Hostile::connect(&serve, index)).collect();
+    let count = 1000.min(50 * rounds() as usize);
+    let mut hostile: Vec<Hostile> =
+        (0..count).map(|index| Hostile::connect(&serve, index)).collect();
     let is_over = AtomicBool::new(false);
     let connections = std::thread::scope(|scope| {
         let attack = scope.spawn(|| {

@@ -213,20 +213,19 @@ impl Pool {
             let free = segment.capacity - segment.slab_end()?;
             (free >= room).then_some(*id)
         });
-        let id = match found {
-            Some(id) => id,
-            None => {
-                let capacity = room.max(SLAB_BYTES);
-                inner.make_room(capacity, self.limit);
-                if inner.used.saturating_add(capacity) > self.limit {
-                    let (used, limit) = (inner.used, self.limit);
-                    return Ok(Err(Exhausted { wanted: capacity, used, limit }));
-                }
-                let memory = segment::create(capacity)?;
-                let map = WriteMap::new(&memory, capacity)?;
-                segment::seal(&memory)?;
-                inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
+        let id = if let Some(id) = found {
+            id
+        } else {
+            let capacity = room.max(SLAB_BYTES);
+            inner.make_room(capacity, self.limit);
+            if inner.used.saturating_add(capacity) > self.limit {
+                let (used, limit) = (inner.used, self.limit);
+                return Ok(Err(Exhausted { wanted: capacity, used, limit }));
             }
+            let memory = segment::create(capacity)?;
+            let map = WriteMap::new(&memory, capacity)?;
+            segment::seal(&memory)?;
+            inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
         let Writer::Daemon(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
@@ -269,12 +268,11 @@ impl Pool {
         let mut inner = self.inner();
         let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
-        let map = match &segment.map {
-            Some(map) => map.clone(),
-            None => {
-                let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
-                segment.map.insert(map).clone()
-            }
+        let map = if let Some(map) = &segment.map {
+            map.clone()
+        } else {
+            let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
+            segment.map.insert(map).clone()
         };
         let bytes = map.bytes(offset, len).expect("a blob lies in its segment");
         Ok(Some(Arc::new(SharedBlob(bytes))))

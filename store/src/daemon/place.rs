@@ -4,6 +4,8 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::PathBuf;
 
+use rustix::fs::Mode;
+
 use crate::error::{Error, ErrorKind, Result};
 
 /// The socket of the daemon of a store, by the store's name: in a folder that belongs to the user.
@@ -23,13 +25,14 @@ pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
 }
 
 fn runtime_folder() -> PathBuf {
-    match std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty()) {
-        Some(folder) => PathBuf::from(folder).join("tssd"),
-        None => {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
+    own.map_or_else(
+        || {
             let uid = rustix::process::geteuid().as_raw();
             std::env::temp_dir().join(format!("tssd-{uid}"))
-        }
-    }
+        },
+        |folder| PathBuf::from(folder).join("tssd"),
+    )
 }
 
 /// Makes the folder, or proves that it is ours and nobody else's.
@@ -40,7 +43,8 @@ fn prepare(folder: &PathBuf) -> io::Result<()> {
     }
     let metadata = std::fs::symlink_metadata(folder)?;
     let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
-    if metadata.is_dir() && is_own && metadata.mode() & 0o077 == 0 {
+    let of_others = Mode::from_raw_mode(metadata.mode()) & (Mode::RWXG | Mode::RWXO);
+    if metadata.is_dir() && is_own && of_others.is_empty() {
         return Ok(());
     }
     Err(io::Error::new(

@@ -38,12 +38,15 @@ struct Session {
     house: Arc<House>,
     peer: PeerId,
     /// What has begun and is not decided.
-    contributions: Mutex<BTreeMap<u64, Contribution>>,
+    contributions: Mutex<Contributions>,
     outgoing: mpsc::Sender<Frame>,
     /// Whoever has it sends memory. What has gone once does not go again, so whatever names it must
     /// come after.
     sharing: tokio::sync::Mutex<()>,
 }
+
+/// None is one that waits for room.
+type Contributions = BTreeMap<u64, Option<Contribution>>;
 
 struct Contribution {
     place: Place,
@@ -59,7 +62,6 @@ struct Contribution {
 /// Serves a connection until it ends.
 pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let (mut sender, mut receiver) = link::split(stream, Limits::STRANGER);
     let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
@@ -74,6 +76,8 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
         }
     };
     receiver.limit(Limits::CLIENT);
+    // None if it has ended since it said hello. Who has said nothing costs one descriptor, not two.
+    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let peer = house.number();
     house.join(peer, pid(credentials.pid), client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();
@@ -159,6 +163,11 @@ fn allow(user: Uid, allowed: &[u32]) -> Result<()> {
     Err(Error::new(ErrorKind::Refused, text))
 }
 
+fn unknown(contribution: u64) -> Error {
+    let text = format_args!("contribution {contribution} is none of this connection's");
+    Error::new(ErrorKind::Invalid, text)
+}
+
 fn not_understood(error: &serde_json::Error) -> Error {
     Error::new(ErrorKind::Invalid, format_args!("a request that is not understood: {error}"))
 }
@@ -175,7 +184,7 @@ async fn exited(process: OwnedFd) {
 }
 
 impl Session {
-    fn contributions(&self) -> MutexGuard<'_, BTreeMap<u64, Contribution>> {
+    fn contributions(&self) -> MutexGuard<'_, Contributions> {
         self.contributions.lock().expect("nobody panics while holding the contributions")
     }
 
@@ -304,7 +313,7 @@ impl Session {
             Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
-        self.contributions().insert(contribution, open);
+        self.contributions().insert(contribution, Some(open));
         Ok((Reply::Begun(Begun { contribution, id, epoch, number, committed, room }), fds))
     }
 
@@ -332,20 +341,26 @@ impl Session {
         file_len: u64,
         data: &[u8],
     ) -> Result<(Reply, Vec<OwnedFd>)> {
-        let mut open = self.take(contribution)?;
+        let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
+        let mut open = taken.ok_or_else(|| unknown(contribution))?;
         let extended = async {
             self.publish(&open, data).await?;
             open.lens.push(file_len);
             let deadline = Instant::now() + open.timeout;
             self.room(&mut open, deadline).await
         };
-        match extended.await {
-            Ok((room, fds)) => {
-                self.contributions().insert(contribution, open);
-                Ok((Reply::Room(room), fds))
-            }
-            Err(error) => Err(self.cancel(open, error).await),
-        }
+        let error = match extended.await {
+            Ok((room, fds)) => match self.contributions().get_mut(&contribution) {
+                Some(waiting) => {
+                    *waiting = Some(open);
+                    return Ok((Reply::Room(room), fds));
+                }
+                None => unknown(contribution),
+            },
+            Err(error) => error,
+        };
+        self.contributions().remove(&contribution);
+        Err(self.cancel(open, error).await)
     }
 
     /// Does something that needs memory; waits for it until the deadline if there is none.
@@ -375,11 +390,9 @@ impl Session {
         }
     }
 
-    fn take(&self, contribution: u64) -> Result<Contribution> {
-        self.contributions().remove(&contribution).ok_or_else(|| {
-            let text = format_args!("contribution {contribution} is none of this connection's");
-            Error::new(ErrorKind::Invalid, text)
-        })
+    /// Takes a contribution, to decide it; none if it waits for room: then it is not to get any.
+    fn take(&self, contribution: u64) -> Result<Option<Contribution>> {
+        self.contributions().remove(&contribution).ok_or_else(|| unknown(contribution))
     }
 
     async fn commit(
@@ -388,7 +401,7 @@ impl Session {
         digest: Digest,
         data: &[u8],
     ) -> Result<crate::controller::Progress> {
-        let open = self.take(contribution)?;
+        let open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
         let committed = async {
             self.publish(&open, data).await?;
             self.house.controller.commit(&open.place, digest, &open.lens).await
@@ -429,7 +442,7 @@ impl Session {
     }
 
     async fn withdraw(&self, contribution: u64) -> Result<()> {
-        let open = self.take(contribution)?;
+        let Some(open) = self.take(contribution)? else { return Ok(()) };
         let (key, id, number) = (open.place.key.clone(), open.place.id, open.place.number);
         let withdrawn =
             Error::new(ErrorKind::Refused, format_args!("version {number} of `{key}` ({id})"));
@@ -478,7 +491,7 @@ impl Session {
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
     async fn end(&self) {
         let open = std::mem::take(&mut *self.contributions());
-        for contribution in open.into_values() {
+        for contribution in open.into_values().flatten() {
             let Contribution { place, lens, .. } = contribution;
             self.house.controller.withdraw(&place, lens.len()).await;
         }

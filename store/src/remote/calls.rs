@@ -1,6 +1,6 @@
 //! Calls to a daemon over one connection: many at a time, each with a deadline.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -25,7 +25,7 @@ pub(super) struct Calls {
 #[derive(Default)]
 struct Waiting(Mutex<Option<Callers>>);
 
-type Callers = HashMap<u64, oneshot::Sender<Answer>>;
+type Callers = BTreeMap<u64, oneshot::Sender<Answer>>;
 
 /// A reply, and what it obliges to.
 pub(super) struct Answer {
@@ -158,7 +158,7 @@ async fn receive(
     outgoing: mpsc::WeakUnboundedSender<Frame>,
 ) {
     // Segments of replies whose end has not come.
-    let mut parts: HashMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = HashMap::new();
+    let mut parts: BTreeMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = BTreeMap::new();
     while let Ok(Some(frame)) = receiver.receive().await {
         let Frame { kind, number, head, fds, .. } = frame;
         match kind {

@@ -76,15 +76,20 @@ impl Maps {
         inner.read.get(&segment).cloned().ok_or_else(|| broken("it names a segment it never sent"))
     }
 
-    /// A segment to write: new memory, or what was written before and may be written again.
-    pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<WriteMap> {
+    /// Maps a segment to write, if its memory is new. It is kept, whether or not somebody still waits for
+    /// it: the daemon sends it once.
+    pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {
         let failed = |error| Error::io(format_args!("segment {segment}"), error);
         let memory = self.inner().lent.remove(&segment);
         if let Some(memory) = memory {
-            return check_lent(&memory, capacity)
-                .and_then(|()| WriteMap::new(&memory, capacity))
-                .map_err(failed);
+            check_lent(&memory, capacity).map_err(failed)?;
+            self.keep(segment, WriteMap::new(&memory, capacity).map_err(failed)?);
         }
+        Ok(())
+    }
+
+    /// A segment to write that is mapped and was lent.
+    pub(super) fn take(&self, segment: SegmentId) -> Result<WriteMap> {
         let map = self.inner().write.remove(&segment);
         map.ok_or_else(|| broken("it lends a segment it never sent"))
     }

@@ -1,6 +1,7 @@
 //! A contribution to a version in a daemon.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -20,6 +21,8 @@ pub(super) struct RemoteContribution {
     contribution: u64,
     file_len: usize,
     memory: Memory,
+    /// How long an answer may take that waits for others.
+    patience: Duration,
     /// That it is withdrawn.
     owed: Owed,
 }
@@ -37,6 +40,7 @@ impl RemoteContribution {
         client: Arc<Client>,
         begun: &Begun,
         file_len: u64,
+        patience: Duration,
         owed: Owed,
     ) -> Result<Self> {
         let mut own = Self {
@@ -44,6 +48,7 @@ impl RemoteContribution {
             contribution: begun.contribution,
             file_len: 0,
             memory: Memory::None,
+            patience,
             owed,
         };
         if begun.committed.is_none() {
@@ -61,8 +66,8 @@ impl RemoteContribution {
             Room::Segment { segment, capacity } => {
                 let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
-                let map = wait(move || maps.lent(segment, capacity)).await?;
-                Memory::Segment(segment, map)
+                wait(move || maps.lent(segment, capacity)).await?;
+                Memory::Segment(segment, self.client.maps.take(segment)?)
             }
         };
         Ok(())
@@ -97,7 +102,7 @@ impl Contribution for RemoteContribution {
         }
         let data = self.close();
         let request = Request::Extend { contribution: self.contribution, file_len };
-        match self.client.calls.call(&request, data, PATIENCE).await?.reply {
+        match self.client.calls.call(&request, data, self.patience).await?.reply {
             Reply::Room(room) => self.enter(room, file_len).await,
             other => Err(unexpected(&other)),
         }

@@ -141,7 +141,7 @@ pub(crate) enum Reply {
     /// Where the next archive of a contribution is written.
     Room(Room),
     Progress(Progress),
-    Leased(Lease),
+    Leased(Leased),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
     Keys(Vec<String>),
@@ -183,7 +183,7 @@ pub(crate) enum Room {
 
 /// A version under a lease.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Lease {
+pub(crate) struct Leased {
     pub(crate) lease: LeaseId,
     pub(crate) id: VersionId,
     pub(crate) manifest: Span,
@@ -219,8 +219,9 @@ pub(crate) struct Failure {
 /// A kind that came later is a refusal: what can be done about it is in the words.
 fn kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ErrorKind, D::Error> {
     let name = String::deserialize(deserializer)?;
-    let known = ErrorKind::deserialize(name.into_deserializer());
-    Ok(known.unwrap_or_else(|_: serde::de::value::Error| ErrorKind::Refused))
+    let known: Result<_, serde::de::value::Error> =
+        ErrorKind::deserialize(name.into_deserializer());
+    Ok(known.unwrap_or(ErrorKind::Refused))
 }
 
 /// A refusal that came later is none: its reason says it in words.

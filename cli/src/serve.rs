@@ -1,5 +1,6 @@
 //! `tssd serve`: a daemon, in the foreground.
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
@@ -33,6 +34,9 @@ pub(crate) struct Args {
     /// Let processes of this user connect too
     #[arg(long, value_name = "UID")]
     allow_uid: Vec<u32>,
+    /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
+    #[arg(long, value_name = "ADDR")]
+    metrics: Option<SocketAddr>,
 }
 
 /// One line when it is ready, none when all is well.
@@ -47,6 +51,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.root.clone_from(&args.root);
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
+    options.metrics = args.metrics;
     if let Some(Size(limit)) = args.memory_limit {
         options.memory_limit = limit;
     }
@@ -55,7 +60,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let model = limit / (keep + 1);
     let daemon = Daemon::bind(options).map_err(|error| failure(&error))?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
-    let line = format!(
+    let metrics = daemon.metrics();
+    let mut line = format!(
         "serving unix:{socket} (process {pid}, version {}): {} of memory, a model of up to {} with {} \
          kept",
         env!("CARGO_PKG_VERSION"),
@@ -63,6 +69,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(model),
         keep,
     );
+    if let Some(metrics) = metrics {
+        line.push_str(&format!(", metrics at http://{metrics}/metrics"));
+    }
     let json = json!({
         "socket": socket,
         "pid": pid,
@@ -70,6 +79,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "memory_limit": limit,
         "keep": keep,
         "model_limit": model,
+        "metrics": metrics.map(|address| address.to_string()),
     });
     console.report(line, &json)?;
     notify("READY=1")

@@ -1,16 +1,19 @@
 //! A daemon: one controller and one arena, for all processes of a host.
 
 mod house;
+mod http;
+mod metrics;
 mod place;
 mod session;
 mod tiers;
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener, UnixListener};
 
 use self::house::House;
 pub use self::place::default_memory_limit;
@@ -38,12 +41,15 @@ pub struct DaemonOptions {
     pub memory_limit: u64,
     /// Whose processes may connect, besides those of the user that the daemon runs as, and root's.
     pub allow_uids: Vec<u32>,
+    /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
+    pub metrics: Option<SocketAddr>,
 }
 
 /// A daemon that listens.
 pub struct Daemon {
     listener: UnixListener,
     house: Arc<House>,
+    metrics: Option<TcpListener>,
     options: DaemonOptions,
     /// Held as long as the daemon lives, however it ends.
     _locks: Vec<Lock>,
@@ -57,13 +63,20 @@ impl DaemonOptions {
     ///
     /// `Invalid` for a name that is none; `Io` if that folder is not the user's alone.
     pub fn of(name: &str) -> Result<Self> {
-        Ok(Self {
-            socket: socket_of(name)?,
+        Ok(Self::at(socket_of(name)?, default_memory_limit()?))
+    }
+
+    /// Those of a daemon that listens at a socket and keeps one version in memory, for processes of this
+    /// user.
+    pub fn at(socket: impl Into<PathBuf>, memory_limit: u64) -> Self {
+        Self {
+            socket: socket.into(),
             root: None,
             keep: NonZeroU32::MIN,
-            memory_limit: default_memory_limit()?,
+            memory_limit,
             allow_uids: Vec::new(),
-        })
+            metrics: None,
+        }
     }
 }
 
@@ -72,7 +85,8 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// `Busy` if another daemon does, with its process; `Io` if the system does not let it.
+    /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
+    /// metrics; `Io` if the system does not let it.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
@@ -90,16 +104,25 @@ impl Daemon {
         if let Some(root) = &options.root {
             locks.push(claim(root, socket)?);
         }
+        let metrics = match options.metrics {
+            Some(address) => Some(http::bind(address).await?),
+            None => None,
+        };
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
         let listener = UnixListener::bind(socket).map_err(at)?;
         let house = Arc::new(House::open(&options).await?);
-        Ok(Self { listener, house, options, _locks: locks })
+        Ok(Self { listener, house, metrics, options, _locks: locks })
     }
 
     /// Where it listens.
     pub fn socket(&self) -> &Path {
         &self.options.socket
+    }
+
+    /// Where metrics are answered, if they are.
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref()?.local_addr().ok()
     }
 
     /// Serves until `stop` is done, and a little longer those that are connected.
@@ -108,6 +131,11 @@ impl Daemon {
     ///
     /// `Io` if the system takes the socket away.
     pub async fn serve(self, stop: impl Future<Output = ()>) -> Result<()> {
+        // It ends with this: that the daemon is ending is told until it has.
+        let mut watched = tokio::task::JoinSet::new();
+        if let Some(listener) = self.metrics {
+            watched.spawn(http::serve(listener, self.house.clone()));
+        }
         let mut sessions = tokio::task::JoinSet::new();
         let mut stop = std::pin::pin!(stop);
         loop {
@@ -119,8 +147,7 @@ impl Daemon {
                         let (house, allowed) = (self.house.clone(), self.options.allow_uids.clone());
                         sessions.spawn(session::run(house, stream, allowed));
                     }
-                    // One more is turned away.
-                    Ok(_) => {}
+                    Ok(_) => self.house.counters.count().turned_away += 1,
                     // No descriptors are left, or the like: some will be.
                     Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
                 }

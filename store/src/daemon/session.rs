@@ -63,6 +63,7 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>
     if uid != own && uid != 0 && !allowed.contains(&uid) {
         let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
         let error = Error::new(ErrorKind::Refused, text);
+        house.counters.count().turned_away += 1;
         // It is turned away, whether it hears it or not.
         let _ = sender.send(&reply(0, Reply::Failed(error.into()), Vec::new())).await;
         return;
@@ -180,7 +181,8 @@ impl Session {
 
     async fn answer(&self, frame: Frame) {
         let number = frame.number;
-        let request = serde_json::from_slice(&frame.head);
+        let request = serde_json::from_slice::<Request>(&frame.head);
+        let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
             Ok(request) => self.handle(number, request, frame.data).await,
             Err(error) => {
@@ -188,6 +190,8 @@ impl Session {
                 Err(Error::new(ErrorKind::Invalid, text))
             }
         };
+        let failed = answered.as_ref().err().map(Error::kind);
+        *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
         let (answer, fds) =
             answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
         self.reply(number, answer, fds).await;
@@ -340,7 +344,15 @@ impl Session {
                 let (tiers, path) = (self.house.tiers.clone(), open.place.path());
                 wait(move || tiers.persist(&path)).await?;
             }
-            self.house.controller.commit(&open.place, digest, open.file_len).await
+            let progress = self.house.controller.commit(&open.place, digest, open.file_len).await?;
+            // A contribution that was committed before is no other put.
+            if open.committed.is_none() {
+                let mut counts = self.house.counters.count();
+                counts.puts += 1;
+                counts.bytes_put += open.file_len;
+                counts.published += u64::from(progress.visible);
+            }
+            Ok(progress)
         };
         match committed.await {
             Ok(progress) => Ok(progress),

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde_json::json;
 use tssd_store::DaemonOptions;
@@ -17,6 +18,10 @@ use crate::size::Size;
 use crate::store::failure;
 
 /// Serve a store to the processes of this host, in shared memory, until SIGTERM or Ctrl-C.
+///
+/// Whoever connects to unix:NAME when nobody serves it starts a daemon in the background. That one ends
+/// a minute after its last client has left, unless it holds a version (TSSD_STAY=1: it stays); it
+/// writes its errors to a file beside its socket. A daemon that you start yourself stays.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Where to listen: a path, or the name of a store (a socket in the user's runtime directory)
@@ -37,10 +42,22 @@ pub(crate) struct Args {
     /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
     #[arg(long, value_name = "ADDR")]
     metrics: Option<SocketAddr>,
+    /// Stay when nobody needs the daemon, also if a client has started it
+    #[arg(long, env = "TSSD_STAY", value_parser = clap::builder::FalseyValueParser::new())]
+    stay: bool,
+    /// A client has started it: it is in the background, and ends so many seconds after the last has left
+    #[arg(long, hide = true, value_name = "SECONDS")]
+    linger: Option<u64>,
 }
 
 /// One line when it is ready, none when all is well.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    if args.linger.is_some() {
+        // Signals to the client's terminal are not for us. Who leads a session already may go on.
+        let _ = rustix::process::setsid();
+        // Nor does its directory have to stay.
+        let _ = std::env::set_current_dir("/");
+    }
     let stop = interrupt::notified()?;
     let name = args.socket.to_str().filter(|name| !name.contains('/'));
     let mut options =
@@ -52,6 +69,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
     options.metrics = args.metrics;
+    options.linger = args.linger.filter(|_| !args.stay).map(Duration::from_secs);
     if let Some(Size(limit)) = args.memory_limit {
         options.memory_limit = limit;
     }

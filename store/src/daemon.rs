@@ -43,6 +43,9 @@ pub struct DaemonOptions {
     pub allow_uids: Vec<u32>,
     /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
     pub metrics: Option<SocketAddr>,
+    /// How long after its last client has left it ends, unless it holds a version that would be lost
+    /// then; none: it stays.
+    pub linger: Option<Duration>,
 }
 
 /// A daemon that listens.
@@ -76,6 +79,7 @@ impl DaemonOptions {
             memory_limit,
             allow_uids: Vec::new(),
             metrics: None,
+            linger: None,
         }
     }
 }
@@ -125,7 +129,7 @@ impl Daemon {
         self.metrics.as_ref()?.local_addr().ok()
     }
 
-    /// Serves until `stop` is done, and a little longer those that are connected.
+    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; and a little longer those that are connected.
     ///
     /// # Errors
     ///
@@ -138,9 +142,11 @@ impl Daemon {
         }
         let mut sessions = tokio::task::JoinSet::new();
         let mut stop = std::pin::pin!(stop);
+        let mut unneeded = std::pin::pin!(self.house.unneeded(self.options.linger));
         loop {
             tokio::select! {
                 () = &mut stop => break,
+                () = &mut unneeded => break,
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {

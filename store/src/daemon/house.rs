@@ -37,6 +37,8 @@ pub(super) struct House {
     next: AtomicU64,
     started: Instant,
     closing: watch::Sender<bool>,
+    /// How many are connected.
+    present: watch::Sender<usize>,
 }
 
 #[derive(Default)]
@@ -89,6 +91,7 @@ impl House {
             next: AtomicU64::new(1),
             started: Instant::now(),
             closing: watch::Sender::new(false),
+            present: watch::Sender::new(0),
         })
     }
 
@@ -116,9 +119,29 @@ impl House {
         let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
     }
 
+    /// Returns when nobody has been connected for so long and nothing is held that would be lost;
+    /// without a time, never.
+    pub(super) async fn unneeded(&self, linger: Option<Duration>) {
+        let Some(linger) = linger else { return std::future::pending().await };
+        let mut present = self.present.subscribe();
+        loop {
+            // The sender is here: it does not go before.
+            let _ = present.wait_for(|count| *count == 0).await;
+            let came = present.wait_for(|count| *count > 0);
+            if tokio::time::timeout(linger, came).await.is_err()
+                && matches!(self.controller.holds_memory().await, Ok(false))
+            {
+                return;
+            }
+        }
+    }
+
     pub(super) fn join(&self, peer: PeerId, pid: u32, client: String) {
         let joined = Peer { pid, client, since: Instant::now(), read: BTreeMap::new() };
-        self.inner().peers.insert(peer, joined);
+        let mut inner = self.inner();
+        inner.peers.insert(peer, joined);
+        self.present.send_replace(inner.peers.len());
+        drop(inner);
         self.counters.count().connections += 1;
     }
 
@@ -189,6 +212,7 @@ impl House {
         let lost: Vec<(Key, VersionId)> = {
             let mut inner = self.inner();
             inner.peers.remove(&peer);
+            self.present.send_replace(inner.peers.len());
             let lost = inner.leases.extract_if(.., |_, held| held.peer == peer);
             lost.map(|(_, held)| (held.key, held.version)).collect()
         };

@@ -23,8 +23,10 @@ pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
 }
 
 fn runtime_folder() -> PathBuf {
-    match std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty()) {
-        Some(folder) => PathBuf::from(folder).join("tssd"),
+    // What is not absolute is to be ignored, says the standard.
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    match folder.filter(|folder| folder.is_absolute()) {
+        Some(folder) => folder.join("tssd"),
         None => {
             let uid = rustix::process::geteuid().as_raw();
             std::env::temp_dir().join(format!("tssd-{uid}"))

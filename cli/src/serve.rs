@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::json;
@@ -36,7 +36,11 @@ pub(crate) struct Args {
     /// How much memory versions take at most [default: half of what there is]
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<Size>,
-    /// Let processes of this user connect too
+    /// Let the members of a group connect too: its name or number. They must be able to enter the
+    /// folder of --socket, so that is a path then; only this daemon's user should write there
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
+    /// Let processes of this user connect too; with --socket-group, of its members these alone
     #[arg(long, value_name = "UID")]
     allow_uid: Vec<u32>,
     /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
@@ -68,6 +72,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.root.clone_from(&args.root);
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
+    options.socket_group = args.socket_group.as_deref().map(group).transpose()?;
     options.metrics = args.metrics;
     options.linger = args.linger.filter(|_| !args.stay).map(Duration::from_secs);
     if let Some(Size(limit)) = args.memory_limit {
@@ -106,4 +111,21 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     // The daemon has ended; nobody needs to hear of it.
     let _ = notify("STOPPING=1");
     Ok(Exit::Ok)
+}
+
+/// The number of a group.
+fn group(name: &str) -> Result<u32> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let path = Path::new("/etc/group");
+    let groups = std::fs::read_to_string(path).map_err(|error| Failure::io("read", path, error))?;
+    let number = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
+    });
+    number.ok_or_else(|| {
+        Failure::new(Exit::Usage, format_args!("no group `{name}` in {}", path.display()))
+            .help("a group from elsewhere has a number too: `getent group NAME` prints it")
+    })
 }

@@ -17,6 +17,7 @@ use tokio::net::{TcpListener, UnixListener};
 
 use self::house::House;
 pub use self::place::default_memory_limit;
+use self::place::listen;
 pub(crate) use self::place::socket_of;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
@@ -39,8 +40,13 @@ pub struct DaemonOptions {
     pub keep: NonZeroU32,
     /// How many bytes of memory segments take at most, together.
     pub memory_limit: u64,
-    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's.
+    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's; of a
+    /// socket's group only these may, unless nobody is named.
     pub allow_uids: Vec<u32>,
+    /// The group whose members may connect: they can reach the socket, and that is all the proof there
+    /// is of a membership. They must be able to enter the socket's folder, in which nobody else than the
+    /// daemon's user should write.
+    pub socket_group: Option<u32>,
     /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
     pub metrics: Option<SocketAddr>,
     /// How long after its last client has left it ends, unless it holds a version that would be lost
@@ -53,7 +59,7 @@ pub struct Daemon {
     listener: UnixListener,
     house: Arc<House>,
     metrics: Option<TcpListener>,
-    options: DaemonOptions,
+    options: Arc<DaemonOptions>,
     /// Held as long as the daemon lives, however it ends.
     _locks: Vec<Lock>,
 }
@@ -78,8 +84,29 @@ impl DaemonOptions {
             keep: NonZeroU32::MIN,
             memory_limit,
             allow_uids: Vec::new(),
+            socket_group: None,
             metrics: None,
             linger: None,
+        }
+    }
+
+    /// Whether processes of a user are served.
+    fn admits(&self, uid: u32) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        let is_named = match self.allow_uids.as_slice() {
+            // Whoever is not of the group could not have connected.
+            [] => self.socket_group.is_some(),
+            named => named.contains(&uid),
+        };
+        uid == own || uid == 0 || is_named
+    }
+
+    /// What the socket's mode is: who can connect is then asked who it is.
+    fn socket_mode(&self) -> u32 {
+        match (self.socket_group, self.allow_uids.is_empty()) {
+            (Some(_), _) => 0o660,
+            (None, false) => 0o666,
+            (None, true) => 0o600,
         }
     }
 }
@@ -90,7 +117,7 @@ impl Daemon {
     /// # Errors
     ///
     /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
-    /// metrics; `Io` if the system does not let it.
+    /// metrics, or the socket's group could not reach it; `Io` if the system does not let it.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
@@ -114,9 +141,9 @@ impl Daemon {
         };
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
-        let listener = UnixListener::bind(socket).map_err(at)?;
+        let listener = listen(socket, options.socket_group, options.socket_mode())?;
         let house = Arc::new(House::open(&options).await?);
-        Ok(Self { listener, house, metrics, options, _locks: locks })
+        Ok(Self { listener, house, metrics, options: Arc::new(options), _locks: locks })
     }
 
     /// Where it listens.
@@ -150,8 +177,8 @@ impl Daemon {
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {
-                        let (house, allowed) = (self.house.clone(), self.options.allow_uids.clone());
-                        sessions.spawn(session::run(house, stream, allowed));
+                        let (house, options) = (self.house.clone(), self.options.clone());
+                        sessions.spawn(session::run(house, stream, options));
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
                     // No descriptors are left, or the like: some will be.

@@ -1,6 +1,9 @@
 //! Daemons as they are operated: started by whoever comes first, ended when nobody needs them, open to
 //! a group.
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -8,7 +11,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal};
 use tssd_format::StateDict;
 use tssd_store::blocking::{Daemon, Store};
-use tssd_store::{DaemonOptions, Key, PutOptions};
+use tssd_store::{DaemonOptions, ErrorKind, Key, PutOptions};
 
 use crate::cli::binary;
 
@@ -107,8 +110,7 @@ fn why_a_daemon_could_not_be_started_is_told() {
     let runtime = Runtime::new();
     let program = runtime.0.path().join("program");
     std::fs::write(&program, "#!/bin/sh\necho 'the moon is full' >&2\nexit 5\n").unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&program, mode).unwrap();
+    std::fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
     let clients: Vec<_> =
         (0..3).map(|_| runtime.command(&program, &["ls"]).spawn().unwrap()).collect();
     for client in clients {
@@ -149,4 +151,64 @@ fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
     daemon.join().unwrap();
     assert!(!socket.exists());
     drop(stop);
+}
+
+#[test]
+fn a_socket_is_its_users_alone_unless_it_is_a_groups() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let mode = |path: &Path| path.metadata().unwrap().mode() & 0o7777;
+    drop(Daemon::bind(DaemonOptions::at(&socket, 1 << 20)).unwrap());
+    assert_eq!(mode(&socket), 0o600);
+    let group = rustix::process::getegid().as_raw();
+    let options =
+        || DaemonOptions { socket_group: Some(group), ..DaemonOptions::at(&socket, 1 << 20) };
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
+    let error = Daemon::bind(options()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "a folder that nobody else may enter: {error}");
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o750)).unwrap();
+    drop(Daemon::bind(options()).unwrap());
+    assert_eq!((mode(&socket), socket.metadata().unwrap().gid()), (0o660, group));
+    assert_eq!(mode(folder.path()), 0o750);
+
+    let runtime = Runtime::new();
+    let output = runtime.run(&["serve", "--socket-group", "no such group"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("no such group"), "{}", text(&output.stderr));
+}
+
+/// Only root can be several users: others have nothing to ask here.
+#[test]
+fn members_of_the_sockets_group_are_served_and_nobody_else() {
+    const GROUP: u32 = 12345;
+    const MEMBER: u32 = 54321;
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
+    let program = folder.path().join("tssd");
+    std::fs::copy(binary(), &program).unwrap();
+    let ask = |allow_uids: &[u32], user: u32, group: u32| {
+        let socket = folder.path().join("socket");
+        let daemon = Daemon::bind(DaemonOptions {
+            socket_group: Some(GROUP),
+            allow_uids: allow_uids.to_vec(),
+            ..DaemonOptions::at(&socket, 1 << 20)
+        });
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let daemon = daemon.unwrap();
+        let daemon = std::thread::spawn(move || daemon.serve(stopped).unwrap());
+        let mut client = Command::new(&program);
+        client.args(["ls", "--store", &format!("unix:{}", socket.display())]);
+        let output = client.current_dir("/").uid(user).gid(group).output().unwrap();
+        drop(stop);
+        daemon.join().unwrap();
+        (output.status.success(), text(&output.stderr))
+    };
+    assert_eq!(ask(&[], MEMBER, GROUP), (true, String::new()));
+    assert!(!ask(&[], MEMBER, MEMBER).0, "it is not of the group");
+    assert!(ask(&[MEMBER], MEMBER, GROUP).0);
+    let (is_served, error) = ask(&[MEMBER + 1], MEMBER, GROUP);
+    assert!(!is_served && error.contains("--allow-uid"), "it is not named: {error}");
 }

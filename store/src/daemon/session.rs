@@ -12,6 +12,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
+use super::DaemonOptions;
 use super::house::House;
 use crate::arena::{Lent, PeerId, SegmentId};
 use crate::controller::{Controller, Place, Proposal};
@@ -54,24 +55,23 @@ struct Contribution {
 }
 
 /// Serves a connection until it ends.
-pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>) {
+pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<DaemonOptions>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
     let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let (mut sender, mut receiver) = link::split(stream);
-    let uid = credentials.uid.as_raw();
-    let own = rustix::process::geteuid().as_raw();
-    if uid != own && uid != 0 && !allowed.contains(&uid) {
-        let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
-        let error = Error::new(ErrorKind::Refused, text);
-        house.counters.count().turned_away += 1;
-        // It is turned away, whether it hears it or not.
-        let _ = sender.send(&reply(0, Reply::Failed(error.into()), Vec::new())).await;
-        return;
-    }
     let Ok(Some((number, client))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
         return;
     };
+    let uid = credentials.uid.as_raw();
+    if !options.admits(uid) {
+        let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
+        let error = Error::new(ErrorKind::Refused, text);
+        house.counters.count().turned_away += 1;
+        // It is turned away, whether it hears it or not.
+        let _ = sender.send(&reply(number, Reply::Failed(error.into()), Vec::new())).await;
+        return;
+    }
     let peer = house.number();
     house.join(peer, pid(credentials.pid), client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();

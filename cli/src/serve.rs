@@ -1,7 +1,9 @@
 //! `tssd serve`: a daemon, in the foreground.
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::json;
 use tssd_store::DaemonOptions;
@@ -16,6 +18,10 @@ use crate::size::Size;
 use crate::store::failure;
 
 /// Serve a store to the processes of this host, in shared memory, until SIGTERM or Ctrl-C.
+///
+/// Whoever connects to unix:NAME when nobody serves it starts a daemon in the background. That one ends
+/// a minute after its last client has left, unless it holds a version (TSSD_STAY=1: it stays); it
+/// writes its errors to a file beside its socket. A daemon that you start yourself stays.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Where to listen: a path, or the name of a store (a socket in the user's runtime directory)
@@ -30,13 +36,32 @@ pub(crate) struct Args {
     /// How much memory versions take at most [default: half of what there is]
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<Size>,
-    /// Let processes of this user connect too
+    /// Let the members of a group connect too: its name or number. They must be able to enter the
+    /// folder of --socket, so that is a path then; only this daemon's user should write there
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
+    /// Let processes of this user connect too; with --socket-group, of its members these alone
     #[arg(long, value_name = "UID")]
     allow_uid: Vec<u32>,
+    /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
+    #[arg(long, value_name = "ADDR")]
+    metrics: Option<SocketAddr>,
+    /// Stay when nobody needs the daemon, also if a client has started it
+    #[arg(long, env = "TSSD_STAY", value_parser = clap::builder::FalseyValueParser::new())]
+    stay: bool,
+    /// A client has started it: it is in the background, and ends so many seconds after the last has left
+    #[arg(long, hide = true, value_name = "SECONDS")]
+    linger: Option<u64>,
 }
 
 /// One line when it is ready, none when all is well.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    if args.linger.is_some() {
+        // Signals to the client's terminal are not for us. Who leads a session already may go on.
+        let _ = rustix::process::setsid();
+        // Nor does its directory have to stay.
+        let _ = std::env::set_current_dir("/");
+    }
     let stop = interrupt::notified()?;
     let name = args.socket.to_str().filter(|name| !name.contains('/'));
     let mut options =
@@ -47,6 +72,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.root.clone_from(&args.root);
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
+    options.socket_group = args.socket_group.as_deref().map(group).transpose()?;
+    options.metrics = args.metrics;
+    options.linger = args.linger.filter(|_| !args.stay).map(Duration::from_secs);
     if let Some(Size(limit)) = args.memory_limit {
         options.memory_limit = limit;
     }
@@ -55,7 +83,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let model = limit / (keep + 1);
     let daemon = Daemon::bind(options).map_err(|error| failure(&error))?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
-    let line = format!(
+    let metrics = daemon.metrics();
+    let mut line = format!(
         "serving unix:{socket} (process {pid}, version {}): {} of memory, a model of up to {} with {} \
          kept",
         env!("CARGO_PKG_VERSION"),
@@ -63,6 +92,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(model),
         keep,
     );
+    if let Some(metrics) = metrics {
+        line.push_str(&format!(", metrics at http://{metrics}/metrics"));
+    }
     let json = json!({
         "socket": socket,
         "pid": pid,
@@ -70,6 +102,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "memory_limit": limit,
         "keep": keep,
         "model_limit": model,
+        "metrics": metrics.map(|address| address.to_string()),
     });
     console.report(line, &json)?;
     notify("READY=1")
@@ -78,4 +111,21 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     // The daemon has ended; nobody needs to hear of it.
     let _ = notify("STOPPING=1");
     Ok(Exit::Ok)
+}
+
+/// The number of a group.
+fn group(name: &str) -> Result<u32> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let path = Path::new("/etc/group");
+    let groups = std::fs::read_to_string(path).map_err(|error| Failure::io("read", path, error))?;
+    let number = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
+    });
+    number.ok_or_else(|| {
+        Failure::new(Exit::Usage, format_args!("no group `{name}` in {}", path.display()))
+            .help("a group from elsewhere has a number too: `getent group NAME` prints it")
+    })
 }

@@ -282,6 +282,11 @@ impl Daemon {
         self.daemon.socket()
     }
 
+    /// Where metrics are answered, if they are.
+    pub fn metrics(&self) -> Option<std::net::SocketAddr> {
+        self.daemon.metrics()
+    }
+
     /// Serves until something comes through `stop`, or its other end is dropped.
     ///
     /// # Errors

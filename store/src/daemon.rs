@@ -1,19 +1,23 @@
 //! A daemon: one controller and one arena, for all processes of a host.
 
 mod house;
+mod http;
+mod metrics;
 mod place;
 mod session;
 mod tiers;
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener, UnixListener};
 
 use self::house::House;
 pub use self::place::default_memory_limit;
+use self::place::listen;
 pub(crate) use self::place::socket_of;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
@@ -36,15 +40,26 @@ pub struct DaemonOptions {
     pub keep: NonZeroU32,
     /// How many bytes of memory segments take at most, together.
     pub memory_limit: u64,
-    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's.
+    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's; of a
+    /// socket's group only these may, unless nobody is named.
     pub allow_uids: Vec<u32>,
+    /// The group whose members may connect: they can reach the socket, and that is all the proof there
+    /// is of a membership. They must be able to enter the socket's folder, in which nobody else than the
+    /// daemon's user should write.
+    pub socket_group: Option<u32>,
+    /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
+    pub metrics: Option<SocketAddr>,
+    /// How long after its last client has left it ends, unless it holds a version that would be lost
+    /// then; none: it stays.
+    pub linger: Option<Duration>,
 }
 
 /// A daemon that listens.
 pub struct Daemon {
     listener: UnixListener,
     house: Arc<House>,
-    options: DaemonOptions,
+    metrics: Option<TcpListener>,
+    options: Arc<DaemonOptions>,
     /// Held as long as the daemon lives, however it ends.
     _locks: Vec<Lock>,
 }
@@ -57,13 +72,42 @@ impl DaemonOptions {
     ///
     /// `Invalid` for a name that is none; `Io` if that folder is not the user's alone.
     pub fn of(name: &str) -> Result<Self> {
-        Ok(Self {
-            socket: socket_of(name)?,
+        Ok(Self::at(socket_of(name)?, default_memory_limit()?))
+    }
+
+    /// Those of a daemon that listens at a socket and keeps one version in memory, for processes of this
+    /// user.
+    pub fn at(socket: impl Into<PathBuf>, memory_limit: u64) -> Self {
+        Self {
+            socket: socket.into(),
             root: None,
             keep: NonZeroU32::MIN,
-            memory_limit: default_memory_limit()?,
+            memory_limit,
             allow_uids: Vec::new(),
-        })
+            socket_group: None,
+            metrics: None,
+            linger: None,
+        }
+    }
+
+    /// Whether processes of a user are served.
+    fn admits(&self, uid: u32) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        let is_named = match self.allow_uids.as_slice() {
+            // Whoever is not of the group could not have connected.
+            [] => self.socket_group.is_some(),
+            named => named.contains(&uid),
+        };
+        uid == own || uid == 0 || is_named
+    }
+
+    /// What the socket's mode is: who can connect is then asked who it is.
+    fn socket_mode(&self) -> u32 {
+        match (self.socket_group, self.allow_uids.is_empty()) {
+            (Some(_), _) => 0o660,
+            (None, false) => 0o666,
+            (None, true) => 0o600,
+        }
     }
 }
 
@@ -72,7 +116,8 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// `Busy` if another daemon does, with its process; `Io` if the system does not let it.
+    /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
+    /// metrics, or the socket's group could not reach it; `Io` if the system does not let it.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
@@ -90,12 +135,15 @@ impl Daemon {
         if let Some(root) = &options.root {
             locks.push(claim(root, socket)?);
         }
+        let metrics = match options.metrics {
+            Some(address) => Some(http::bind(address).await?),
+            None => None,
+        };
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
-        let listener = UnixListener::bind(socket).map_err(at)?;
-        crate::disk::open_socket(socket, !options.allow_uids.is_empty()).map_err(at)?;
+        let listener = listen(socket, options.socket_group, options.socket_mode())?;
         let house = Arc::new(House::open(&options).await?);
-        Ok(Self { listener, house, options, _locks: locks })
+        Ok(Self { listener, house, metrics, options: Arc::new(options), _locks: locks })
     }
 
     /// Where it listens.
@@ -103,25 +151,36 @@ impl Daemon {
         &self.options.socket
     }
 
-    /// Serves until `stop` is done, and a little longer those that are connected.
+    /// Where metrics are answered, if they are.
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref()?.local_addr().ok()
+    }
+
+    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; and a little longer those that are connected.
     ///
     /// # Errors
     ///
     /// `Io` if the system takes the socket away.
     pub async fn serve(self, stop: impl Future<Output = ()>) -> Result<()> {
+        // It ends with this: that the daemon is ending is told until it has.
+        let mut watched = tokio::task::JoinSet::new();
+        if let Some(listener) = self.metrics {
+            watched.spawn(http::serve(listener, self.house.clone()));
+        }
         let mut sessions = tokio::task::JoinSet::new();
         let mut stop = std::pin::pin!(stop);
+        let mut unneeded = std::pin::pin!(self.house.unneeded(self.options.linger));
         loop {
             tokio::select! {
                 () = &mut stop => break,
+                () = &mut unneeded => break,
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {
-                        let (house, allowed) = (self.house.clone(), self.options.allow_uids.clone());
-                        sessions.spawn(session::run(house, stream, allowed));
+                        let (house, options) = (self.house.clone(), self.options.clone());
+                        sessions.spawn(session::run(house, stream, options));
                     }
-                    // One more is turned away.
-                    Ok(_) => {}
+                    Ok(_) => self.house.counters.count().turned_away += 1,
                     // No descriptors are left, or the like: some will be.
                     Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
                 }

@@ -119,12 +119,6 @@ pub(crate) fn map(path: &Path) -> io::Result<Option<Map>> {
     unsafe { tssd_format::map_file(&file) }.map(Some)
 }
 
-/// Lets only the owner use a socket, or everybody: then whoever listens says who may.
-pub(crate) fn open_socket(path: &Path, to_all: bool) -> io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    fs::set_permissions(path, fs::Permissions::from_mode(if to_all { 0o666 } else { 0o600 }))
-}
-
 /// Removes a file, if it is there.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     optional(fs::remove_file(path)).map(drop)

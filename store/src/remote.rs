@@ -3,6 +3,7 @@
 mod calls;
 mod maps;
 mod room;
+mod start;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -17,6 +18,7 @@ use tssd_format::Blob;
 use self::calls::{Answer, Calls};
 use self::maps::Maps;
 use self::room::RemoteContribution;
+pub(crate) use self::start::join;
 use crate::arena::SharedBlob;
 use crate::controller::{self, Controller, Located, Proposal, VersionInfo};
 use crate::environment::wait;
@@ -42,11 +44,11 @@ struct Client {
 impl RemoteController {
     /// Connects to the daemon that listens at a socket.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
-        let unreachable = |error: &dyn std::fmt::Display| {
-            let socket = socket.display();
-            Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
-        };
-        let stream = UnixStream::connect(socket).await.map_err(|error| unreachable(&error))?;
+        let connected = UnixStream::connect(socket).await;
+        Self::greet(connected.map_err(|error| unreachable(socket, &error))?, socket).await
+    }
+
+    async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
         let maps = Arc::new(Maps::default());
         let calls = Calls::start(stream, maps.clone());
         let hello = Hello {
@@ -60,7 +62,7 @@ impl RemoteController {
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
-                Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
+                Err(unreachable(socket, &format_args!("it speaks protocol {theirs}, not {own}")))
             }
             other => Err(unexpected(&other)),
         }
@@ -188,6 +190,11 @@ fn done(reply: Reply) -> Result<()> {
         Reply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
+}
+
+fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Error {
+    let socket = socket.display();
+    Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
 }
 
 /// A reply to another question.

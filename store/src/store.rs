@@ -115,7 +115,10 @@ impl Store {
     /// The store at an address:
     ///
     /// - `PATH` or `file:PATH`: a directory that is there, or the daemon that serves it;
-    /// - `unix:PATH`: the daemon that listens at that socket; `unix:NAME`: the user's of that name;
+    /// - `unix:PATH`: the daemon that listens at that socket;
+    /// - `unix:NAME`: the user's of that name, which is started if there is none: `tssd serve`, by the
+    ///   program that `TSSD_BIN` names or the one on the `PATH`. It ends a minute after its last client
+    ///   has left, unless it holds a version;
     /// - `memory:`: a new one in this process.
     ///
     /// # Errors
@@ -135,11 +138,11 @@ impl Store {
     #[cfg(target_os = "linux")]
     async fn daemon(socket: &Path) -> Result<Self> {
         // A name has no folders.
-        let socket = match socket.to_str().filter(|name| !name.contains('/')) {
-            Some(name) => crate::daemon::socket_of(name)?,
-            None => socket.to_owned(),
+        let controller = match socket.to_str().filter(|name| !name.contains('/')) {
+            Some(name) => crate::remote::join(name).await?,
+            None => crate::remote::RemoteController::connect(socket).await?,
         };
-        Ok(Self::new(crate::remote::RemoteController::connect(&socket).await?))
+        Ok(Self::new(controller))
     }
 
     #[cfg(not(target_os = "linux"))]

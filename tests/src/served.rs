@@ -1,7 +1,7 @@
 //! A daemon for tests and benches, on threads of its own.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-use std::num::NonZeroU32;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 
@@ -13,6 +13,7 @@ use tssd_store::blocking::{Daemon, Store};
 /// A daemon, which ends with this.
 pub struct Served {
     folder: TempDir,
+    metrics: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -31,16 +32,13 @@ impl Served {
     fn with(memory_limit: u64, root: Option<PathBuf>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
-        let daemon = Daemon::bind(DaemonOptions {
-            socket: folder.path().join("socket"),
-            root,
-            keep: NonZeroU32::MIN,
-            memory_limit,
-            allow_uids: Vec::new(),
-        });
-        let daemon = daemon.unwrap();
+        let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);
+        options.root = root;
+        options.metrics = Some((Ipv4Addr::LOCALHOST, 0).into());
+        let daemon = Daemon::bind(options).unwrap();
+        let metrics = daemon.metrics().unwrap();
         let thread = thread::spawn(move || daemon.serve(stopped).unwrap());
-        Self { folder, stop: Some(stop), thread: Some(thread) }
+        Self { folder, metrics, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Where it listens.
@@ -48,9 +46,19 @@ impl Served {
         self.folder.path().join("socket")
     }
 
+    /// Where it answers over HTTP.
+    pub fn metrics(&self) -> SocketAddr {
+        self.metrics
+    }
+
     /// Its address.
     pub fn url(&self) -> String {
         format!("unix:{}", self.socket().display())
+    }
+
+    /// Tells it to end, and does not wait for it.
+    pub fn stop(&mut self) {
+        drop(self.stop.take());
     }
 
     /// A store over a connection of its own.
@@ -61,7 +69,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        drop(self.stop.take());
+        self.stop();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             assert!(ended.is_ok() || thread::panicking(), "the daemon ends well");

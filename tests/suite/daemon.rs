@@ -1,8 +1,10 @@
 //! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -199,14 +201,7 @@ fn a_daemon_that_is_gone_is_an_error_and_views_stay() {
 #[test]
 fn one_daemon_serves_a_socket() {
     let served = Served::new(1 << 30);
-    let options = || DaemonOptions {
-        socket: served.socket(),
-        root: None,
-        keep: std::num::NonZeroU32::MIN,
-        memory_limit: 1 << 20,
-        allow_uids: Vec::new(),
-    };
-    let error = Daemon::bind(options()).unwrap_err();
+    let error = Daemon::bind(DaemonOptions::at(served.socket(), MIB)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
 }
@@ -218,13 +213,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     // A socket that nobody listens to any more.
     drop(UnixListener::bind(&socket).unwrap());
     assert!(socket.exists());
-    let daemon = Daemon::bind(DaemonOptions {
-        socket: socket.clone(),
-        root: None,
-        keep: std::num::NonZeroU32::MIN,
-        memory_limit: 1 << 20,
-        allow_uids: Vec::new(),
-    });
+    let daemon = Daemon::bind(DaemonOptions::at(&socket, MIB));
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let thread = std::thread::spawn(move || daemon.unwrap().serve(stopped).unwrap());
     let store = Store::connect(&format!("unix:{}", socket.display())).unwrap();
@@ -573,11 +562,8 @@ fn a_directory_has_one_daemon_or_none() {
     let direct = Store::directory(folder.path()).unwrap();
     put(&direct, 1, 1);
     let options = |socket: &str| DaemonOptions {
-        socket: folder.path().join(socket),
         root: Some(folder.path().to_owned()),
-        keep: std::num::NonZeroU32::MIN,
-        memory_limit: 1 << 30,
-        allow_uids: Vec::new(),
+        ..DaemonOptions::at(folder.path().join(socket), 1 << 30)
     };
     let error = Daemon::bind(options("one")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "somebody writes it directly: {error}");
@@ -892,7 +878,8 @@ fn a_contribution_may_have_several_archives() {
 
 #[test]
 fn a_contribution_that_waits_for_room_can_be_withdrawn() {
-    let served = Served::new(16 * MIB);
+    // The second archive, and what the daemon writes itself, are all that there is room for.
+    let served = Served::new(20 * MIB);
     let mut raw = Raw::greet(&served);
     let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
     let begun = raw.ask(1, &long);
@@ -937,11 +924,8 @@ fn a_socket_is_open_to_others_only_if_they_are_allowed() {
     let folder = tempfile::tempdir().unwrap();
     for (allow_uids, mode) in [(vec![], 0o600), (vec![12345], 0o666)] {
         let daemon = Daemon::bind(DaemonOptions {
-            socket: folder.path().join("socket"),
-            root: None,
-            keep: std::num::NonZeroU32::MIN,
-            memory_limit: 1 << 20,
             allow_uids,
+            ..DaemonOptions::at(folder.path().join("socket"), 1 << 20)
         });
         let daemon = daemon.unwrap();
         let metadata = std::fs::metadata(daemon.socket()).unwrap();
@@ -1014,4 +998,143 @@ fn a_daemon_that_lies_is_found_out() {
         let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert!(error.to_string().contains(text), "{text}: {error}");
     }
+}
+
+/// What is answered over HTTP: the number, and the body.
+fn http(served: &Served, request: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(served.metrics()).unwrap();
+    stream.write_all(request.as_bytes()).unwrap();
+    answer(stream)
+}
+
+fn answer(mut stream: TcpStream) -> (u16, String) {
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let mut text = String::new();
+    // Whoever is turned away may be so before all that was said has been read.
+    let _ = stream.read_to_string(&mut text);
+    let Some((head, body)) = text.split_once("\r\n\r\n") else { return (0, text) };
+    (head[9..12].parse().unwrap(), body.to_owned())
+}
+
+fn ask(served: &Served, path: &str) -> (u16, String) {
+    http(served, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+}
+
+/// The samples of a page, each by its name and labels.
+fn samples(page: &str) -> BTreeMap<&str, f64> {
+    let lines = page.lines().filter(|line| !line.starts_with('#'));
+    let samples = lines.map(|line| line.rsplit_once(' ').unwrap());
+    samples.map(|(name, value)| (name, value.parse().unwrap())).collect()
+}
+
+#[test]
+fn metrics_say_what_a_daemon_has_done() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    put(&writer, 1, 4);
+    let held = get(&reader);
+    put(&writer, 2, 4);
+    put(&writer, 3, 4);
+    let odd = Key::new(r#"a "b"\c"#).unwrap();
+    writer.put_state_dict(&odd, &model(1, 1), &PutOptions::default()).unwrap();
+    assert!(reader.get(&Key::new("none").unwrap(), "w", &GetOptions::default()).is_err());
+
+    let (status, page) = ask(&served, "/metrics");
+    assert_eq!(status, 200);
+    let samples = samples(&page);
+    for (name, value) in [
+        ("tssd_connections", 2.0),
+        ("tssd_connections_total", 2.0),
+        ("tssd_puts_total", 4.0),
+        ("tssd_versions_published_total", 4.0),
+        ("tssd_gets_total", 1.0),
+        ("tssd_leases", 1.0),
+        ("tssd_keys", 2.0),
+        ("tssd_versions", 2.0),
+        ("tssd_memory_limit_bytes", f64::from(1 << 30)),
+        (r#"tssd_head_version{key="policy"}"#, 3.0),
+        (r#"tssd_head_version{key="a \"b\"\\c"}"#, 1.0),
+        (r#"tssd_requests_total{op="commit",outcome="Ok"}"#, 4.0),
+        (r#"tssd_requests_total{op="locate",outcome="Ok"}"#, 1.0),
+        (r#"tssd_requests_total{op="locate",outcome="NotFound"}"#, 1.0),
+    ] {
+        assert_eq!(samples.get(name), Some(&value), "{name}\n{page}");
+    }
+    let four = f64::from(4 << 20);
+    assert!(samples["tssd_put_bytes_total"] > 3.0 * four, "{page}");
+    assert!((four..1.1 * four).contains(&samples["tssd_leased_bytes_total"]), "{page}");
+    assert!(samples["tssd_memory_used_bytes"] >= samples["tssd_memory_warm_bytes"], "{page}");
+    let lag = samples.iter().find(|(name, _)| name.starts_with("tssd_reader_lag_versions{"));
+    let pid = format!(r#"pid="{}""#, std::process::id());
+    assert!(lag.is_some_and(|(name, lag)| name.contains(&pid) && *lag == 2.0), "{page}");
+    // Each sample stands below the help and the type of its family.
+    let mut family = "";
+    for line in page.lines() {
+        match line.strip_prefix("# TYPE ") {
+            Some(line) => family = line.split(' ').next().unwrap(),
+            None if line.starts_with("# HELP ") => {}
+            None => assert_eq!(line.split(['{', ' ']).next().unwrap(), family),
+        }
+    }
+    drop(held);
+}
+
+#[test]
+fn who_watches_over_http_does_no_harm() {
+    let served = Served::new(1 << 30);
+    assert_eq!(ask(&served, "/healthz").0, 200);
+    assert_eq!(ask(&served, "/readyz").0, 200);
+    assert_eq!(ask(&served, "/etc/passwd").0, 404);
+    assert_eq!(http(&served, "POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n").0, 405);
+    assert_eq!(http(&served, "\0\0\0\0garbage\r\n\r\n").0, 400);
+    let long = format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(1 << 20));
+    assert!(matches!(http(&served, &long).0, 0 | 414 | 431), "a request over the limit");
+    // More than are served at once, who say nothing, or half of it.
+    let idle: Vec<TcpStream> = (0..20)
+        .map(|_| {
+            let mut stream = TcpStream::connect(served.metrics()).unwrap();
+            stream.write_all(b"GET /metr").unwrap();
+            stream
+        })
+        .collect();
+    let store = served.connect();
+    put(&store, 1, 1);
+    assert_eq!(step_of(&get(&store)), 1);
+    for stream in idle {
+        answer(stream);
+    }
+    assert_eq!(ask(&served, "/healthz").0, 200, "they were cut off");
+}
+
+#[test]
+fn metrics_are_for_this_host_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = DaemonOptions {
+        metrics: Some("0.0.0.0:0".parse().unwrap()),
+        ..DaemonOptions::at(folder.path().join("socket"), MIB)
+    };
+    let error = Daemon::bind(options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("only this host may ask"), "{error}");
+}
+
+#[test]
+fn a_daemon_that_ends_is_not_ready_and_alive() {
+    let mut served = Served::new(1 << 30);
+    // A peer that does not read what it asks for: the daemon waits for it when it ends.
+    let mut slow = Raw::greet(&served);
+    let put_off = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j",
+        "number":1,"file_len":100,"timeout":{"secs":5,"nanos":0}}}"#;
+    slow.send(&frame(1, 2, put_off, b""));
+    assert!(slow.receive().unwrap().1["begun"].is_object());
+    // The second of the same writer waits until the first is decided.
+    slow.send(&frame(1, 3, &put_off.replace(r#""number":1"#, r#""number":2"#), b""));
+    slow.send(&frame(1, 4, &put_off.replace(r#""number":1"#, r#""number":3"#), b""));
+    slow.send(&frame(1, 5, r#"{"op":"status"}"#, b""));
+    while slow.receive().unwrap().0 != 5 {}
+    served.stop();
+    while ask(&served, "/readyz").0 != 503 {
+        std::thread::yield_now();
+    }
+    assert_eq!(ask(&served, "/healthz").0, 200);
 }

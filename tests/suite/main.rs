@@ -23,6 +23,9 @@ mod fuzz;
 mod geometry;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
+/// Daemons that clients start, that end by themselves, that serve a group.
+#[cfg(target_os = "linux")]
+mod operation;
 /// Compression, digests, alignment: whatever a writer chooses.
 mod packing;
 /// The reader with rkyv and the one without: they say the same of every file.

@@ -290,6 +290,17 @@ impl LocalController {
         Ok(())
     }
 
+    /// Whether there is a version, or a part of one, that ends with this process.
+    pub(crate) async fn holds_memory(&self) -> Result<bool> {
+        for key in self.0.ledgers.keys().await? {
+            let state = self.0.ledgers.state(&key).await?;
+            if state.versions().any(|version| version.durability == Durability::Memory) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Carries out what the ledger of a key owes.
     pub(crate) async fn settle(&self, key: &Key) -> Result<()> {
         for effect in pending(&*self.0.ledgers.state(key).await?) {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use super::DaemonOptions;
+use super::metrics::{Counters, Reader};
 use super::tiers::Tiers;
 use crate::arena::{Exhausted, PeerId, Pool};
 use crate::controller::{LocalController, archives, folder};
@@ -24,14 +25,20 @@ use crate::wire::{Archives, Leased};
 /// For how long a lease gives the right to new reads.
 const LEASE: Duration = Duration::from_mins(10);
 
+/// Of how many keys it is known what a reader got last.
+const MAX_READ: usize = 16;
+
 pub(super) struct House {
     pub(super) controller: LocalController,
     pub(super) pool: Arc<Pool>,
     pub(super) tiers: Tiers,
+    pub(super) counters: Counters,
     inner: Mutex<Inner>,
     next: AtomicU64,
     started: Instant,
     closing: watch::Sender<bool>,
+    /// How many are connected.
+    present: watch::Sender<usize>,
 }
 
 #[derive(Default)]
@@ -44,6 +51,8 @@ struct Peer {
     pid: u32,
     client: String,
     since: Instant,
+    /// The number of the version that it got last, of each of a few keys.
+    read: BTreeMap<Key, u64>,
 }
 
 /// A lease that a peer holds.
@@ -77,10 +86,12 @@ impl House {
             controller,
             pool,
             tiers,
+            counters: Counters::default(),
             inner: Mutex::default(),
             next: AtomicU64::new(1),
             started: Instant::now(),
             closing: watch::Sender::new(false),
+            present: watch::Sender::new(0),
         })
     }
 
@@ -98,14 +109,40 @@ impl House {
         self.closing.send_replace(true);
     }
 
+    pub(super) fn is_closing(&self) -> bool {
+        *self.closing.borrow()
+    }
+
     /// Returns when sessions are to end.
     pub(super) async fn closed(&self) {
         // The sender is here: it does not go before.
         let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
     }
 
+    /// Returns when nobody has been connected for so long and nothing is held that would be lost;
+    /// without a time, never.
+    pub(super) async fn unneeded(&self, linger: Option<Duration>) {
+        let Some(linger) = linger else { return std::future::pending().await };
+        let mut present = self.present.subscribe();
+        loop {
+            // The sender is here: it does not go before.
+            let _ = present.wait_for(|count| *count == 0).await;
+            let came = present.wait_for(|count| *count > 0);
+            if tokio::time::timeout(linger, came).await.is_err()
+                && matches!(self.controller.holds_memory().await, Ok(false))
+            {
+                return;
+            }
+        }
+    }
+
     pub(super) fn join(&self, peer: PeerId, pid: u32, client: String) {
-        self.inner().peers.insert(peer, Peer { pid, client, since: Instant::now() });
+        let joined = Peer { pid, client, since: Instant::now(), read: BTreeMap::new() };
+        let mut inner = self.inner();
+        inner.peers.insert(peer, joined);
+        self.present.send_replace(inner.peers.len());
+        drop(inner);
+        self.counters.count().connections += 1;
     }
 
     /// Gives a reader a version, with a lease.
@@ -128,7 +165,16 @@ impl House {
             unreachable!("a lease does not lead to {leased:?}")
         };
         let held = Held { peer, key: key.clone(), version: id, number, since: Instant::now() };
-        self.inner().leases.insert(lease, held);
+        {
+            let mut inner = self.inner();
+            inner.leases.insert(lease, held);
+            if let Some(reader) = inner.peers.get_mut(&peer) {
+                if reader.read.len() >= MAX_READ && !reader.read.contains_key(key) {
+                    reader.read.pop_first();
+                }
+                reader.read.insert(key.clone(), number);
+            }
+        }
         let state = self.controller.state(key).await?;
         let span = |name: &str| {
             self.tiers.span(name)?.ok_or_else(|| {
@@ -145,6 +191,10 @@ impl House {
         });
         let archives = named.collect::<Result<Archives>>()?;
         let manifest = span(&manifest.name)?;
+        let mut counts = self.counters.count();
+        counts.gets += 1;
+        counts.bytes_leased += archives.values().map(|span| span.len).sum::<u64>();
+        drop(counts);
         Ok(Leased { lease, id, manifest, archives, segments: Vec::new() })
     }
 
@@ -167,6 +217,7 @@ impl House {
         let lost: Vec<(Key, VersionId)> = {
             let mut inner = self.inner();
             inner.peers.remove(&peer);
+            self.present.send_replace(inner.peers.len());
             let lost = inner.leases.extract_if(.., |_, held| held.peer == peer);
             lost.map(|(_, held)| (held.key, held.version)).collect()
         };
@@ -208,6 +259,23 @@ impl House {
                  or serve with a higher memory limit"
             ),
         )
+    }
+
+    /// What those who are connected got last.
+    pub(super) fn readers(&self) -> Vec<Reader> {
+        let inner = self.inner();
+        let reader = |(&peer, joined): (&PeerId, &Peer)| {
+            let pid = joined.pid;
+            let read = joined.read.iter();
+            let read = read.map(move |(key, &version)| Reader {
+                peer,
+                pid,
+                key: key.to_string(),
+                version,
+            });
+            read.collect::<Vec<_>>()
+        };
+        inner.peers.iter().flat_map(reader).collect()
     }
 
     pub(super) fn status(&self) -> DaemonStatus {

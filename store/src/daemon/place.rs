@@ -1,10 +1,12 @@
-//! Where daemons listen, and how much memory they take, unless it is said.
+//! Where daemons listen and for whom, and how much memory they take, unless it is said.
 
+use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-use std::path::PathBuf;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
+use tokio::net::{UnixListener, UnixSocket};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -25,13 +27,14 @@ pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
 }
 
 fn runtime_folder() -> PathBuf {
-    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
-    own.map_or_else(
+    // What is not absolute is to be ignored, says the standard.
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    own.filter(|folder| folder.is_absolute()).map_or_else(
         || {
             let uid = rustix::process::geteuid().as_raw();
             std::env::temp_dir().join(format!("tssd-{uid}"))
         },
-        |folder| PathBuf::from(folder).join("tssd"),
+        |folder| folder.join("tssd"),
     )
 }
 
@@ -51,6 +54,40 @@ fn prepare(folder: &PathBuf) -> io::Result<()> {
         io::ErrorKind::PermissionDenied,
         "it must be a folder of this user that nobody else may enter (mode 0700)",
     ))
+}
+
+/// How many wait to be accepted at most.
+const BACKLOG: u32 = 1024;
+
+/// Listens at a socket of this mode, and of a group.
+pub(super) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<UnixListener> {
+    let at = |error| Error::io(socket.display(), error);
+    if let Some(group) = group {
+        let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        let metadata = folder.metadata().map_err(|error| Error::io(folder.display(), error))?;
+        let enters = if metadata.gid() == group { 0o011 } else { 0o001 };
+        if metadata.mode() & enters == 0 {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format_args!(
+                    "group {group} may not enter the folder `{}`: give the socket a path in one that it \
+                     may enter (and where nobody else writes)",
+                    folder.display()
+                ),
+            ));
+        }
+    }
+    let unbound = UnixSocket::new_stream().map_err(at)?;
+    unbound.bind(socket).map_err(at)?;
+    if let Some(group) = group {
+        std::os::unix::fs::chown(socket, None, Some(group)).map_err(|error| {
+            Error::io(format_args!("`{}` cannot be group {group}'s", socket.display()), error)
+        })?;
+    }
+    // Nobody could connect so far: it listens only now.
+    std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(at)?;
+    unbound.listen(BACKLOG).map_err(at)
 }
 
 /// Half of the memory that this process may take: of the machine's, or of its control group's.

@@ -12,6 +12,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
+use super::DaemonOptions;
 use super::house::House;
 use crate::arena::{Exhausted, PeerId, Pool, SegmentId};
 use crate::controller::{Controller, Place, Proposal};
@@ -60,16 +61,17 @@ struct Contribution {
 }
 
 /// Serves a connection until it ends.
-pub(super) async fn run(house: Arc<House>, stream: UnixStream, allowed: Vec<u32>) {
+pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<DaemonOptions>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
     let (mut sender, mut receiver) = link::split(stream, Limits::STRANGER);
     let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
         return;
     };
-    let client = match said.and_then(|client| allow(credentials.uid, &allowed).map(|()| client)) {
+    let client = match said.and_then(|client| admit(&options, credentials.uid).map(|()| client)) {
         Ok(client) => client,
         Err(error) => {
+            house.counters.count().turned_away += 1;
             // It is turned away, whether it hears it or not.
             let _ = sender.send(&reply(number, &Reply::Failed(error.into()), Vec::new())).await;
             return;
@@ -152,13 +154,12 @@ async fn hello(receiver: &mut Receiver) -> Option<(u64, Result<String>)> {
     Some((frame.number, said))
 }
 
-/// Whether processes of a user may connect.
-fn allow(user: Uid, allowed: &[u32]) -> Result<()> {
-    let own = rustix::process::geteuid();
-    if user == own || user.is_root() || allowed.contains(&user.as_raw()) {
+/// Refuses processes of a user that may not connect.
+fn admit(options: &DaemonOptions, user: Uid) -> Result<()> {
+    let user = user.as_raw();
+    if options.admits(user) {
         return Ok(());
     }
-    let user = user.as_raw();
     let text = format_args!("processes of user {user} may not connect; serve with --allow-uid");
     Err(Error::new(ErrorKind::Refused, text))
 }
@@ -222,19 +223,29 @@ impl Session {
 
     async fn answer(&self, frame: Frame) {
         let number = frame.number;
-        let answered = match serde_json::from_slice(&frame.head) {
+        let request = serde_json::from_slice::<Request>(&frame.head);
+        let op = request.as_ref().map_or("unknown", Request::op);
+        let answered = match request {
             Ok(Request::Locate { key, selector }) => {
                 match self.locate(number, key, selector).await {
-                    Ok(()) => return,
+                    Ok(()) => {
+                        self.count(op, None);
+                        return;
+                    }
                     Err(error) => Err(error),
                 }
             }
             Ok(request) => self.handle(request, frame.data).await,
             Err(error) => Err(not_understood(&error)),
         };
+        self.count(op, answered.as_ref().err().map(Error::kind));
         let (answer, fds) =
             answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
         self.reply(number, answer, fds).await;
+    }
+
+    fn count(&self, op: &'static str, failed: Option<ErrorKind>) {
+        *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
     }
 
     async fn reply(&self, number: u64, answer: Reply, fds: Vec<OwnedFd>) {
@@ -404,7 +415,15 @@ impl Session {
         let open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
         let committed = async {
             self.publish(&open, data).await?;
-            self.house.controller.commit(&open.place, digest, &open.lens).await
+            let progress = self.house.controller.commit(&open.place, digest, &open.lens).await?;
+            // A contribution that was committed before is no other put.
+            if open.committed.is_none() {
+                let mut counts = self.house.counters.count();
+                counts.puts += 1;
+                counts.bytes_put += open.lens.iter().sum::<u64>();
+                counts.published += u64::from(progress.visible);
+            }
+            Ok(progress)
         };
         match committed.await {
             Ok(progress) => Ok(progress),
@@ -532,9 +551,14 @@ mod tests {
     fn processes_of_the_same_user_and_of_root_may_connect() {
         let own = rustix::process::geteuid();
         let other = Uid::from_raw(own.as_raw() + 7);
-        assert!(allow(own, &[]).is_ok() && allow(Uid::ROOT, &[]).is_ok());
-        assert!(allow(other, &[other.as_raw()]).is_ok());
-        let error = allow(other, &[own.as_raw()]).unwrap_err();
+        let with = |uids: Vec<u32>| {
+            let options = DaemonOptions::at("socket", 0);
+            DaemonOptions { allow_uids: uids, ..options }
+        };
+        let none = with(Vec::new());
+        assert!(admit(&none, own).is_ok() && admit(&none, Uid::ROOT).is_ok());
+        assert!(admit(&with(vec![other.as_raw()]), other).is_ok());
+        let error = admit(&with(vec![own.as_raw()]), other).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains(&other.as_raw().to_string()), "{error}");
     }

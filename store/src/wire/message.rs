@@ -114,6 +114,29 @@ pub(crate) enum Request {
     Status,
 }
 
+impl Request {
+    /// What it is called, as in its JSON.
+    pub(crate) fn op(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "hello",
+            Self::Begin(_) => "begin",
+            Self::Extend { .. } => "extend",
+            Self::Commit { .. } => "commit",
+            Self::Withdraw { .. } => "withdraw",
+            Self::Locate { .. } => "locate",
+            Self::Versions { .. } => "versions",
+            Self::Newer { .. } => "newer",
+            Self::Keys { .. } => "keys",
+            Self::Delete { .. } => "delete",
+            Self::Retain { .. } => "retain",
+            Self::Pin { .. } => "pin",
+            Self::Unpin { .. } => "unpin",
+            Self::Pins { .. } => "pins",
+            Self::Status => "status",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Begin {
     pub(crate) key: String,

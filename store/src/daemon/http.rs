@@ -1,0 +1,105 @@
+//! What a daemon answers to who watches it: `/metrics`, `/healthz`, `/readyz`.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+
+use super::house::House;
+use super::metrics;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A connection ends after this time, whatever it has said or read.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How much of a request is kept; hyper takes no less.
+const MAX_REQUEST: usize = 8 << 10;
+
+/// How many connections are served at once; one more is closed.
+const MAX_CONNECTIONS: usize = 16;
+
+/// Listens at an address of this host.
+pub(super) async fn bind(address: SocketAddr) -> Result<TcpListener> {
+    if !address.ip().is_loopback() {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format_args!(
+                "metrics at {address}: they name keys and processes and have no password, so only \
+                 this host may ask; take a loopback address such as 127.0.0.1:{}, with a proxy before \
+                 it that asks who it is",
+                address.port(),
+            ),
+        ));
+    }
+    let bound = TcpListener::bind(address).await;
+    bound.map_err(|error| Error::io(format_args!("metrics at {address}"), error))
+}
+
+/// Answers until it is dropped.
+pub(super) async fn serve(listener: TcpListener, house: Arc<House>) {
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let Ok(permit) = permits.clone().try_acquire_owned() else { continue };
+                let house = house.clone();
+                tokio::spawn(async move {
+                    // Whoever is slower gets no answer.
+                    let _ = timeout(PATIENCE, connection(stream, house)).await;
+                    drop(permit);
+                });
+            }
+            // No descriptors are left, or the like: some will be.
+            Err(_) => sleep(Duration::from_millis(50)).await,
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, house: Arc<House>) -> hyper::Result<()> {
+    let answer = service_fn(move |request: Request<Incoming>| {
+        let house = house.clone();
+        async move { Ok::<_, std::convert::Infallible>(answer(&request, &house).await) }
+    });
+    hyper::server::conn::http1::Builder::new()
+        .keep_alive(false)
+        .max_buf_size(MAX_REQUEST)
+        .serve_connection(TokioIo::new(stream), answer)
+        .await
+}
+
+async fn answer(request: &Request<Incoming>, house: &House) -> Response<String> {
+    let (status, text) = match (request.method(), request.uri().path()) {
+        (&Method::GET | &Method::HEAD, path) => match path {
+            "/metrics" => match metrics::page(house).await {
+                Ok(page) => (StatusCode::OK, page),
+                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+            },
+            "/healthz" => (StatusCode::OK, "alive\n".to_owned()),
+            "/readyz" if house.is_closing() => {
+                (StatusCode::SERVICE_UNAVAILABLE, "it is ending\n".to_owned())
+            }
+            "/readyz" => (StatusCode::OK, "it serves\n".to_owned()),
+            _ => {
+                let text = "there are /metrics, /healthz and /readyz\n";
+                (StatusCode::NOT_FOUND, text.to_owned())
+            }
+        },
+        _ => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
+    };
+    let mut response = Response::new(text);
+    *response.status_mut() = status;
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    if status == StatusCode::METHOD_NOT_ALLOWED {
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+    }
+    response
+}

@@ -1,0 +1,184 @@
+//! What a daemon has done and how it is, as Prometheus reads it.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Display, Write};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::controller::{Controller, VersionInfo};
+use crate::error::{ErrorKind, Result};
+
+use super::house::House;
+
+/// How many keys and how many readers are shown at most: a scrape stays short whatever is stored.
+const MAX_SERIES: usize = 100;
+
+/// What is counted since the start.
+#[derive(Default)]
+pub(super) struct Counters(Mutex<Counts>);
+
+#[derive(Clone, Default)]
+pub(super) struct Counts {
+    pub(super) connections: u64,
+    pub(super) turned_away: u64,
+    pub(super) puts: u64,
+    pub(super) bytes_put: u64,
+    pub(super) gets: u64,
+    pub(super) bytes_leased: u64,
+    pub(super) published: u64,
+    /// Requests by what they ask for and what came of them.
+    pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
+}
+
+/// What a reader has read last of a key.
+pub(super) struct Reader {
+    pub(super) peer: u64,
+    pub(super) pid: u32,
+    pub(super) key: String,
+    pub(super) version: u64,
+}
+
+impl Counters {
+    pub(super) fn count(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().expect("nobody panics while counting")
+    }
+}
+
+/// Everything, in the text format 0.0.4.
+pub(super) async fn page(house: &House) -> Result<String> {
+    let keys = house.controller.keys("").await?;
+    let mut versions = 0;
+    let mut heads: BTreeMap<String, VersionInfo> = BTreeMap::new();
+    for key in &keys {
+        let mut visible = house.controller.versions(key).await?;
+        versions += visible.len();
+        heads.extend(visible.pop().map(|head| (key.to_string(), head)));
+    }
+    let (counts, status) = (house.counters.count().clone(), house.status());
+    let memory = status.memory;
+    let oldest = status.leases.iter().map(|lease| lease.age).max().unwrap_or_default();
+    let mut page = Page::default();
+
+    page.counter("connections_total", "Connections that were accepted.", counts.connections);
+    page.counter(
+        "connections_turned_away_total",
+        "Connections that were turned away: too many, or of users who may not connect.",
+        counts.turned_away,
+    );
+    page.gauge("connections", "Connections there are.", status.peers.len());
+    page.counter("puts_total", "Contributions that were committed.", counts.puts);
+    page.counter("put_bytes_total", "Bytes of archives that were committed.", counts.bytes_put);
+    page.counter("versions_published_total", "Versions that became visible.", counts.published);
+    page.counter("gets_total", "Versions that were given to readers.", counts.gets);
+    page.counter("leased_bytes_total", "Bytes of archives that were leased.", counts.bytes_leased);
+    let requests = counts.requests.iter().map(|(&(op, failed), count)| {
+        let outcome = failed.map_or("Ok".to_owned(), |kind| format!("{kind:?}"));
+        (vec![("op", op.to_owned()), ("outcome", outcome)], count)
+    });
+    page.family(Kind::Counter, "requests_total", "Requests that were answered.", requests);
+
+    page.gauge("memory_limit_bytes", "What segments may take together.", memory.limit);
+    page.gauge("memory_used_bytes", "What segments take.", memory.used);
+    page.gauge("memory_warm_bytes", "Of that, what is free and warm.", memory.warm);
+    page.gauge(
+        "memory_retired_bytes",
+        "Of that, what is retired and still mapped by somebody.",
+        memory.retired,
+    );
+    page.gauge("segments", "Segments there are.", memory.segments);
+    page.counter(
+        "created_bytes_total",
+        "Bytes of segments made: fresh pages.",
+        memory.created_bytes,
+    );
+    page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes);
+    page.counter("recycled_total", "Segments that were lent again, warm.", memory.recycled);
+
+    page.gauge("leases", "Leases that are held.", status.leases.len());
+    page.gauge("lease_oldest_seconds", "Age of the oldest lease.", oldest.as_secs_f64());
+    page.gauge("keys", "Keys that have a visible version.", keys.len());
+    page.gauge("versions", "Versions that are visible.", versions);
+    let shown = heads.iter().take(MAX_SERIES);
+    let shown = shown.map(|(key, head)| (vec![("key", key.clone())], head.number));
+    let help = "Number of the newest visible version; of the first 100 keys.";
+    page.family(Kind::Gauge, "head_version", help, shown);
+    let lags = house.readers().into_iter().filter_map(|reader| {
+        let lag = heads.get(&reader.key)?.number.saturating_sub(reader.version);
+        let labels = vec![
+            ("peer", reader.peer.to_string()),
+            ("pid", reader.pid.to_string()),
+            ("key", reader.key),
+        ];
+        Some((labels, lag))
+    });
+    let help = "How far the version that a connected reader got last is behind the newest; of the \
+                first 100 readers.";
+    page.family(Kind::Gauge, "reader_lag_versions", help, lags.take(MAX_SERIES));
+    page.gauge(
+        "uptime_seconds",
+        "For how long the daemon has served.",
+        status.uptime.as_secs_f64(),
+    );
+    Ok(page.0)
+}
+
+#[derive(Default)]
+struct Page(String);
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Counter,
+    Gauge,
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+impl Page {
+    fn counter(&mut self, name: &str, help: &str, value: u64) {
+        self.family(Kind::Counter, name, help, [(Labels::new(), value)]);
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
+        self.family(Kind::Gauge, name, help, [(Labels::new(), value)]);
+    }
+
+    fn family(
+        &mut self,
+        kind: Kind,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Labels, impl Display)>,
+    ) {
+        self.write(kind, name, help, samples).expect("a String takes any text");
+    }
+
+    fn write(
+        &mut self,
+        kind: Kind,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Labels, impl Display)>,
+    ) -> fmt::Result {
+        let Self(text) = self;
+        let kind = match kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+        };
+        writeln!(text, "# HELP tssd_{name} {help}\n# TYPE tssd_{name} {kind}")?;
+        for (labels, value) in samples {
+            let labels: Vec<String> = labels
+                .iter()
+                .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
+                .collect();
+            match labels.as_slice() {
+                [] => writeln!(text, "tssd_{name} {value}")?,
+                labels => writeln!(text, "tssd_{name}{{{}}} {value}", labels.join(","))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The value of a label, within its quotes. No key has a line break.
+fn escaped(value: &str) -> String {
+    value.replace('\\', r"\\").replace('"', r#"\""#)
+}

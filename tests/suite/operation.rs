@@ -1,0 +1,214 @@
+//! Daemons as they are operated: started by whoever comes first, ended when nobody needs them, open to
+//! a group.
+
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+use tssd_format::StateDict;
+use tssd_store::blocking::{Daemon, Store};
+use tssd_store::{DaemonOptions, ErrorKind, Key, PutOptions};
+
+use crate::cli::binary;
+
+/// A user's runtime directory, whose daemon ends with it.
+struct Runtime(tempfile::TempDir);
+
+impl Runtime {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// A command on the store `unix:shared`, whose daemon is this program.
+    fn command(&self, program: &Path, arguments: &[&str]) -> Command {
+        let mut command = Command::new(binary());
+        command
+            .args(arguments)
+            .env("XDG_RUNTIME_DIR", self.0.path())
+            .env("TSSD_BIN", program)
+            .env("TSSD_STORE", "unix:shared")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(&binary(), arguments).output().unwrap()
+    }
+
+    fn beside_socket(&self, extension: &str) -> PathBuf {
+        self.0.path().join(format!("tssd/shared.sock{extension}"))
+    }
+
+    /// The process that has the socket, if there is one.
+    fn pid(&self) -> Option<Pid> {
+        let is_served = self.beside_socket("").exists();
+        let pid = std::fs::read_to_string(self.beside_socket(".lock")).ok()?;
+        Pid::from_raw(pid.trim().parse().ok()?).filter(|_| is_served)
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        if let Some(pid) = self.pid() {
+            rustix::process::kill_process(pid, Signal::TERM).unwrap();
+            // The folder is not removed before.
+            while self.beside_socket("").exists() {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn the_first_of_several_clients_starts_the_daemon_of_a_name() {
+    let runtime = Runtime::new();
+    let clients: Vec<_> = (0..8)
+        .map(|_| runtime.command(&binary(), &["status", "--json"]).spawn().unwrap())
+        .collect();
+    let pids: Vec<serde_json::Value> = clients
+        .into_iter()
+        .map(|client| {
+            let output = client.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            status["pid"].clone()
+        })
+        .collect();
+    let pid = runtime.pid().unwrap();
+    assert!(pids.iter().all(|each| *each == pid.as_raw_nonzero().get()), "{pid:?}: {pids:?}");
+    // It is nobody's child, and in a session of its own.
+    assert_eq!(rustix::process::getsid(Some(pid)).unwrap(), pid);
+    assert_eq!(text(&std::fs::read(runtime.beside_socket(".log")).unwrap()), "");
+}
+
+#[test]
+fn a_version_outlives_the_client_that_started_the_daemon() {
+    let runtime = Runtime::new();
+    let model = runtime.0.path().join("model.tssd");
+    let mut dict = StateDict::new();
+    dict.insert("step", 1_i64);
+    let encoded = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
+    std::fs::write(&model, encoded.as_bytes()).unwrap();
+    let put = runtime.run(&["put", "policy", model.to_str().unwrap()]);
+    assert!(put.status.success(), "{}", text(&put.stderr));
+    let keys = runtime.run(&["ls"]);
+    assert!(text(&keys.stdout).contains("policy"), "{}", text(&keys.stderr));
+}
+
+#[test]
+fn why_a_daemon_could_not_be_started_is_told() {
+    let runtime = Runtime::new();
+    let program = runtime.0.path().join("program");
+    std::fs::write(&program, "#!/bin/sh\necho 'the moon is full' >&2\nexit 5\n").unwrap();
+    std::fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+    let clients: Vec<_> =
+        (0..3).map(|_| runtime.command(&program, &["ls"]).spawn().unwrap()).collect();
+    for client in clients {
+        let output = client.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(4), "unreachable");
+        assert!(text(&output.stderr).contains("the moon is full"), "{}", text(&output.stderr));
+    }
+    let output = runtime.command(Path::new("/nowhere/tssd"), &["ls"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(4));
+    assert!(text(&output.stderr).contains("TSSD_BIN"), "{}", text(&output.stderr));
+    // Nothing is in the way of one that can be started.
+    assert!(runtime.run(&["ls"]).status.success());
+}
+
+#[test]
+fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let linger = Duration::from_millis(50);
+    let options = DaemonOptions { linger: Some(linger), ..DaemonOptions::at(&socket, 64 << 20) };
+    let daemon = Daemon::bind(options).unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let daemon = std::thread::spawn(move || daemon.serve(stopped).unwrap());
+    let url = format!("unix:{}", socket.display());
+    let key = Key::new("policy").unwrap();
+    let store = Store::connect(&url).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("step", 1_i64);
+    store.put_state_dict(&key, &dict, &PutOptions::default()).unwrap();
+    std::thread::sleep(linger * 4);
+    assert_eq!(store.versions(&key).unwrap().len(), 1, "somebody is there");
+    drop(store);
+    std::thread::sleep(linger * 4);
+    let store = Store::connect(&url).unwrap();
+    assert_eq!(store.versions(&key).unwrap().len(), 1, "the version would be lost");
+    store.delete(&key, None).unwrap();
+    drop(store);
+    daemon.join().unwrap();
+    assert!(!socket.exists());
+    drop(stop);
+}
+
+#[test]
+fn a_socket_is_its_users_alone_unless_it_is_a_groups() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let mode = |path: &Path| path.metadata().unwrap().mode() & 0o7777;
+    drop(Daemon::bind(DaemonOptions::at(&socket, 1 << 20)).unwrap());
+    assert_eq!(mode(&socket), 0o600);
+    let group = rustix::process::getegid().as_raw();
+    let options =
+        || DaemonOptions { socket_group: Some(group), ..DaemonOptions::at(&socket, 1 << 20) };
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
+    let error = Daemon::bind(options()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "a folder that nobody else may enter: {error}");
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o750)).unwrap();
+    drop(Daemon::bind(options()).unwrap());
+    assert_eq!((mode(&socket), socket.metadata().unwrap().gid()), (0o660, group));
+    assert_eq!(mode(folder.path()), 0o750);
+
+    let runtime = Runtime::new();
+    let output = runtime.run(&["serve", "--socket-group", "no such group"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("no such group"), "{}", text(&output.stderr));
+}
+
+/// Only root can be several users: others have nothing to ask here.
+#[test]
+fn members_of_the_sockets_group_are_served_and_nobody_else() {
+    const GROUP: u32 = 12345;
+    const MEMBER: u32 = 54321;
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
+    let program = folder.path().join("tssd");
+    std::fs::copy(binary(), &program).unwrap();
+    let ask = |allow_uids: &[u32], user: u32, group: u32| {
+        let socket = folder.path().join("socket");
+        let daemon = Daemon::bind(DaemonOptions {
+            socket_group: Some(GROUP),
+            allow_uids: allow_uids.to_vec(),
+            ..DaemonOptions::at(&socket, 1 << 20)
+        });
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let daemon = daemon.unwrap();
+        let daemon = std::thread::spawn(move || daemon.serve(stopped).unwrap());
+        let mut client = Command::new(&program);
+        client.args(["ls", "--store", &format!("unix:{}", socket.display())]);
+        let output = client.current_dir("/").uid(user).gid(group).output().unwrap();
+        drop(stop);
+        daemon.join().unwrap();
+        (output.status.success(), text(&output.stderr))
+    };
+    assert_eq!(ask(&[], MEMBER, GROUP), (true, String::new()));
+    assert!(!ask(&[], MEMBER, MEMBER).0, "it is not of the group");
+    assert!(ask(&[MEMBER], MEMBER, GROUP).0);
+    let (is_served, error) = ask(&[MEMBER + 1], MEMBER, GROUP);
+    assert!(!is_served && error.contains("--allow-uid"), "it is not named: {error}");
+}

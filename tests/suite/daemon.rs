@@ -897,7 +897,8 @@ fn a_contribution_may_have_several_archives() {
 
 #[test]
 fn a_contribution_that_waits_for_room_can_be_withdrawn() {
-    let served = Served::new(16 * MIB);
+    // Room for the second archive and what the daemon writes, but not for the first one too.
+    let served = Served::new(20 * MIB);
     let mut raw = Raw::greet(&served);
     let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
     let begun = raw.ask(1, &long);

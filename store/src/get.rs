@@ -5,7 +5,7 @@ mod tree;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
@@ -98,6 +98,8 @@ pub(crate) struct Read<'a> {
     plans: &'a PlanCache,
     unverified: bool,
     started: Instant,
+    planning: Duration,
+    copying: Duration,
     verified_before: u64,
     needed: u64,
     transferred: u64,
@@ -114,6 +116,8 @@ impl<'a> Read<'a> {
             plans,
             unverified: options.unverified,
             started: Instant::now(),
+            planning: Duration::ZERO,
+            copying: Duration::ZERO,
             verified_before: version.bytes_verified(),
             needed: 0,
             transferred: 0,
@@ -286,14 +290,19 @@ impl<'a> Read<'a> {
         for (request, target) in work {
             split(request, target, &mut requests, &mut targets);
         }
+        let started = Instant::now();
         let plan = self.plan(&requests)?;
+        self.planning += started.elapsed();
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
         let jobs: Vec<_> = plan.iter().zip(targets).collect();
         let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
             copies.iter().try_for_each(|copy| self.copy(copy, target))
         };
-        parallel::map(jobs, run).map(drop).map_err(Error::target_modified)
+        let started = Instant::now();
+        let copied = parallel::map(jobs, run);
+        self.copying += started.elapsed();
+        copied.map(drop).map_err(Error::target_modified)
     }
 
     fn plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
@@ -370,6 +379,21 @@ impl<'a> Read<'a> {
 
     fn format_error(&self, error: FormatError) -> Error {
         Error::request(format_args!("version {}", self.version.number), error)
+    }
+}
+
+impl Drop for Read<'_> {
+    fn drop(&mut self) {
+        let _entered = self.version.span().enter();
+        tracing::debug!(
+            bytes_needed = self.needed,
+            bytes_transferred = self.transferred,
+            bytes_verified = self.version.bytes_verified() - self.verified_before,
+            plan_seconds = self.planning.as_secs_f64(),
+            copy_seconds = self.copying.as_secs_f64(),
+            seconds = self.started.elapsed().as_secs_f64(),
+            "read"
+        );
     }
 }
 

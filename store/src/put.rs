@@ -154,6 +154,7 @@ pub(crate) async fn put(
         wait(move || place(draft, jobs)).await?
     };
     let bytes = layout.file_len();
+    let arranged = started.elapsed();
     let proposal = Proposal {
         writer: role.writer,
         writers: role.writers,
@@ -168,6 +169,7 @@ pub(crate) async fn put(
     };
     let Begun { id, epoch, number, committed, mut contribution } =
         controller.begin(key, proposal).await?;
+    let begun = started.elapsed();
     let (contribution, filled) = wait(move || {
         let filled = match committed {
             Some(_) => sum(&layout),
@@ -176,10 +178,21 @@ pub(crate) async fn put(
         Ok((contribution, filled))
     })
     .await?;
+    let written = started.elapsed();
     let progress = match filled {
         Ok(digest) => contribution.commit(digest).await?,
         Err(error) => return Err(contribution.withdraw(error).await),
     };
+    tracing::debug!(
+        version = number,
+        visible = progress.visible,
+        bytes,
+        arrange_seconds = arranged.as_secs_f64(),
+        begin_seconds = (begun - arranged).as_secs_f64(),
+        write_seconds = (written - begun).as_secs_f64(),
+        commit_seconds = (started.elapsed() - written).as_secs_f64(),
+        "written"
+    );
     Ok(PutReport {
         version: number,
         epoch,

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use tracing::Instrument;
 use tssd_format::{Region, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
@@ -191,7 +192,8 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        put(&*self.0.controller, key, dict, options, &self.0.calls).await
+        let span = tracing::debug_span!("put", %key);
+        put(&*self.0.controller, key, dict, options, &self.0.calls).instrument(span).await
     }
 
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
@@ -417,9 +419,17 @@ impl Store {
 
     /// Opens a version.
     async fn version(&self, key: &Key, number: Option<u64>) -> Result<OpenVersion> {
-        let located = self.0.controller.locate(key, selector(number)).await?;
+        let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
+        let started = Instant::now();
+        let locate = self.0.controller.locate(key, selector(number));
+        let located = locate.instrument(span.clone()).await?;
+        let locate_seconds = started.elapsed().as_secs_f64();
         let known = self.known().get(key).cloned();
+        let entered = span.enter();
         let version = OpenVersion::open(located, known)?;
+        span.record("version", version.number);
+        tracing::debug!(locate_seconds, seconds = started.elapsed().as_secs_f64(), "open");
+        drop(entered);
         let mut known = self.known();
         if known.len() >= MAX_KNOWN && !known.contains_key(key) {
             known.pop_first();

@@ -68,12 +68,15 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
         let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
         let error = Error::new(ErrorKind::Refused, text);
         house.counters.count().turned_away += 1;
+        tracing::warn!(uid, "turned away");
         // It is turned away, whether it hears it or not.
         let _ = sender.send(&reply(number, Reply::Failed(error.into()), Vec::new())).await;
         return;
     }
     let peer = house.number();
-    house.join(peer, pid(credentials.pid), client);
+    let pid = pid(credentials.pid);
+    tracing::info!(peer, pid, uid, client, "connected");
+    house.join(peer, pid, client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();
     house.pool.join(peer, unmaps);
     let (outgoing, mut frames) = mpsc::channel::<Frame>(REQUESTS);
@@ -104,6 +107,7 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
         () = session.house.closed() => false,
     };
     sender.close();
+    tracing::info!(peer, was_said, "disconnected");
     // What has begun is carried out; nobody hears of it.
     while tasks.join_next().await.is_some() {}
     session.end().await;
@@ -180,7 +184,8 @@ impl Session {
     }
 
     async fn answer(&self, frame: Frame) {
-        let number = frame.number;
+        let started = Instant::now();
+        let (number, bytes) = (frame.number, frame.data.len());
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
@@ -191,6 +196,11 @@ impl Session {
             }
         };
         let failed = answered.as_ref().err().map(Error::kind);
+        let (peer, seconds) = (self.peer, started.elapsed().as_secs_f64());
+        match &answered {
+            Ok(_) => tracing::debug!(peer, op, bytes, seconds, "answered"),
+            Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
+        }
         *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
         let (answer, fds) =
             answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
@@ -342,7 +352,10 @@ impl Session {
             self.publish(&open, data)?;
             if open.place.durability == Durability::Disk && open.committed.is_none() {
                 let (tiers, path) = (self.house.tiers.clone(), open.place.path());
+                let started = Instant::now();
                 wait(move || tiers.persist(&path)).await?;
+                let (bytes, seconds) = (open.file_len, started.elapsed().as_secs_f64());
+                tracing::debug!(peer = self.peer, bytes, seconds, "on disk");
             }
             let progress = self.house.controller.commit(&open.place, digest, open.file_len).await?;
             // A contribution that was committed before is no other put.

@@ -42,6 +42,7 @@ mod store;
 use std::process::ExitCode;
 
 use clap::Parser;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::console::{Console, Stream};
 use crate::exit::Exit;
@@ -62,6 +63,31 @@ struct Cli {
     /// Print details
     #[arg(short, long, global = true)]
     verbose: bool,
+    /// Write to stderr what the store does, from this level on
+    #[arg(long, global = true, env = "TSSD_LOG", value_name = "LEVEL")]
+    log: Option<Level>,
+}
+
+/// How much is told of what the store does.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Level {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl From<Level> for LevelFilter {
+    fn from(level: Level) -> Self {
+        match level {
+            Level::Error => Self::ERROR,
+            Level::Warn => Self::WARN,
+            Level::Info => Self::INFO,
+            Level::Debug => Self::DEBUG,
+            Level::Trace => Self::TRACE,
+        }
+    }
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -90,6 +116,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Some(level) = cli.log {
+        let log = tracing_subscriber::fmt().with_max_level(level).with_target(false);
+        log.with_writer(std::io::stderr).init();
+    }
     match run(&cli) {
         Ok(exit) => exit.into(),
         Err(failure) => {

@@ -143,6 +143,7 @@ impl Daemon {
         crate::disk::remove(socket).map_err(at)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
         let house = Arc::new(House::open(&options).await?);
+        tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
         Ok(Self { listener, house, metrics, options: Arc::new(options), _locks: locks })
     }
 
@@ -186,6 +187,7 @@ impl Daemon {
                 }
             }
         }
+        tracing::info!("ending");
         // Who comes later finds nobody.
         let _ = crate::disk::remove(&self.options.socket);
         drop(self.listener);

@@ -34,7 +34,8 @@ impl Environment for SystemEnvironment {
 pub(crate) async fn wait<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work)
+    let span = tracing::Span::current();
+    tokio::task::spawn_blocking(move || span.in_scope(work))
         .await
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }

@@ -105,8 +105,9 @@ pub(crate) struct Read<'a> {
     unverified: bool,
     writer: Option<u32>,
     started: Instant,
-    /// How long it took to plan.
-    planned: Duration,
+    /// How long it took to find out what to copy, and to copy.
+    planning: Duration,
+    copying: Duration,
     verified_before: u64,
     needed: u64,
     transferred: u64,
@@ -123,8 +124,9 @@ impl<'a> Read<'a> {
             plans,
             unverified: options.unverified,
             writer: options.writer,
-            planned: Duration::ZERO,
             started: Instant::now(),
+            planning: Duration::ZERO,
+            copying: Duration::ZERO,
             verified_before: version.bytes_verified(),
             needed: 0,
             transferred: 0,
@@ -140,7 +142,7 @@ impl<'a> Read<'a> {
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
-            plan_seconds: self.planned.as_secs_f64(),
+            plan_seconds: self.planning.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
     }
@@ -307,20 +309,25 @@ impl<'a> Read<'a> {
         for (request, target) in work {
             split(request, target, &mut requests, &mut targets);
         }
+        let started = Instant::now();
         let plan = self.plan(&requests)?;
+        self.planning += started.elapsed();
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
         let jobs: Vec<_> = plan.iter().zip(targets).collect();
         let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
             copies.iter().try_for_each(|copy| self.copy(copy, target))
         };
-        parallel::map(jobs, run).map(drop).map_err(Error::target_modified)
+        let started = Instant::now();
+        let copied = parallel::map(jobs, run);
+        self.copying += started.elapsed();
+        copied.map(drop).map_err(Error::target_modified)
     }
 
     fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
         let started = Instant::now();
         let plan = self.known_plan(requests);
-        self.planned += started.elapsed();
+        self.planning += started.elapsed();
         plan
     }
 
@@ -383,6 +390,21 @@ impl<'a> Read<'a> {
 
     fn format_error(&self, error: FormatError) -> Error {
         Error::request(format_args!("version {}", self.version.number), error)
+    }
+}
+
+impl Drop for Read<'_> {
+    fn drop(&mut self) {
+        let _entered = self.version.span().enter();
+        tracing::debug!(
+            bytes_needed = self.needed,
+            bytes_transferred = self.transferred,
+            bytes_verified = self.version.bytes_verified() - self.verified_before,
+            plan_seconds = self.planning.as_secs_f64(),
+            copy_seconds = self.copying.as_secs_f64(),
+            seconds = self.started.elapsed().as_secs_f64(),
+            "read"
+        );
     }
 }
 

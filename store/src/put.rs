@@ -153,9 +153,11 @@ impl Staged {
             wait(move || place(draft, jobs)).await?
         };
         let bytes = layout.file_len();
+        let arranged = started.elapsed();
         let proposal = proposal(role, call, options, bytes);
         let Begun { id, epoch, number, committed, mut contribution } =
             controller.begin(key, proposal).await?;
+        let begun = started.elapsed();
         let (contribution, filled) = wait(move || {
             let filled = match committed {
                 Some(_) => sum(&layout),
@@ -168,6 +170,14 @@ impl Staged {
             Ok(digest) => digest,
             Err(error) => return Err(contribution.withdraw(error).await),
         };
+        tracing::debug!(
+            version = number,
+            bytes,
+            arrange_seconds = arranged.as_secs_f64(),
+            begin_seconds = (begun - arranged).as_secs_f64(),
+            write_seconds = (started.elapsed() - begun).as_secs_f64(),
+            "written"
+        );
         let report = PutReport {
             version: number,
             epoch,
@@ -183,7 +193,10 @@ impl Staged {
     /// Commits it.
     pub(crate) async fn commit(self) -> Result<PutReport> {
         let Self { contribution, digest, report, started } = self;
+        let written = started.elapsed();
         let Progress { visible, missing } = contribution.commit(digest).await?;
+        let commit_seconds = (started.elapsed() - written).as_secs_f64();
+        tracing::debug!(version = report.version, visible, commit_seconds, "committed");
         Ok(PutReport { visible, missing, seconds: started.elapsed().as_secs_f64(), ..report })
     }
 }

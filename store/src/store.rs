@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use tracing::Instrument;
 use tssd_format::{Region, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
@@ -193,7 +194,9 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        self.stage(key, dict, options).await?.commit().await
+        let span = tracing::debug_span!("put", %key);
+        let put = async { self.stage(key, dict, options).await?.commit().await };
+        put.instrument(span).await
     }
 
     /// As [`Store::put_state_dict`], but returns as soon as the state dict's memory is read no more, such as
@@ -501,9 +504,17 @@ impl Store {
 
     /// Opens a version.
     async fn version(&self, key: &Key, number: Option<u64>) -> Result<OpenVersion> {
-        let located = self.0.controller.locate(key, selector(number)).await?;
+        let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
+        let started = Instant::now();
+        let locate = self.0.controller.locate(key, selector(number));
+        let located = locate.instrument(span.clone()).await?;
+        let locate_seconds = started.elapsed().as_secs_f64();
         let known = self.known().get(key).cloned();
+        let entered = span.enter();
         let version = OpenVersion::open(located, known)?;
+        span.record("version", version.number);
+        tracing::debug!(locate_seconds, seconds = started.elapsed().as_secs_f64(), "open");
+        drop(entered);
         let mut known = self.known();
         if known.len() >= MAX_KNOWN && !known.contains_key(key) {
             known.pop_first();

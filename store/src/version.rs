@@ -42,6 +42,8 @@ pub(crate) struct OpenVersion {
     /// Its archives, in the order of the manifest.
     blobs: Arc<[Arc<dyn Blob>]>,
     lease: Arc<dyn Any + Send + Sync>,
+    /// Of the get that it is opened for.
+    span: tracing::Span,
 }
 
 /// Tensor leaves by fqn.
@@ -176,7 +178,13 @@ impl OpenVersion {
             }
             blobs.push(blob.clone());
         }
-        Ok(Self { contents, blobs: blobs.into(), lease: located.lease })
+        let span = tracing::Span::current();
+        Ok(Self { contents, blobs: blobs.into(), lease: located.lease, span })
+    }
+
+    /// What is said of reads from it is said in this.
+    pub(crate) fn span(&self) -> &tracing::Span {
+        &self.span
     }
 
     /// What is known of it.

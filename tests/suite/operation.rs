@@ -212,3 +212,30 @@ fn members_of_the_sockets_group_are_served_and_nobody_else() {
     let (is_served, error) = ask(&[MEMBER + 1], MEMBER, GROUP);
     assert!(!is_served && error.contains("--allow-uid"), "it is not named: {error}");
 }
+
+#[test]
+fn what_a_store_does_is_logged_if_it_is_asked_for() {
+    let runtime = Runtime::new();
+    let model = runtime.0.path().join("model.tssd");
+    let mut dict = StateDict::new();
+    dict.insert("step", 1_i64);
+    let encoded = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
+    std::fs::write(&model, encoded.as_bytes()).unwrap();
+    let put = ["put", "policy", model.to_str().unwrap()];
+    let silent = runtime.run(&[&put[..], &["--quiet"]].concat());
+    assert_eq!(text(&silent.stderr), "");
+    let logged = runtime.run(&[&put[..], &["--quiet", "--log", "debug"]].concat());
+    let lines = text(&logged.stderr);
+    let line = lines.lines().find(|line| line.contains("put{key=policy}")).expect(&lines);
+    for field in ["version=2", "bytes=", "begin_seconds=", "write_seconds=", "commit_seconds="] {
+        assert!(line.contains(field), "{field} in {line}");
+    }
+    let get = ["get", "policy", "-o", "-", "--log", "debug"];
+    let lines = text(&runtime.run(&get).stderr);
+    let line = lines.lines().find(|line| line.contains("read")).expect(&lines);
+    for field in ["get{key=policy version=2}", "bytes_needed=", "copy_seconds="] {
+        assert!(line.contains(field), "{field} in {line}");
+    }
+    let output = runtime.run(&["ls", "--log", "chatty"]);
+    assert_eq!(output.status.code(), Some(2));
+}

@@ -68,10 +68,12 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
     else {
         return;
     };
+    let uid = credentials.uid.as_raw();
     let client = match said.and_then(|client| admit(&options, credentials.uid).map(|()| client)) {
         Ok(client) => client,
         Err(error) => {
             house.counters.count().turned_away += 1;
+            tracing::warn!(uid, %error, "turned away");
             // It is turned away, whether it hears it or not.
             let _ = sender.send(&reply(number, &Reply::Failed(error.into()), Vec::new())).await;
             return;
@@ -81,7 +83,9 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
     // None if it has ended since it said hello. Who has said nothing costs one descriptor, not two.
     let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let peer = house.number();
-    house.join(peer, pid(credentials.pid), client);
+    let pid = pid(credentials.pid);
+    tracing::info!(peer, pid, uid, client, "connected");
+    house.join(peer, pid, client);
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();
     house.pool.join(peer, unmaps);
     let (outgoing, mut frames) = mpsc::channel::<Frame>(REQUESTS);
@@ -118,6 +122,7 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
         () = session.house.closed() => false,
     };
     sender.close();
+    tracing::info!(peer, was_said, "disconnected");
     // What has begun is carried out, what waits for others ends; nobody hears of it.
     drop(frames);
     while tasks.join_next().await.is_some() {}
@@ -222,7 +227,8 @@ impl Session {
     }
 
     async fn answer(&self, frame: Frame) {
-        let number = frame.number;
+        let started = Instant::now();
+        let (number, bytes) = (frame.number, frame.data.len());
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
@@ -239,6 +245,11 @@ impl Session {
             Err(error) => Err(not_understood(&error)),
         };
         self.count(op, answered.as_ref().err().map(Error::kind));
+        let (peer, seconds) = (self.peer, started.elapsed().as_secs_f64());
+        match &answered {
+            Ok(_) => tracing::debug!(peer, op, bytes, seconds, "answered"),
+            Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
+        }
         let (answer, fds) =
             answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
         self.reply(number, answer, fds).await;
@@ -454,8 +465,10 @@ impl Session {
             }
         }
         if open.place.durability == Durability::Disk {
-            let tiers = self.house.tiers.clone();
+            let (tiers, started) = (self.house.tiers.clone(), Instant::now());
             wait(move || tiers.persist(&path)).await?;
+            let seconds = started.elapsed().as_secs_f64();
+            tracing::debug!(peer = self.peer, bytes = len, seconds, "on disk");
         }
         Ok(())
     }

@@ -46,6 +46,14 @@ fn get(store: &Store) -> StateDict {
     store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
 }
 
+/// Waits until something is so that others are doing now.
+fn eventually(is_so: impl Fn() -> bool) {
+    assert!((0..1000).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        is_so()
+    }));
+}
+
 /// The step that all bytes have.
 fn step_of(dict: &StateDict) -> u8 {
     let Value::Tensor(tensor) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
@@ -668,10 +676,7 @@ fn who_waits_and_goes_is_forgotten() {
         let status = store.status().unwrap();
         status.peers.len() == 2 && status.leases.is_empty()
     };
-    assert!((0..1000).any(|_| {
-        std::thread::sleep(Duration::from_millis(10));
-        is_alone()
-    }));
+    eventually(is_alone);
 }
 
 #[test]
@@ -820,7 +825,7 @@ fn what_is_retired_counts_until_it_is_unmapped() {
     assert_eq!(notice, (0, serde_json::json!({"op": "unmap", "segments": [segment]})));
     assert_eq!(store.status().unwrap().memory.retired, 2 * MIB);
     reader.send(&frame(4, 0, &notice.1.to_string(), b""));
-    assert_eq!(reader.ask(2, r#"{"op":"status"}"#)["status"]["memory"]["retired"], 0);
+    eventually(|| store.status().unwrap().memory.retired == 0);
 }
 
 #[test]
@@ -998,6 +1003,20 @@ fn a_daemon_that_lies_is_found_out() {
         let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert!(error.to_string().contains(text), "{text}: {error}");
     }
+}
+
+#[test]
+fn who_leaves_well_leaves_no_memory_behind() {
+    let served = Served::new(64 * MIB);
+    let store = served.connect();
+    for step in 1..=20 {
+        let passing = served.connect();
+        put(&passing, step, 8);
+        assert_eq!(step_of(&get(&passing)), step);
+        drop(passing);
+        assert_eq!(step_of(&get(&store)), step);
+    }
+    eventually(|| store.status().unwrap().memory.retired == 0);
 }
 
 /// What is answered over HTTP: the number, and the body.

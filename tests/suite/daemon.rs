@@ -1005,6 +1005,20 @@ fn a_daemon_that_lies_is_found_out() {
     }
 }
 
+#[test]
+fn who_leaves_well_leaves_no_memory_behind() {
+    let served = Served::new(64 * MIB);
+    let store = served.connect();
+    for step in 1..=20 {
+        let passing = served.connect();
+        put(&passing, step, 8);
+        assert_eq!(step_of(&get(&passing)), step);
+        drop(passing);
+        assert_eq!(step_of(&get(&store)), step);
+    }
+    eventually(|| store.status().unwrap().memory.retired == 0);
+}
+
 /// What is answered over HTTP: the number, and the body.
 fn http(served: &Served, request: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(served.metrics()).unwrap();

@@ -146,7 +146,9 @@ impl Layout {
             }
             Node::Tensors(references) => {
                 self.words(&[2, wide(references.len())]);
-                references.iter().for_each(|reference| self.tensor(reference));
+                for reference in references {
+                    self.tensor(reference);
+                }
             }
         }
     }

@@ -1085,7 +1085,10 @@ fn metrics_say_what_a_daemon_has_done() {
     assert!(samples["tssd_memory_used_bytes"] >= samples["tssd_memory_warm_bytes"], "{page}");
     let lag = samples.iter().find(|(name, _)| name.starts_with("tssd_reader_lag_versions{"));
     let pid = format!(r#"pid="{}""#, std::process::id());
-    assert!(lag.is_some_and(|(name, lag)| name.contains(&pid) && *lag == 2.0), "{page}");
+    assert!(
+        lag.is_some_and(|(name, lag)| name.contains(&pid) && (*lag - 2.0).abs() < f64::EPSILON),
+        "{page}"
+    );
     // Each sample stands below the help and the type of its family.
     let mut family = "";
     for line in page.lines() {
@@ -1156,18 +1159,4 @@ fn a_daemon_that_ends_is_not_ready_and_alive() {
         std::thread::yield_now();
     }
     assert_eq!(ask(&served, "/healthz").0, 200);
-}
-
-#[test]
-fn who_leaves_well_leaves_no_memory_behind() {
-    let served = Served::new(64 * MIB);
-    let store = served.connect();
-    for step in 1..=20 {
-        let passing = served.connect();
-        put(&passing, step, 8);
-        assert_eq!(step_of(&get(&passing)), step);
-        drop(passing);
-        assert_eq!(step_of(&get(&store)), step);
-    }
-    eventually(|| store.status().unwrap().memory.retired == 0);
 }

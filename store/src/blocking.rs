@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tssd_format::{Region, StateDict, Tensor};
+use tssd_format::{ObjectPath, Region, StateDict, Tensor, Value};
 
 use crate::controller::VersionInfo;
 use crate::error::{Error, Result};
@@ -119,6 +119,82 @@ blocking! {
     status() -> DaemonStatus;
 }
 
+/// [`crate::PendingPut`], which is waited for.
+#[derive(Debug)]
+pub struct PendingPut {
+    pending: crate::PendingPut,
+    runtime: Arc<Runtime>,
+}
+
+impl PendingPut {
+    /// See [`crate::PendingPut::wait`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn wait(self) -> Result<PutReport> {
+        self.runtime.block_on(self.pending.wait())
+    }
+}
+
+/// [`crate::Publisher`], whose calls return when they are done.
+#[derive(Debug)]
+#[must_use = "nobody sees a version before it is finished"]
+pub struct Publisher {
+    publisher: crate::Publisher,
+    runtime: Arc<Runtime>,
+}
+
+/// Each call is the one of the same name of [`crate::Publisher`], errors included.
+#[expect(clippy::missing_errors_doc, reason = "they are said there")]
+impl Publisher {
+    /// See [`crate::Publisher::add`].
+    pub fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
+        self.runtime.block_on(self.publisher.add(name, value))
+    }
+
+    /// See [`crate::Publisher::flush`].
+    pub fn flush(&mut self) -> Result<()> {
+        self.runtime.block_on(self.publisher.flush())
+    }
+
+    /// See [`crate::Publisher::finish`].
+    pub fn finish(self) -> Result<PutReport> {
+        self.runtime.block_on(self.publisher.finish())
+    }
+}
+
+/// [`crate::Opened`], whose leaves are read one after the other.
+#[derive(Debug)]
+pub struct Opened {
+    opened: crate::Opened,
+    runtime: Arc<Runtime>,
+}
+
+impl Opened {
+    /// The number of the version.
+    pub fn version(&self) -> u64 {
+        self.opened.version()
+    }
+
+    /// See [`crate::Opened::tensor`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn tensor(&self, fqn: &str, region: Option<&Region>) -> Result<Tensor> {
+        self.runtime.block_on(self.opened.tensor(fqn, region))
+    }
+}
+
+impl Iterator for Opened {
+    type Item = Result<(ObjectPath, Value)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.runtime.block_on(self.opened.next()).transpose()
+    }
+}
+
 /// [`crate::Subscription`], whose next version is waited for.
 #[derive(Debug)]
 pub struct Subscription {
@@ -127,6 +203,43 @@ pub struct Subscription {
 }
 
 impl Store {
+    /// See [`crate::Store::put_state_dict_later`]. It goes on as long as a clone of this store, or what
+    /// is returned, is there.
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn put_state_dict_later(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PendingPut> {
+        let put = self.store.put_state_dict_later(key, dict, options);
+        let pending = self.runtime.block_on(put)?;
+        Ok(PendingPut { pending, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::publish`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn publish(&self, key: &Key, options: &PutOptions, bucket_bytes: u64) -> Result<Publisher> {
+        let publisher = self.store.publish(key, options, bucket_bytes)?;
+        Ok(Publisher { publisher, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::open`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
+        let opened = self.runtime.block_on(self.store.open(key, options))?;
+        Ok(Opened { opened, runtime: self.runtime.clone() })
+    }
+
     /// See [`crate::Store::subscribe`].
     pub fn subscribe(&self, key: &Key) -> Subscription {
         Subscription { subscription: self.store.subscribe(key), runtime: self.runtime.clone() }

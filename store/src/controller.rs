@@ -87,7 +87,7 @@ pub(crate) struct Proposal {
     pub(crate) rewind: bool,
     #[serde(default)]
     pub(crate) durability: Durability,
-    /// Length of the archive in bytes.
+    /// Length of the archive in bytes, or of the first.
     pub(crate) file_len: u64,
     /// For how long others are waited for.
     pub(crate) timeout: Duration,
@@ -111,7 +111,11 @@ pub(crate) trait Contribution: Send {
     /// be written on a thread of its own.
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;
 
-    /// The archive is complete. Says how far the version has come.
+    /// The archive is complete: makes room for another one of so many bytes, which becomes part of the
+    /// contribution.
+    async fn extend(&mut self, file_len: u64) -> Result<()>;
+
+    /// The archive is complete, and the last. The digest is of all. Says how far the version has come.
     async fn commit(self: Box<Self>, digest: Digest) -> Result<Progress>;
 
     /// Takes it back, and says why the put failed: what has become of the version comes before what
@@ -159,10 +163,8 @@ pub struct VersionInfo {
 
 impl VersionInfo {
     pub(crate) fn of(version: &Version) -> Self {
-        let lens = version.contributions.values().map(|contribution| match contribution {
-            Contributed::Committed { archive, .. } => archive.file_len,
-            Contributed::Begun => 0,
-        });
+        let archives = version.contributions.values().flat_map(Contributed::archives);
+        let lens = archives.map(|archive| archive.file_len);
         let since = match version.status {
             Status::Visible { since, .. } => since,
             _ => Timestamp(0),

@@ -23,6 +23,7 @@ struct Inner {
 
 /// What can be done about an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// There is no such key, version or leaf: wait for it, or ask for another.

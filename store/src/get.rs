@@ -11,11 +11,12 @@ use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace,
-    StateDict, Tensor, TensorMeta, TensorReference, numel,
+    StateDict, Tensor, TensorMeta, TensorReference, Value, numel,
 };
 
 use self::target::{check, split};
-use self::tree::{Tree, Wish, choose_writer, is_whole};
+pub(crate) use self::tree::choose_writer;
+use self::tree::{Tree, Wish, is_whole};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
@@ -68,6 +69,8 @@ pub struct GetReport {
     pub bytes_transferred: u64,
     /// How many bytes were checksummed: each chunk once for a version.
     pub bytes_verified: u64,
+    /// How long it took to find out what to copy.
+    pub plan_seconds: f64,
     /// How long it took.
     pub seconds: f64,
 }
@@ -92,14 +95,19 @@ struct Request<'a> {
 /// Large contiguous targets are cut into parts of about this many bytes, for several threads.
 const PART_BYTES: u64 = 16 << 20;
 
+/// Storages of fewer bytes are no work for a thread.
+const SMALL_BYTES: u64 = 64 << 10;
+
 /// A read in progress: the version, and what is counted.
 pub(crate) struct Read<'a> {
     version: &'a OpenVersion,
     plans: &'a PlanCache,
     unverified: bool,
+    writer: Option<u32>,
     started: Instant,
-    planning: Duration,
     copying: Duration,
+    /// How long it took to plan.
+    planned: Duration,
     verified_before: u64,
     needed: u64,
     transferred: u64,
@@ -115,8 +123,9 @@ impl<'a> Read<'a> {
             version,
             plans,
             unverified: options.unverified,
+            writer: options.writer,
+            planned: Duration::ZERO,
             started: Instant::now(),
-            planning: Duration::ZERO,
             copying: Duration::ZERO,
             verified_before: version.bytes_verified(),
             needed: 0,
@@ -133,6 +142,7 @@ impl<'a> Read<'a> {
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
+            plan_seconds: self.planned.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
     }
@@ -155,22 +165,7 @@ impl<'a> Read<'a> {
         let mut viewed = BTreeSet::new();
         let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
         for (path, node) in &leaves {
-            match node {
-                Node::Stored(_, storage) => drop(viewed.insert(*storage)),
-                Node::Tensors(run) => {
-                    let fqn = path.fqn();
-                    match options.slices.get(&fqn) {
-                        Some(places) => places.iter().for_each(|place| {
-                            wishes
-                                .entry((run.as_slice(), Some(place)))
-                                .or_insert_with(|| fqn.clone());
-                        }),
-                        None if is_whole(run) => viewed.extend(run[0].storage),
-                        None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
-                    }
-                }
-                _ => {}
-            }
+            wish(path, node, options, &mut viewed, &mut wishes);
         }
         let views = self.views(viewed)?;
         let made = self.assemble(&wishes)?;
@@ -181,6 +176,23 @@ impl<'a> Read<'a> {
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
     }
 
+    /// One leaf: a view if it lies in one piece, sliced if slices of it are wanted.
+    pub(crate) fn leaf(
+        &mut self,
+        path: &ObjectPath,
+        node: &Node,
+        options: &GetOptions,
+    ) -> Result<Value> {
+        let mut viewed = BTreeSet::new();
+        let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
+        wish(path, node, options, &mut viewed, &mut wishes);
+        let views = self.views(viewed)?;
+        let made = self.assemble(&wishes)?;
+        let made = wishes.into_keys().zip(made).collect();
+        let tree = Tree { views, made, slices: &options.slices };
+        tree.value(path, node).map_err(|error| self.format_error(error))
+    }
+
     /// One tensor, whole, or one box of it.
     pub(crate) fn tensor(
         &mut self,
@@ -188,7 +200,7 @@ impl<'a> Read<'a> {
         region: Option<&Region>,
         writer: Option<u32>,
     ) -> Result<Tensor> {
-        let references = &self.version.tensor(fqn, writer)?;
+        let references = &*self.version.tensor(fqn, writer)?;
         if region.is_none() && is_whole(references) {
             let TensorReference { meta, storage, byte_offset, .. } = &references[0];
             let span = *byte_offset..byte_offset + meta.span_bytes();
@@ -221,7 +233,8 @@ impl<'a> Read<'a> {
         writer: Option<u32>,
     ) -> Result<()> {
         let leaf = |target: &Target<'_>| self.version.tensor(&target.fqn, writer);
-        let leaves: Vec<Vec<TensorReference>> = targets.iter().map(leaf).collect::<Result<_>>()?;
+        let leaves: Vec<Arc<[TensorReference]>> =
+            targets.iter().map(leaf).collect::<Result<_>>()?;
         let mut work = Vec::with_capacity(targets.len());
         for (target, references) in targets.iter_mut().zip(&leaves) {
             check(target).map_err(|error| self.format_error(error))?;
@@ -253,8 +266,14 @@ impl<'a> Read<'a> {
             let len = self.version.storage_len(storage);
             Ok((storage, self.version.view(storage, 0..len, self.unverified)?))
         };
-        let views: BTreeMap<u32, Bytes> =
-            parallel::map(storages.into_iter().collect(), load)?.into_iter().collect();
+        // Small ones are looked at sooner than handed to another thread.
+        let (small, large): (Vec<u32>, Vec<u32>) = storages
+            .into_iter()
+            .partition(|storage| self.version.storage_len(*storage) < SMALL_BYTES);
+        let mut views: BTreeMap<u32, Bytes> = parallel::map(large, load)?.into_iter().collect();
+        for storage in small {
+            views.extend([load(storage)?]);
+        }
         self.transferred += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
         Ok(views)
     }
@@ -290,9 +309,7 @@ impl<'a> Read<'a> {
         for (request, target) in work {
             split(request, target, &mut requests, &mut targets);
         }
-        let started = Instant::now();
         let plan = self.plan(&requests)?;
-        self.planning += started.elapsed();
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
         let jobs: Vec<_> = plan.iter().zip(targets).collect();
@@ -305,7 +322,14 @@ impl<'a> Read<'a> {
         copied.map(drop).map_err(Error::target_modified)
     }
 
-    fn plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+    fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+        let started = Instant::now();
+        let plan = self.known_plan(requests);
+        self.planned += started.elapsed();
+        plan
+    }
+
+    fn known_plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
         let name = self.name_of(requests);
         if let Some(plan) = self.plans.get(&name) {
             return Ok(plan);
@@ -319,39 +343,24 @@ impl<'a> Read<'a> {
         Ok(plan)
     }
 
-    /// What a plan is cached under: the layout of the version, and all that is wanted of it.
+    /// What a plan is cached under: the layout of the version, which says where each leaf lies, and all that
+    /// is wanted of it.
     fn name_of(&self, requests: &[Request<'_>]) -> [u8; 32] {
-        let mut hash = blake3::Hasher::new();
-        hash.update(&self.version.layout);
-        let mut vector = |values: &mut dyn Iterator<Item = u64>| {
-            for value in values {
-                hash.update(&value.to_le_bytes());
-            }
-        };
-        for Request { references, wanted, .. } in requests {
-            let meta = &wanted.meta;
-            let region = &wanted.region;
-            let sizes = [references.len(), wanted.global_shape.len()].map(wide);
-            let code = u64::from(meta.dtype().code());
-            vector(&mut sizes.into_iter().chain([code]));
-            vector(
-                &mut wanted
-                    .global_shape
-                    .iter()
-                    .chain(region.offsets())
-                    .chain(region.shape())
-                    .copied(),
-            );
-            vector(&mut meta.strides().into_iter());
-            for reference in *references {
-                let storage = reference.storage.map_or(u64::MAX, u64::from);
-                let held = plan::region(reference);
-                vector(&mut [storage, reference.byte_offset].into_iter());
-                vector(&mut held.offsets().iter().chain(held.shape()).copied());
-                vector(&mut reference.meta.strides().into_iter());
-            }
+        let mut bytes = Vec::with_capacity(128 * requests.len());
+        bytes.extend(self.version.layout);
+        let writer = self.writer.map_or(u64::MAX, u64::from);
+        bytes.extend(writer.to_le_bytes());
+        for Request { fqn, wanted, .. } in requests {
+            let (meta, region) = (&wanted.meta, &wanted.region);
+            bytes.extend(wide(fqn.len()).to_le_bytes());
+            bytes.extend(fqn.as_bytes());
+            let strides = meta.strides();
+            let vectors = [&*wanted.global_shape, region.offsets(), region.shape(), &strides];
+            let words = [wide(region.rank()), u64::from(meta.dtype().code())];
+            let words = words.iter().chain(vectors.into_iter().flatten());
+            bytes.extend(words.flat_map(|word| word.to_le_bytes()));
         }
-        *hash.finalize().as_bytes()
+        *blake3::hash(&bytes).as_bytes()
     }
 
     fn copy(&self, copy: &Copy, target: &mut [u8]) -> Result<()> {
@@ -389,7 +398,7 @@ impl Drop for Read<'_> {
             bytes_needed = self.needed,
             bytes_transferred = self.transferred,
             bytes_verified = self.version.bytes_verified() - self.verified_before,
-            plan_seconds = self.planning.as_secs_f64(),
+            plan_seconds = self.planned.as_secs_f64(),
             copy_seconds = self.copying.as_secs_f64(),
             seconds = self.started.elapsed().as_secs_f64(),
             "read"
@@ -407,6 +416,30 @@ impl PlanCache {
         let mut plans = self.0.lock().expect("nobody panics while holding the plans");
         plans.push_front((name, plan));
         plans.truncate(PLANS);
+    }
+}
+
+/// What a leaf is made of: storages that are seen, tensors that are assembled.
+fn wish<'w>(
+    path: &ObjectPath,
+    node: &'w Node,
+    options: &'w GetOptions,
+    viewed: &mut BTreeSet<u32>,
+    wishes: &mut IndexMap<Wish<'w>, String>,
+) {
+    match node {
+        Node::Stored(_, storage) => drop(viewed.insert(*storage)),
+        Node::Tensors(run) => {
+            let fqn = path.fqn();
+            match options.slices.get(&fqn) {
+                Some(places) => places.iter().for_each(|place| {
+                    wishes.entry((run.as_slice(), Some(place))).or_insert_with(|| fqn.clone());
+                }),
+                None if is_whole(run) => viewed.extend(run[0].storage),
+                None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
+            }
+        }
+        _ => {}
     }
 }
 

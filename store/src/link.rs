@@ -14,13 +14,14 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use crate::wire::{Frame, HEADER_BYTES, Header, MAX_FDS};
+use crate::wire::{Frame, HEADER_BYTES, Header, Limits};
 
 /// A frame that has begun to come or to go is complete within this time, or the peer is lost.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How much is received at once.
-const BLOCK: usize = 64 << 10;
+/// How much is received at once: at least, so that a frame comes in one call mostly, and at most. An
+/// idle connection holds no more than the first.
+const BLOCKS: std::ops::RangeInclusive<usize> = 4 << 10..=64 << 10;
 
 /// One end that sends.
 #[derive(Clone, Debug)]
@@ -34,12 +35,14 @@ pub(crate) struct Receiver {
     bytes: Vec<u8>,
     /// Descriptors that have come, which belong to the next frames in turn.
     fds: VecDeque<OwnedFd>,
+    /// What the peer's frames have at most.
+    limits: Limits,
 }
 
-/// Both directions of a connection.
-pub(crate) fn split(stream: UnixStream) -> (Sender, Receiver) {
+/// Both directions of a connection, to a peer whose frames are within these limits.
+pub(crate) fn split(stream: UnixStream, limits: Limits) -> (Sender, Receiver) {
     let stream = Arc::new(stream);
-    (Sender(stream.clone()), Receiver { stream, bytes: Vec::new(), fds: VecDeque::new() })
+    (Sender(stream.clone()), Receiver { stream, bytes: Vec::new(), fds: VecDeque::new(), limits })
 }
 
 impl Sender {
@@ -84,12 +87,17 @@ impl Sender {
 }
 
 impl Receiver {
+    /// From now on the peer's frames are within these limits.
+    pub(crate) fn limit(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
     /// The next frame; none if the peer has ended the connection between two frames.
     ///
     /// Not to be dropped before it is done, unless nothing more is to be received.
     pub(crate) async fn receive(&mut self) -> io::Result<Option<Frame>> {
         // Nothing is owed until the first byte has come.
-        if self.bytes.is_empty() && self.fill().await? == 0 {
+        if self.bytes.is_empty() && self.fill(HEADER_BYTES).await? == 0 {
             return Ok(None);
         }
         deadline(PATIENCE, self.rest()).await.map(Some)
@@ -98,15 +106,15 @@ impl Receiver {
     async fn rest(&mut self) -> io::Result<Frame> {
         self.fill_to(HEADER_BYTES).await?;
         let (header, _) = self.bytes.split_first_chunk().expect("there are so many bytes");
-        let header = Header::parse(header).map_err(invalid)?;
+        let header = Header::parse(header, self.limits).map_err(invalid)?;
         let size = |len: u32| usize::try_from(len).map_err(io::Error::other);
         let (head_len, data_len) = (size(header.head_len)?, size(header.data_len)?);
         let end = HEADER_BYTES + head_len + data_len;
         self.fill_to(end).await?;
         let rest = self.bytes.split_off(end);
         let mut head = std::mem::replace(&mut self.bytes, rest);
+        let data = head.split_off(HEADER_BYTES + head_len);
         head.drain(..HEADER_BYTES);
-        let data = head.split_off(head_len);
         let count = usize::from(header.fds);
         if self.fds.len() < count {
             return Err(invalid("fewer descriptors have come than the frame says"));
@@ -117,18 +125,19 @@ impl Receiver {
 
     async fn fill_to(&mut self, len: usize) -> io::Result<()> {
         while self.bytes.len() < len {
-            if self.fill().await? == 0 {
+            if self.fill(len - self.bytes.len()).await? == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }
         Ok(())
     }
 
-    /// Receives what there is; says how many bytes, and 0 at the end.
-    async fn fill(&mut self) -> io::Result<usize> {
+    /// Receives what there is, of so many bytes that are missing and some more; says how many have
+    /// come, and 0 at the end.
+    async fn fill(&mut self, missing: usize) -> io::Result<usize> {
         let (stream, fds) = (&self.stream, &mut self.fds);
         let start = self.bytes.len();
-        self.bytes.resize(start + BLOCK, 0);
+        self.bytes.resize(start + missing.clamp(*BLOCKS.start(), *BLOCKS.end()), 0);
         let block = &mut self.bytes[start..];
         let received = stream
             .async_io(Interest::READABLE, || {
@@ -147,7 +156,7 @@ impl Receiver {
             .await;
         self.bytes.truncate(start + received.as_ref().map_or(0, |received| *received));
         // What nobody has announced is not kept.
-        if self.fds.len() > 2 * usize::from(MAX_FDS) {
+        if self.fds.len() > 2 * usize::from(self.limits.fds) {
             return Err(invalid("more descriptors have come than frames say"));
         }
         received
@@ -155,7 +164,7 @@ impl Receiver {
 }
 
 /// What is left of these parts after so many bytes.
-fn skip<'a>(parts: [&'a [u8]; 3], mut bytes: usize) -> [&'a [u8]; 3] {
+fn skip(parts: [&[u8]; 3], mut bytes: usize) -> [&[u8]; 3] {
     parts.map(|part| {
         let skipped = bytes.min(part.len());
         bytes -= skipped;
@@ -178,4 +187,78 @@ async fn deadline<T>(
 
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+
+    use super::*;
+    use crate::wire::FrameKind;
+
+    /// A runtime whose time passes when nothing else happens.
+    fn run<T>(work: impl Future<Output = T>) -> T {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_all().start_paused(true).build().unwrap().block_on(work)
+    }
+
+    fn frame(data: usize) -> Frame {
+        let (head, data) = (b"{}".to_vec(), vec![7; data]);
+        Frame { kind: FrameKind::Reply, number: 9, head, data, fds: Vec::new() }
+    }
+
+    #[test]
+    fn a_frame_that_begins_must_end() {
+        run(async {
+            for len in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 2] {
+                let (near, far) = UnixStream::pair().unwrap();
+                let (_sender, mut receiver) = split(near, Limits::DAEMON);
+                let mut far = far;
+                far.write_all(&frame(1).header().to_bytes()[..len.min(HEADER_BYTES)])
+                    .await
+                    .unwrap();
+                far.write_all(&b"{}"[..len.saturating_sub(HEADER_BYTES)]).await.unwrap();
+                let error = receiver.receive().await.unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{len}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_peer_that_does_not_receive_is_lost() {
+        run(async {
+            let (near, _far) = UnixStream::pair().unwrap();
+            let (mut sender, _receiver) = split(near, Limits::CLIENT);
+            let error = sender.send(&frame(16 << 20)).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        });
+    }
+
+    #[test]
+    fn frames_come_as_they_went_however_they_are_cut() {
+        run(async {
+            let (near, far) = UnixStream::pair().unwrap();
+            let ((mut sender, _), (_, mut receiver)) =
+                (split(near, Limits::DAEMON), split(far, Limits::DAEMON));
+            let sizes = [0, 1, 4 << 10, 300_000, 0, 16 << 20, 5];
+            let sending = async {
+                for size in sizes {
+                    sender.send(&frame(size)).await.unwrap();
+                }
+                sender.close();
+            };
+            let receiving = async {
+                for size in sizes {
+                    let come = receiver.receive().await.unwrap().unwrap();
+                    assert_eq!(
+                        (come.number, come.head, come.data.len()),
+                        (9, b"{}".to_vec(), size)
+                    );
+                    assert!(come.data.iter().all(|byte| *byte == 7));
+                }
+                assert!(receiver.receive().await.unwrap().is_none());
+            };
+            tokio::join!(sending, receiving);
+        });
+    }
 }

@@ -221,6 +221,15 @@ impl Merger<'_> {
         container: &Container,
         copies: &[Held<'_>],
     ) -> Result<Node, String> {
+        // What one alone holds is as it is, once its slices are proven.
+        if let [(writer, Node::Container(_, entries))] = copies {
+            let child = |(step, child): &(Step, Node)| {
+                let path = path.clone().step(step.clone());
+                Ok((step.clone(), self.node(&path, &[(*writer, child)])?))
+            };
+            let merged = entries.iter().map(child).collect::<Result<_, String>>()?;
+            return Ok(Node::Container(container.clone(), merged));
+        }
         // By writer, then by insertion.
         let mut children: indexmap::IndexMap<&Step, Vec<Held<'_>>> = indexmap::IndexMap::new();
         for (writer, node) in copies {
@@ -247,17 +256,20 @@ impl Merger<'_> {
     fn leaf(&mut self, path: &ObjectPath, copies: &[Held<'_>]) -> Result<Node, String> {
         let mut slices = Vec::new();
         let mut tensors = Vec::new();
+        let mut sliced = 0;
         for (writer, node) in copies {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
                     [plain @ TensorReference { place: None, .. }] => tensors.push((*writer, plain)),
-                    run => slices.extend(run.iter().map(|slice| (*writer, slice))),
+                    run => {
+                        sliced += 1;
+                        slices.extend(run.iter().map(|slice| (*writer, slice)));
+                    }
                 }
             }
         }
         if !slices.is_empty() {
-            let holders = slices.iter().map(|(writer, _)| writer).collect::<BTreeSet<_>>();
-            return if holders.len() == copies.len() {
+            return if sliced == copies.len() {
                 Self::slices(path, &slices)
             } else {
                 Err(disagree(path, copies, "some hold slices and some a whole leaf"))
@@ -321,6 +333,10 @@ impl Merger<'_> {
         tensors: &[(u32, &TensorReference)],
     ) -> Result<Node, String> {
         let [(_, first), others @ ..] = tensors else { unreachable!("somebody holds the leaf") };
+        if self.stored.contributions.len() == 1 {
+            // Its ties are its own.
+            return Ok(Node::Tensors(vec![TensorReference::clone(first)]));
+        }
         for (_, other) in others {
             if !self.stored.same_tensor(first, other)? {
                 return self.diverge(path, copies);

@@ -113,41 +113,72 @@ pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
 /// A name for the layout of a version: equal for two versions whose leaves, shapes, slices and
 /// storages are the same and only whose contents differ. Plans are cached under it.
 pub(crate) fn fingerprint(root: &Node, storages: &[StorageReference]) -> [u8; 16] {
-    let mut hash = blake3::Hasher::new();
-    let mut number = |value: u64| {
-        hash.update(&value.to_le_bytes());
-    };
+    let mut layout = Layout::default();
     for storage in storages {
-        number(u64::from(storage.shard));
-        number(storage.offset);
-        number(storage.len);
+        layout.words(&[u64::from(storage.shard), storage.offset, storage.len]);
     }
-    for (path, node) in root.clone().into_leaves() {
-        let Node::Tensors(references) = node else { continue };
-        let path = path.to_string();
-        hash.update(&u64::try_from(path.len()).unwrap_or(u64::MAX).to_le_bytes());
-        hash.update(path.as_bytes());
-        for reference in references {
-            let meta = &reference.meta;
-            let region = region(&reference);
-            let mut vector = |values: &[u64]| {
-                hash.update(&u64::try_from(values.len()).unwrap_or(u64::MAX).to_le_bytes());
-                for value in values {
-                    hash.update(&value.to_le_bytes());
+    layout.node(root);
+    let mut short = [0; 16];
+    short.copy_from_slice(&layout.finish().as_bytes()[..16]);
+    short
+}
+
+/// What of a tree is layout, its keys and its tensors, as a hash in the making.
+#[derive(Default)]
+struct Layout {
+    hash: blake3::Hasher,
+    /// What is to be hashed next: a few bytes at a time take long.
+    bytes: Vec<u8>,
+}
+
+impl Layout {
+    fn node(&mut self, node: &Node) {
+        match node {
+            Node::Leaf(_) | Node::Stored(..) => self.words(&[0]),
+            Node::Container(_, children) => {
+                self.words(&[1, wide(children.len())]);
+                for (step, child) in children {
+                    let step = step.to_string();
+                    self.words(&[wide(step.len())]);
+                    self.bytes.extend(step.as_bytes());
+                    self.node(child);
                 }
-            };
-            vector(&[
-                u64::from(meta.dtype().code()),
-                reference.storage.map_or(u64::MAX, u64::from),
-                reference.byte_offset,
-            ]);
-            vector(meta.shape());
-            vector(&meta.strides());
-            vector(region.offsets());
-            vector(&global_shape(&reference));
+            }
+            Node::Tensors(references) => {
+                self.words(&[2, wide(references.len())]);
+                references.iter().for_each(|reference| self.tensor(reference));
+            }
         }
     }
-    let mut short = [0; 16];
-    short.copy_from_slice(&hash.finalize().as_bytes()[..16]);
-    short
+
+    fn tensor(&mut self, reference: &TensorReference) {
+        let meta = &reference.meta;
+        self.words(&[
+            u64::from(meta.dtype().code()),
+            reference.storage.map_or(u64::MAX, u64::from),
+            reference.byte_offset,
+        ]);
+        let (strides, region) = (meta.strides(), region(reference));
+        for vector in [meta.shape(), &strides, region.offsets(), &global_shape(reference)] {
+            self.words(&[wide(vector.len())]);
+            self.words(vector);
+        }
+    }
+
+    fn words(&mut self, words: &[u64]) {
+        self.bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        if self.bytes.len() >= 64 << 10 {
+            self.hash.update(&self.bytes);
+            self.bytes.clear();
+        }
+    }
+
+    fn finish(mut self) -> blake3::Hash {
+        self.hash.update(&self.bytes);
+        self.hash.finalize()
+    }
+}
+
+fn wide(len: usize) -> u64 {
+    u64::try_from(len).unwrap_or(u64::MAX)
 }

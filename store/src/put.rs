@@ -12,8 +12,8 @@ use tssd_format::{
 };
 
 use self::replicas::without_replicas;
-use self::role::Role;
-use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Proposal, digest};
+pub(crate) use self::role::Role;
+use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Progress, Proposal, digest};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -123,39 +123,125 @@ impl Calls {
     }
 }
 
-/// Puts one writer's state dict.
-pub(crate) async fn put(
-    controller: &dyn Controller,
-    key: &Key,
-    dict: &StateDict,
+/// A contribution that is written and not committed: the memory of the state dict is read no more.
+pub(crate) struct Staged {
+    contribution: Box<dyn Contribution>,
+    digest: Digest,
+    report: PutReport,
+    started: Instant,
+}
+
+impl Staged {
+    /// Writes one writer's state dict where its contribution belongs.
+    pub(crate) async fn new(
+        controller: &dyn Controller,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+        calls: &Calls,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        // Counted first: a put that fails is a call all the same.
+        let call = call(calls, key, options)?;
+        let role = Role::of(dict, options)?;
+        let draft = draft(dict, options)
+            .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+        let jobs = draft.jobs();
+        let layout = if jobs.is_empty() {
+            place(draft, jobs)?
+        } else {
+            wait(move || place(draft, jobs)).await?
+        };
+        let bytes = layout.file_len();
+        let arranged = started.elapsed();
+        let proposal = proposal(role, call, options, bytes);
+        let Begun { id, epoch, number, committed, mut contribution } =
+            controller.begin(key, proposal).await?;
+        let begun = started.elapsed();
+        let (contribution, filled) = wait(move || {
+            let filled = match committed {
+                Some(_) => sum(&layout),
+                None => store(&mut *contribution, &layout),
+            };
+            Ok((contribution, filled))
+        })
+        .await?;
+        let digest = match filled {
+            Ok(digest) => digest,
+            Err(error) => return Err(contribution.withdraw(error).await),
+        };
+        tracing::debug!(
+            version = number,
+            bytes,
+            arrange_seconds = arranged.as_secs_f64(),
+            begin_seconds = (begun - arranged).as_secs_f64(),
+            write_seconds = (started.elapsed() - begun).as_secs_f64(),
+            "written"
+        );
+        let report = PutReport {
+            version: number,
+            epoch,
+            id,
+            visible: false,
+            missing: WriterSet::default(),
+            bytes,
+            seconds: 0.0,
+        };
+        Ok(Self { contribution, digest, report, started })
+    }
+
+    /// Commits it.
+    pub(crate) async fn commit(self) -> Result<PutReport> {
+        let Self { contribution, digest, report, started } = self;
+        let written = Instant::now();
+        let Progress { visible, missing } = contribution.commit(digest).await?;
+        tracing::debug!(
+            version = report.version,
+            visible,
+            commit_seconds = written.elapsed().as_secs_f64(),
+            "committed"
+        );
+        Ok(PutReport { visible, missing, seconds: started.elapsed().as_secs_f64(), ..report })
+    }
+}
+
+/// A put that goes on by itself: see [`Store::put_state_dict_later`](crate::Store::put_state_dict_later).
+#[derive(Debug)]
+pub struct PendingPut(pub(crate) tokio::task::JoinHandle<Result<PutReport>>);
+
+impl PendingPut {
+    /// Waits until the contribution is committed.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`](crate::Store::put_state_dict).
+    pub async fn wait(self) -> Result<PutReport> {
+        let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
+        self.0.await.map_err(ended)?
+    }
+}
+
+/// The how-manieth put of its job it is, if that matters.
+pub(crate) fn call(calls: &Calls, key: &Key, options: &PutOptions) -> Result<Option<u64>> {
+    match (&options.job, options.writer, options.version) {
+        (Some(job), Some(writer), _) => Ok(Some(calls.next(key, job, writer))),
+        (None, ..) | (_, _, Some(_)) => Ok(None),
+        (Some(_), None, None) => Err(Error::new(
+            ErrorKind::Invalid,
+            "puts of a job are matched by their number or by their writer's count; say version= or \
+             writer=",
+        )),
+    }
+}
+
+/// What a writer says of a contribution whose archive, or first one, has so many bytes.
+pub(crate) fn proposal(
+    role: Role,
+    call: Option<u64>,
     options: &PutOptions,
-    calls: &Calls,
-) -> Result<PutReport> {
-    let started = Instant::now();
-    // Counted first: a put that fails is a call all the same.
-    let call = match (&options.job, options.writer, options.version) {
-        (Some(job), Some(writer), _) => Some(calls.next(key, job, writer)),
-        (None, ..) | (_, _, Some(_)) => None,
-        (Some(_), None, None) => {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "puts of a job are matched by their number or by their writer's count; say version= \
-                 or writer=",
-            ));
-        }
-    };
-    let role = Role::of(dict, options)?;
-    let draft =
-        draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
-    let jobs = draft.jobs();
-    let layout = if jobs.is_empty() {
-        place(draft, jobs)?
-    } else {
-        wait(move || place(draft, jobs)).await?
-    };
-    let bytes = layout.file_len();
-    let arranged = started.elapsed();
-    let proposal = Proposal {
+    file_len: u64,
+) -> Proposal {
+    Proposal {
         writer: role.writer,
         writers: role.writers,
         writers_defaulted: role.defaulted,
@@ -164,48 +250,13 @@ pub(crate) async fn put(
         number: options.version,
         rewind: options.rewind,
         durability: options.durability,
-        file_len: bytes,
+        file_len,
         timeout: options.timeout,
-    };
-    let Begun { id, epoch, number, committed, mut contribution } =
-        controller.begin(key, proposal).await?;
-    let begun = started.elapsed();
-    let (contribution, filled) = wait(move || {
-        let filled = match committed {
-            Some(_) => sum(&layout),
-            None => store(&mut *contribution, &layout),
-        };
-        Ok((contribution, filled))
-    })
-    .await?;
-    let written = started.elapsed();
-    let progress = match filled {
-        Ok(digest) => contribution.commit(digest).await?,
-        Err(error) => return Err(contribution.withdraw(error).await),
-    };
-    tracing::debug!(
-        version = number,
-        visible = progress.visible,
-        bytes,
-        arrange_seconds = arranged.as_secs_f64(),
-        begin_seconds = (begun - arranged).as_secs_f64(),
-        write_seconds = (written - begun).as_secs_f64(),
-        commit_seconds = (started.elapsed() - written).as_secs_f64(),
-        "written"
-    );
-    Ok(PutReport {
-        version: number,
-        epoch,
-        id,
-        visible: progress.visible,
-        missing: progress.missing,
-        bytes,
-        seconds: started.elapsed().as_secs_f64(),
-    })
+    }
 }
 
 /// Arranges what this writer stores.
-fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
+pub(crate) fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
     if options.digests {
         format = format.digests();
@@ -231,14 +282,14 @@ fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
 }
 
 /// Compresses what is to be compressed, on all cores.
-fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
+pub(crate) fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     let failed = |error| Error::request("compression", error);
     let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
     draft.place(packed).map_err(failed)
 }
 
 /// Writes an archive into the room that is reserved for it; returns its digest.
-fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
+pub(crate) fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
@@ -253,7 +304,7 @@ fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest>
 }
 
 /// The digest that an archive would have.
-fn sum(layout: &Layout) -> Result<Digest> {
+pub(crate) fn sum(layout: &Layout) -> Result<Digest> {
     let run = |job: Fill| {
         job.write_to(&mut std::io::sink()).map_err(|error| Error::request("checksum", error))
     };

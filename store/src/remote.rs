@@ -29,7 +29,7 @@ use crate::status::DaemonStatus;
 use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A controller in a daemon.
 #[derive(Clone)]
@@ -91,7 +91,8 @@ impl Controller for RemoteController {
         let request = Request::Begin(Begin { key: key.to_string(), proposal });
         let Answer { reply, owed } = self.0.calls.call(&request, Vec::new(), patience).await?;
         let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
-        let contribution = RemoteContribution::new(self.0.clone(), &begun, file_len, owed);
+        let contribution =
+            RemoteContribution::new(self.0.clone(), &begun, file_len, patience, owed);
         Ok(controller::Begun {
             id: begun.id,
             epoch: begun.epoch,

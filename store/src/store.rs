@@ -18,7 +18,9 @@ use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
-use crate::put::{Calls, PutOptions, PutReport, put};
+use crate::opened::Opened;
+use crate::publish::Publisher;
+use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
@@ -192,8 +194,92 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
+        let put = async { self.stage(key, dict, options).await?.commit().await };
+        put.instrument(tracing::debug_span!("put", %key)).await
+    }
+
+    /// As [`Store::put_state_dict`], but returns as soon as the state dict's memory is read no more, such as
+    /// before a durable version is on disk. The put goes on by itself, whether or not it is waited for.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::put_state_dict`] that are found until then; [`PendingPut::wait`] gives the others.
+    pub async fn put_state_dict_later(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PendingPut> {
         let span = tracing::debug_span!("put", %key);
-        put(&*self.0.controller, key, dict, options, &self.0.calls).instrument(span).await
+        let staged = self.stage(key, dict, options).instrument(span.clone()).await?;
+        // The store stays there until then.
+        let store = self.clone();
+        let commit = async move {
+            let report = staged.commit().await;
+            drop(store);
+            report
+        };
+        Ok(PendingPut(tokio::spawn(commit.instrument(span))))
+    }
+
+    async fn stage(&self, key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Staged> {
+        Staged::new(&*self.0.controller, key, dict, options, &self.0.calls).await
+    }
+
+    /// Puts a state dict entry by entry, in archives of about `bucket_bytes` bytes: no more of it is held
+    /// back than that. The version is visible in one step, at the end.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` for buckets of no bytes, and as [`Store::put_state_dict`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::Tensor;
+    /// use tssd_store::{GetOptions, Key, PutOptions, Store};
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+    /// let (store, key) = (Store::memory(), Key::new("policy")?);
+    /// let mut publisher = store.publish(&key, &PutOptions::default(), 64 << 20)?;
+    /// for layer in 0..4_u8 {
+    ///     publisher.add(format!("layers.{layer}"), Tensor::from_slice(&[layer; 3], &[3])?).await?;
+    /// }
+    /// publisher.finish().await?;
+    /// let mut opened = store.open(&key, &GetOptions::default()).await?;
+    /// let mut names = Vec::new();
+    /// while let Some((path, _)) = opened.next().await? {
+    ///     names.push(path.fqn());
+    /// }
+    /// assert_eq!(names, ["layers.0", "layers.1", "layers.2", "layers.3"]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn publish(&self, key: &Key, options: &PutOptions, bucket_bytes: u64) -> Result<Publisher> {
+        Publisher::new(self.clone(), key, options, bucket_bytes)
+    }
+
+    /// Opens a version to read it leaf by leaf. It stays there, whatever is put meanwhile, as long as
+    /// this or something that was read of it does.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`].
+    pub async fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
+        let version = self.version(key, options.version).await?;
+        Opened::new(self.clone(), version, options)
+    }
+
+    pub(crate) fn controller(&self) -> &dyn Controller {
+        &*self.0.controller
+    }
+
+    pub(crate) fn calls(&self) -> &Calls {
+        &self.0.calls
+    }
+
+    pub(crate) fn plans(&self) -> &PlanCache {
+        &self.0.plans
     }
 
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one

@@ -52,7 +52,7 @@ type TensorsByFqn = BTreeMap<String, Entry>;
 /// What an fqn names.
 enum Entry {
     /// A tensor leaf.
-    Tensor(Vec<TensorReference>),
+    Tensor(Arc<[TensorReference]>),
     /// Two leaves.
     Twice,
     /// What these writers hold each their own of.
@@ -96,7 +96,7 @@ impl Contents {
     }
 
     /// The references of the tensor leaf with an fqn, as a writer has it.
-    pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Vec<TensorReference>> {
+    pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Arc<[TensorReference]>> {
         let tensors = self.tensors_of(writer);
         let kind = match tensors.get(fqn) {
             Some(Entry::Tensor(references)) => return Ok(references.clone()),
@@ -370,7 +370,7 @@ fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut Te
             let entry = tensors.entry(path.fqn());
             entry
                 .and_modify(|twice| *twice = Entry::Twice)
-                .or_insert_with(|| Entry::Tensor(references.clone()));
+                .or_insert_with(|| Entry::Tensor(references.as_slice().into()));
         }
         Node::Container(Container::Divergent, children) => {
             let key = writer.map(|writer| Step::Key(Key::writer(writer)));

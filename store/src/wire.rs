@@ -4,8 +4,8 @@
 mod frame;
 mod message;
 
-pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, MAX_FDS};
+pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS};
 pub(crate) use message::{
-    Archives, Begin, Begun, Failure, Hello, Lease, Notice, Protocol, Reply, Request, Room,
+    Archives, Begin, Begun, Failure, Hello, Leased, Notice, Protocol, Reply, Request, Room,
     SharedSegment, Welcome,
 };

@@ -1,12 +1,21 @@
 //! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-use tssd_format::{StateDict, Storage, Tensor, TensorMeta, Value};
+use rustix::fs::{MemfdFlags, OFlags, SealFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use tssd_format::{StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value};
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
@@ -202,7 +211,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
     // A socket that nobody listens to any more.
-    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    drop(UnixListener::bind(&socket).unwrap());
     assert!(socket.exists());
     let daemon = Daemon::bind(DaemonOptions::at(&socket, MIB));
     let (stop, stopped) = tokio::sync::oneshot::channel();
@@ -215,7 +224,7 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
 }
 
 /// A frame, byte for byte as `spec/protocol.md` has it.
-fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
+pub(super) fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"TSSD".to_vec();
     bytes.extend([kind, 0, 0, 0]);
     bytes.extend(u32::try_from(head.len()).unwrap().to_le_bytes());
@@ -226,7 +235,31 @@ fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
+/// A request of one writer.
+fn begin(key: &str, len: usize) -> String {
+    format!(
+        r#"{{"op":"begin","key":"{key}","proposal":{{"writer":0,"writers":"0","file_len":{len},
+            "timeout":{{"secs":1,"nanos":0}}}}}}"#
+    )
+}
+
+const DIGEST: &str = "00000000000000000000000000000000";
+
+/// A request that commits what has begun.
+fn commit(begun: &serde_json::Value) -> String {
+    let contribution = &begun["begun"]["contribution"];
+    format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{DIGEST}"}}"#)
+}
+
+const LOCATE: &str = r#"{"op":"locate","key":"policy","selector":"newest"}"#;
+
+/// A notice that hands a lease back.
+fn release(leased: &serde_json::Value) -> Vec<u8> {
+    let lease = &leased["leased"]["lease"];
+    frame(4, 0, &format!(r#"{{"op":"release","lease":{lease}}}"#), b"")
+}
+
+pub(super) const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
 
 /// A connection that says what it likes.
 struct Raw(UnixStream);
@@ -250,6 +283,68 @@ impl Raw {
     fn send(&mut self, bytes: &[u8]) {
         // Whoever is turned away cannot say everything.
         let _ = self.0.write_all(bytes);
+    }
+
+    fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let parts = [IoSlice::new(bytes)];
+        rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// The next frame: its kind and head, and the descriptors that come with its first bytes.
+    fn receive_with_descriptors(&mut self) -> (u8, serde_json::Value, Vec<OwnedFd>) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut header = [0; 24];
+        let into = &mut [IoSliceMut::new(&mut header)];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+        let come = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
+        assert_eq!(come.bytes, 24);
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(more) = message {
+                fds.extend(more);
+            }
+        }
+        assert_eq!(usize::from(header[5]), fds.len());
+        let len = u32::from_le_bytes(header[8..12].try_into().unwrap());
+        let mut head = vec![0; len as usize];
+        self.0.read_exact(&mut head).unwrap();
+        (header[4], serde_json::from_slice(&head).unwrap(), fds)
+    }
+
+    /// The reply to a request, with what comes along.
+    fn ask_for_descriptors(&mut self, head: &str) -> (serde_json::Value, Vec<OwnedFd>) {
+        self.send(&frame(1, 5, head, b""));
+        let (kind, head, fds) = self.receive_with_descriptors();
+        assert_eq!(kind, 3);
+        (head, fds)
+    }
+
+    /// Puts an archive that is not inline; returns its segment, and its memory if that came along.
+    fn put(&mut self, archive: &[u8], memory: Option<&File>) -> (serde_json::Value, Option<File>) {
+        let (begun, fds) = self.ask_for_descriptors(&begin("policy", archive.len()));
+        let room = &begun["begun"]["room"]["segment"];
+        let come = fds.into_iter().next().map(File::from);
+        let file = come.as_ref().or(memory).expect("memory that is not there yet comes");
+        assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
+        if come.is_some() {
+            file.write_all_at(archive, 0).unwrap();
+        }
+        let progress = self.ask(6, &commit(&begun));
+        assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
+        (room["segment"].clone(), come)
+    }
+
+    /// The reply to a request.
+    fn ask(&mut self, number: u64, head: &str) -> serde_json::Value {
+        self.send(&frame(1, number, head, b""));
+        let (answered, head) = self.receive().unwrap();
+        assert_eq!(answered, number);
+        head
     }
 
     /// The number and head of the next frame; none if the daemon has ended the connection.
@@ -280,34 +375,34 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
         bytes[12..16].copy_from_slice(&data.to_le_bytes());
         bytes
     };
-    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
     let garbage: Vec<(&str, Vec<u8>)> = vec![
         ("HTTP", b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n".to_vec()),
         ("zeros", vec![0; 4096]),
-        ("a head over the limit", header(1, (1 << 20) + 1, 0, 0)),
-        ("data over the limit", header(1, 2, (16 << 20) + 1, 0)),
+        ("a head over the limit", header(1, (64 << 10) + 1, 0, 0)),
+        ("data over the limit", header(1, 2, (256 << 10) + 1, 0)),
         ("lengths that overflow", header(1, u32::MAX, u32::MAX, 0)),
-        ("more descriptors than allowed", header(1, 2, 0, 65)),
+        ("descriptors, though they do not come", header(1, 2, 0, 1)),
         ("an unknown kind of frame", header(9, 2, 0, 0)),
-        ("a newer protocol", frame(1, 1, &newer, b"")),
-        ("no hello", frame(1, 1, r#"{"op":"status"}"#, b"")),
-        ("no JSON", frame(1, 1, "hello", b"")),
+        ("a part", frame(2, 1, HELLO, b"")),
+        ("a reply", frame(3, 1, HELLO, b"")),
     ];
     for (what, bytes) in &garbage {
         let mut raw = Raw::connect(&served);
         raw.send(bytes);
         assert!(raw.is_ended(), "{what}");
-        if *what != "a newer protocol" && *what != "no hello" && *what != "no JSON" {
-            let mut raw = Raw::greet(&served);
-            raw.send(bytes);
-            assert!(raw.is_ended(), "{what}, after hello");
-        }
+        let mut raw = Raw::greet(&served);
+        raw.send(bytes);
+        assert!(raw.is_ended(), "{what}, after hello");
     }
-    // Descriptors that are announced and do not come.
+    // Who has not said hello has less.
+    for bytes in [header(1, (4 << 10) + 1, 0, 0), header(1, 2, 1, 0), frame(4, 1, HELLO, b"")] {
+        let mut raw = Raw::connect(&served);
+        raw.send(&bytes);
+        assert!(raw.is_ended(), "{bytes:?}");
+    }
+    // Descriptors that nobody has announced.
     let mut raw = Raw::greet(&served);
-    let mut lying = frame(1, 2, r#"{"op":"status"}"#, b"");
-    lying[5] = 1;
-    raw.send(&lying);
+    raw.send_with(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
     assert!(raw.is_ended());
     assert_eq!(step_of(&get(&store)), 1);
 }
@@ -318,20 +413,20 @@ fn requests_that_cannot_be_met_are_answered() {
     let mut raw = Raw::greet(&served);
     let long = "k".repeat(1025);
     let requests = [
-        (r#"{"op":"dance"}"#.to_owned(), "Invalid", "not understood"),
-        (HELLO.to_owned(), "Invalid", "once"),
+        (r#"{"op":"dance"}"#.to_owned(), "invalid", "not understood"),
+        (HELLO.to_owned(), "invalid", "once"),
         (
             r#"{"op":"commit","contribution":7,"digest":"00000000000000000000000000000000"}"#
                 .into(),
-            "Invalid",
+            "invalid",
             "none of this connection's",
         ),
-        (r#"{"op":"withdraw","contribution":7}"#.into(), "Invalid", "none of this connection's"),
-        (r#"{"op":"versions"}"#.into(), "Invalid", "missing field `key`"),
-        (r#"{"op":"versions","key":"a\u0000b"}"#.into(), "Invalid", "control character"),
-        (format!(r#"{{"op":"versions","key":"{long}"}}"#), "Invalid", "1025"),
-        (r#"{"op":"locate","key":"k","selector":"Newest"}"#.into(), "NotFound", "key `k`"),
-        (r#"{"op":"retain","key":"k","keep":0}"#.into(), "Invalid", "nonzero"),
+        (r#"{"op":"withdraw","contribution":7}"#.into(), "invalid", "none of this connection's"),
+        (r#"{"op":"versions"}"#.into(), "invalid", "missing field `key`"),
+        (r#"{"op":"versions","key":"a\u0000b"}"#.into(), "invalid", "control character"),
+        (format!(r#"{{"op":"versions","key":"{long}"}}"#), "invalid", "1025"),
+        (r#"{"op":"locate","key":"k","selector":"newest"}"#.into(), "not_found", "key `k`"),
+        (r#"{"op":"retain","key":"k","keep":0}"#.into(), "invalid", "nonzero"),
     ];
     for (number, (request, kind, text)) in (2..).zip(requests) {
         raw.send(&frame(1, number, &request, b""));
@@ -354,7 +449,7 @@ fn requests_that_cannot_be_met_are_answered() {
     );
     raw.send(&frame(1, 101, &commit, b"too short"));
     let (_, failed) = raw.receive().unwrap();
-    assert_eq!(failed["failed"]["kind"], "Invalid", "{failed}");
+    assert_eq!(failed["failed"]["kind"], "invalid", "{failed}");
     // And one that is no archive.
     raw.send(&frame(1, 102, begin, b""));
     let (_, begun) = raw.receive().unwrap();
@@ -364,7 +459,7 @@ fn requests_that_cannot_be_met_are_answered() {
     );
     raw.send(&frame(1, 103, &commit, &[7; 100]));
     let (_, failed) = raw.receive().unwrap();
-    assert_eq!(failed["failed"]["kind"], "Rejected", "{failed}");
+    assert_eq!(failed["failed"]["kind"], "rejected", "{failed}");
     assert!(served.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
 }
 
@@ -487,6 +582,423 @@ fn a_directory_has_one_daemon_or_none() {
     assert_eq!(step_of(&get(&served.connect())), 2);
 }
 
+#[test]
+fn who_does_not_say_hello_first_is_told_so() {
+    let served = Served::new(1 << 30);
+    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
+    let first = [
+        (newer.as_str(), "refused", "protocol 2 is not spoken here, only 1"),
+        (r#"{"op":"status"}"#, "invalid", "hello comes first"),
+        (r#"{"op":"dance"}"#, "invalid", "not understood"),
+        ("hello", "invalid", "not understood"),
+    ];
+    for (head, kind, text) in first {
+        let mut raw = Raw::connect(&served);
+        let failed = &raw.ask(7, head)["failed"];
+        assert_eq!(failed["kind"], kind, "{head}: {failed}");
+        assert!(failed["text"].as_str().unwrap().contains(text), "{head}: {failed}");
+        assert!(raw.is_ended(), "{head}");
+    }
+}
+
+#[test]
+fn minor_versions_understand_each_other() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::connect(&served);
+    // A later one says more, an earlier one less.
+    let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
+        "wants":["everything"]}"#;
+    let welcome = &raw.ask(1, later)["welcome"];
+    assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
+    assert_eq!(welcome["pid"], std::process::id());
+    assert_eq!(welcome["inline"], 256 << 10);
+    let mut raw = Raw::connect(&served);
+    let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
+    assert!(raw.ask(1, earlier)["welcome"].is_object());
+    // A notice that is not known is passed over; so are unknown fields.
+    raw.send(&frame(4, 0, r#"{"op":"yawn","how":"widely"}"#, b""));
+    raw.send(&frame(4, 0, r#"{"op":"unmap","segments":[9],"why":null}"#, b""));
+    let lease = "00112233445566778899aabbccddeeff";
+    raw.send(&frame(4, 0, &format!(r#"{{"op":"release","lease":"{lease}","x":1}}"#), b""));
+    assert_eq!(raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"], serde_json::json!([]));
+    // What is absent, none or empty.
+    let newer = |seen: &str| {
+        format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
+    };
+    for seen in ["", r#""seen":null,"#] {
+        let reply = raw.ask(3, &newer(seen));
+        assert_eq!(reply, serde_json::json!({"newer": null}), "{seen}");
+    }
+    assert_eq!(raw.ask(4, &newer(r#""seen":"","#))["failed"]["kind"], "invalid");
+    assert_eq!(raw.ask(5, r#"{"op":"keys","prefix":null}"#)["failed"]["kind"], "invalid");
+    assert_eq!(raw.ask(6, r#"{"op":"pins","key":""}"#)["pins"], serde_json::json!({}));
+}
+
+#[test]
+fn who_waits_and_goes_is_forgotten() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    put(&store, 1, 1);
+    let waiting = [
+        r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#,
+        // Two versions are open: this one waits for its turn.
+        r#"{"op":"begin","key":"busy","proposal":{"writer":0,"writers":"0-1","job":"j","number":3,
+            "file_len":9,"timeout":{"secs":3600,"nanos":0}}}"#,
+        // It never gets so much while the others are there.
+        r#"{"op":"begin","key":"large","proposal":{"writer":0,"writers":"0","file_len":1072693248,
+            "timeout":{"secs":3600,"nanos":0}}}"#,
+    ];
+    let mut other = Raw::greet(&served);
+    for number in [1, 2] {
+        let begin = format!(
+            r#"{{"op":"begin","key":"busy","proposal":{{"writer":0,"writers":"0-1","job":"j",
+                "number":{number},"file_len":9,"timeout":{{"secs":1,"nanos":0}}}}}}"#
+        );
+        assert!(other.ask(number, &begin)["begun"].is_object());
+    }
+    for request in waiting {
+        let mut raw = Raw::greet(&served);
+        let lease = raw.ask(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
+        assert!(lease["leased"].is_object(), "{lease}");
+        raw.send(&frame(1, 3, request, b""));
+        // It has come: requests are taken in turn.
+        assert!(raw.ask(4, r#"{"op":"status"}"#)["status"].is_object());
+    }
+    let is_alone = || {
+        let status = store.status().unwrap();
+        status.peers.len() == 2 && status.leases.is_empty()
+    };
+    assert!((0..1000).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        is_alone()
+    }));
+}
+
+#[test]
+fn readers_of_one_connection_share_what_comes_once() {
+    let served = Served::new(1 << 30);
+    let writer = served.connect();
+    for step in 1..=8 {
+        put(&writer, step, 1);
+        let reader = served.connect();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| assert_eq!(step_of(&get(&reader)), step));
+            }
+        });
+    }
+}
+
+#[test]
+fn lengths_that_no_memory_has_are_refused() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    for len in [u64::MAX, u64::MAX - (2 << 20), 1 << 62, (1 << 30) + 1] {
+        let begin = format!(
+            r#"{{"op":"begin","key":"k","proposal":{{"writer":0,"writers":"0","file_len":{len},
+                "timeout":{{"secs":3600,"nanos":0}}}}}}"#
+        );
+        let failed = &raw.ask(2, &begin)["failed"];
+        assert_eq!(failed["kind"], "busy", "{len}: {failed}");
+    }
+    put(&served.connect(), 1, 1);
+}
+
+#[test]
+fn an_answer_that_is_too_long_is_an_error() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    put(&served.connect(), 1, 1);
+    let label = "l".repeat(60 << 10);
+    for number in 2..20 {
+        let label = format!("{number}{label}");
+        let pin = format!(r#"{{"op":"pin","key":"policy","selector":"newest","label":"{label}"}}"#);
+        assert_eq!(raw.ask(number, &pin)["pinned"], 1);
+    }
+    let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
+    assert_eq!(failed["kind"], "invalid", "{failed}");
+    assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection goes on");
+}
+
+/// An archive of a few hundred KiB, in words.
+fn archive(step: u8) -> Vec<u8> {
+    TorchStoreStateDict::from_state_dict(&model(step, 1)).unwrap().as_bytes().to_vec()
+}
+
+#[test]
+fn memory_comes_once_sealed_and_comes_back() {
+    let served = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
+    let archive = archive(1);
+    let (segment, memory) = writer.put(&archive, None);
+    let memory = memory.unwrap();
+    // What is committed cannot be changed, not by its writer either.
+    assert!(memory.write_all_at(b"x", 0).is_err());
+    assert!(memory.set_len(0).is_err() && memory.set_len(1 << 30).is_err());
+
+    let (leased, fds) = reader.ask_for_descriptors(LOCATE);
+    let leased_segments = leased["leased"]["segments"].as_array().unwrap();
+    assert_eq!((leased_segments.len(), fds.len()), (2, 2), "an archive and a manifest");
+    let archives = leased["leased"]["archives"].as_object().unwrap();
+    let spans: Vec<_> = archives.values().chain([&leased["leased"]["manifest"]]).collect();
+    for ((shared, fd), span) in leased_segments.iter().zip(&fds).zip(spans) {
+        assert_eq!(shared["segment"], span["segment"], "in the order of the descriptors");
+        let seals = rustix::fs::fcntl_get_seals(fd).unwrap();
+        let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        assert!(seals.contains(all), "{seals:?}");
+        let flags = rustix::fs::fcntl_getfl(fd).unwrap();
+        assert!(!flags.intersects(OFlags::WRONLY | OFlags::RDWR), "{flags:?}");
+        let file = File::from(fd.try_clone().unwrap());
+        assert_eq!(file.metadata().unwrap().len(), shared["capacity"].as_u64().unwrap());
+        let mut bytes = vec![0; usize::try_from(span["len"].as_u64().unwrap()).unwrap()];
+        file.read_exact_at(&mut bytes, span["offset"].as_u64().unwrap()).unwrap();
+        assert!(tssd_format::Archive::from_bytes(bytes.clone()).is_ok());
+        assert!(bytes == archive || shared["segment"] != segment);
+    }
+    let (again, fds) = reader.ask_for_descriptors(LOCATE);
+    assert_eq!((again["leased"]["segments"].as_array().unwrap().len(), fds.len()), (0, 0));
+    assert_ne!(again["leased"]["lease"], leased["leased"]["lease"]);
+
+    // A version takes another segment while the first is read, and that one when it is handed back.
+    let (second, memory) = writer.put(&archive, None);
+    assert!(second != segment && memory.is_some());
+    let (third, memory) = writer.put(&archive, None);
+    assert!(third != segment && third != second && memory.is_some(), "two leases hold the first");
+    reader.send(&release(&leased));
+    reader.send(&release(&again));
+    assert!(reader.ask(9, r#"{"op":"status"}"#)["status"]["leases"].as_array().unwrap().is_empty());
+    let (fourth, memory) = writer.put(&archive, memory.as_ref());
+    assert!([&segment, &second].contains(&&fourth) && memory.is_none(), "{fourth}");
+}
+
+#[test]
+fn more_memory_than_a_frame_has_comes_in_parts() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    let count = 70_u32;
+    for rank in 0..count {
+        let options = PutOptions {
+            version: Some(1),
+            writer: Some(rank),
+            writers: Some((0..count).collect()),
+            job: Some(JobId("job".into())),
+            ..PutOptions::default()
+        };
+        let mut dict = StateDict::new();
+        let tensor = Tensor::from_slice(&vec![rank; 70_000], &[70_000]).unwrap();
+        dict.insert(format!("rank{rank}"), tensor);
+        store.put_state_dict(&key(), &dict, &options).unwrap();
+    }
+    let mut raw = Raw::greet(&served);
+    raw.send(&frame(1, 2, LOCATE, b""));
+    let (kind, part, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, fds.len()), (2, 64));
+    assert_eq!(part["segments"].as_array().unwrap().len(), 64);
+    let (kind, leased, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, fds.len()), (3, 7), "those of the others, and of the manifest");
+    assert_eq!(leased["leased"]["segments"].as_array().unwrap().len(), 7);
+    let (dict, _) = served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap();
+    for rank in 0..count {
+        let Value::Tensor(tensor) = dict.leaf(&format!("rank{rank}")).unwrap() else { panic!() };
+        assert!(tensor.view().as_slice::<u32>().unwrap().iter().all(|each| *each == rank));
+    }
+}
+
+#[test]
+fn what_is_retired_counts_until_it_is_unmapped() {
+    let served = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
+    let (segment, _) = writer.put(&archive(1), None);
+    let (leased, _) = reader.ask_for_descriptors(LOCATE);
+    reader.send(&release(&leased));
+    // Its writer has gone and has nothing mapped: the segment lasts as long as the version.
+    writer.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
+    assert!(writer.is_ended());
+    let store = served.connect();
+    put(&store, 2, 1);
+    let notice = reader.receive().unwrap();
+    assert_eq!(notice, (0, serde_json::json!({"op": "unmap", "segments": [segment]})));
+    assert_eq!(store.status().unwrap().memory.retired, 2 * MIB);
+    reader.send(&frame(4, 0, &notice.1.to_string(), b""));
+    assert_eq!(reader.ask(2, r#"{"op":"status"}"#)["status"]["memory"]["retired"], 0);
+}
+
+#[test]
+fn a_contribution_is_decided_once() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    for len in [9, 1 << 20] {
+        let begun = raw.ask(1, &begin("policy", len));
+        let withdraw = commit(&begun).replace("commit", "withdraw");
+        assert_eq!(raw.ask(2, &withdraw), "done");
+        assert_eq!(raw.ask(3, &withdraw)["failed"]["kind"], "invalid");
+        assert_eq!(raw.ask(4, &commit(&begun))["failed"]["kind"], "invalid");
+    }
+    // Nobody else's are.
+    let begun = raw.ask(1, &begin("policy", 9));
+    let failed = &Raw::greet(&served).ask(1, &commit(&begun))["failed"];
+    assert_eq!(failed["kind"], "invalid", "{failed}");
+}
+
+#[test]
+fn a_contribution_may_have_several_archives() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    let archives: Vec<Vec<u8>> = (0..3_u8)
+        .map(|part| {
+            let mut dict = StateDict::new();
+            let tensor = Tensor::from_slice(&vec![part; 300_000], &[300_000]).unwrap();
+            dict.insert(
+                format!("part{part}"),
+                if part == 1 { Value::from(1_i64) } else { tensor.into() },
+            );
+            TorchStoreStateDict::from_state_dict(&dict).unwrap().as_bytes().to_vec()
+        })
+        .collect();
+    let write = |fds: Vec<OwnedFd>, bytes: &[u8]| {
+        File::from(fds.into_iter().next().unwrap()).write_all_at(bytes, 0).unwrap();
+    };
+    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archives[0].len()));
+    write(fds, &archives[0]);
+    let contribution = &begun["begun"]["contribution"];
+    let extend =
+        |len: usize| format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{len}}}"#);
+    assert_eq!(raw.ask(2, &extend(archives[1].len())), serde_json::json!({"room": "inline"}));
+    raw.send(&frame(1, 3, &extend(archives[2].len()), &archives[1]));
+    let (kind, room, fds) = raw.receive_with_descriptors();
+    assert_eq!((kind, room["room"]["segment"]["segment"].is_u64()), (3, true));
+    write(fds, &archives[2]);
+    assert_eq!(raw.ask(4, &commit(&begun))["progress"]["visible"], true);
+    let leased = raw.ask(5, LOCATE);
+    assert_eq!(leased["leased"]["archives"].as_object().unwrap().len(), 3);
+    let dict = get(&served.connect());
+    assert_eq!(dict.entries().len(), 3);
+    assert_eq!(dict.leaf("part1").unwrap(), &Value::from(1_i64));
+}
+
+#[test]
+fn a_contribution_that_waits_for_room_can_be_withdrawn() {
+    let served = Served::new(16 * MIB);
+    let mut raw = Raw::greet(&served);
+    let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
+    let begun = raw.ask(1, &long);
+    let contribution = &begun["begun"]["contribution"];
+    let extend =
+        format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{}}}"#, 15 * MIB);
+    raw.send(&frame(1, 2, &extend, b""));
+    assert_eq!(raw.ask(3, r#"{"op":"status"}"#)["status"]["memory"]["used"], 2 * MIB);
+    raw.send(&frame(1, 4, &commit(&begun).replace("commit", "withdraw"), b""));
+    let withdrawn = std::iter::from_fn(|| raw.receive()).find(|(number, _)| *number == 4);
+    assert_eq!(withdrawn.unwrap().1, "done");
+    raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
+    while !raw.is_ended() {}
+    put(&served.connect(), 1, 1);
+}
+
+#[test]
+fn who_has_lost_an_answer_asks_again() {
+    let served = Served::new(1 << 30);
+    let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
+        "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
+    let mut raw = Raw::greet(&served);
+    let begun = raw.ask(1, begin);
+    assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
+    raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
+    let missing = serde_json::json!({"visible": false, "missing": "1"});
+    assert_eq!(raw.receive().unwrap().1["progress"], missing);
+    drop(raw);
+    let mut raw = Raw::greet(&served);
+    let again = raw.ask(1, begin);
+    assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
+    assert_eq!(again["begun"]["committed"], DIGEST);
+    assert_eq!(raw.ask(2, &commit(&again))["progress"], missing);
+    let again = raw.ask(3, begin);
+    let other = commit(&again).replace(DIGEST, "11111111111111111111111111111111");
+    let failed = &raw.ask(4, &other)["failed"];
+    assert_eq!(failed["refusal"]["contribution_differs"]["committed"], DIGEST, "{failed}");
+}
+
+#[test]
+fn a_socket_is_open_to_others_only_if_they_are_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    for (allow_uids, mode) in [(vec![], 0o600), (vec![12345], 0o666)] {
+        let daemon = Daemon::bind(DaemonOptions {
+            allow_uids,
+            ..DaemonOptions::at(folder.path().join("socket"), MIB)
+        });
+        let daemon = daemon.unwrap();
+        let metadata = std::fs::metadata(daemon.socket()).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o777, mode);
+    }
+}
+
+/// A daemon that answers hello, then one request as it likes, with descriptors.
+fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+    std::thread::spawn(move || {
+        let mut raw = Raw(listener.accept().unwrap().0);
+        let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
+        let (number, _) = raw.receive().unwrap();
+        raw.send(&frame(3, number, welcome, b""));
+        let (number, _) = raw.receive().unwrap();
+        let mut bytes = frame(3, number, &head, b"");
+        bytes[5] = u8::try_from(fds.len()).unwrap();
+        if fds.is_empty() {
+            raw.send(&bytes);
+        } else {
+            raw.send_with(&bytes, &fds);
+        }
+        while raw.receive().is_some() {}
+    });
+    let url = format!("unix:{}", folder.path().join("socket").display());
+    (folder, Store::connect(&url).unwrap())
+}
+
+/// Anonymous memory of so many bytes with these seals, to read or to write.
+fn memory(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
+    let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&memory, len).unwrap();
+    rustix::fs::fcntl_add_seals(&memory, seals).unwrap();
+    if is_read_only {
+        let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+        return vec![File::open(path).unwrap().into()];
+    }
+    vec![memory]
+}
+
+#[test]
+fn a_daemon_that_lies_is_found_out() {
+    let leased = |len: u64, segments: &str| {
+        format!(
+            r#"{{"leased":{{"lease":"{DIGEST}","id":"{DIGEST}","archives":{{}},"segments":{segments},
+                "manifest":{{"segment":3,"offset":0,"len":{len}}}}}}}"#
+        )
+    };
+    let shared = r#"[{"segment":3,"capacity":8192}]"#;
+    let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    let pipe: OwnedFd = std::io::pipe().unwrap().0.into();
+    let cases = [
+        ("not sealed", leased(8192, shared), memory(8192, SealFlags::SHRINK, true)),
+        ("open for writing", leased(8192, shared), memory(8192, all, false)),
+        ("4096 bytes in place of 8192", leased(8192, shared), memory(4096, all, true)),
+        ("neither memory nor a file", leased(8192, shared), vec![pipe]),
+        ("beyond its segment", leased(8193, shared), memory(8192, all, true)),
+        ("never sent", leased(8192, "[]"), vec![]),
+        ("never sent", leased(8192, shared), vec![]),
+        ("is gone", leased(8192, r#"[{"segment":"three"}]"#), vec![]),
+        ("is gone", r#"{"surprise":{}}"#.to_owned(), vec![]),
+        ("something else", r#""done""#.to_owned(), vec![]),
+        // What is there is sealed and is no manifest.
+        ("manifest", leased(8192, shared), memory(8192, all, true)),
+    ];
+    for (text, head, fds) in cases {
+        let (_folder, store) = pretend(head, fds);
+        let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+        assert!(error.to_string().contains(text), "{text}: {error}");
+    }
+}
+
 /// What is answered over HTTP: the number, and the body.
 fn http(served: &Served, request: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(served.metrics()).unwrap();
@@ -541,9 +1053,9 @@ fn metrics_say_what_a_daemon_has_done() {
         ("tssd_memory_limit_bytes", f64::from(1 << 30)),
         (r#"tssd_head_version{key="policy"}"#, 3.0),
         (r#"tssd_head_version{key="a \"b\"\\c"}"#, 1.0),
-        (r#"tssd_requests_total{op="commit",outcome="Ok"}"#, 4.0),
-        (r#"tssd_requests_total{op="locate",outcome="Ok"}"#, 1.0),
-        (r#"tssd_requests_total{op="locate",outcome="NotFound"}"#, 1.0),
+        (r#"tssd_requests_total{op="commit",outcome="ok"}"#, 4.0),
+        (r#"tssd_requests_total{op="locate",outcome="ok"}"#, 1.0),
+        (r#"tssd_requests_total{op="locate",outcome="not_found"}"#, 1.0),
     ] {
         assert_eq!(samples.get(name), Some(&value), "{name}\n{page}");
     }
@@ -606,22 +1118,31 @@ fn metrics_are_for_this_host_alone() {
 }
 
 #[test]
-fn a_daemon_that_ends_is_not_ready_and_alive() {
-    let mut served = Served::new(1 << 30);
-    // A peer that does not read what it asks for: the daemon waits for it when it ends.
-    let mut slow = Raw::greet(&served);
-    let put_off = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j",
-        "number":1,"file_len":100,"timeout":{"secs":5,"nanos":0}}}"#;
-    slow.send(&frame(1, 2, put_off, b""));
-    assert!(slow.receive().unwrap().1["begun"].is_object());
-    // The second of the same writer waits until the first is decided.
-    slow.send(&frame(1, 3, &put_off.replace(r#""number":1"#, r#""number":2"#), b""));
-    slow.send(&frame(1, 4, &put_off.replace(r#""number":1"#, r#""number":3"#), b""));
-    slow.send(&frame(1, 5, r#"{"op":"status"}"#, b""));
-    while slow.receive().unwrap().0 != 5 {}
-    served.stop();
-    while ask(&served, "/readyz").0 != 503 {
-        std::thread::yield_now();
-    }
-    assert_eq!(ask(&served, "/healthz").0, 200);
+fn a_daemon_that_ends_is_alive_and_not_ready() {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let options = DaemonOptions {
+        metrics: Some("127.0.0.1:0".parse().unwrap()),
+        ..DaemonOptions::at(folder.path().join("socket"), MIB)
+    };
+    let daemon = runtime.block_on(tssd_store::Daemon::bind(options)).unwrap();
+    let address = daemon.metrics().unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let served = runtime.spawn(daemon.serve(async { drop(stopped.await) }));
+    // Who has begun to ask is answered after the end.
+    let begin = |path: &str| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\n").as_bytes()).unwrap();
+        stream
+    };
+    let end = |mut stream: TcpStream| {
+        stream.write_all(b"Host: localhost\r\n\r\n").unwrap();
+        answer(stream).0
+    };
+    let (ready, alive) = (begin("/readyz"), begin("/healthz"));
+    // Connections are accepted in turn: those two are.
+    assert_eq!(end(begin("/readyz")), 200);
+    drop(stop);
+    runtime.block_on(served).unwrap().unwrap();
+    assert_eq!((end(ready), end(alive)), (503, 200));
 }

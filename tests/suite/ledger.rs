@@ -259,9 +259,10 @@ impl World {
         job: Option<JobId>,
         contents: u8,
     ) -> Result<Outcome, Refusal> {
-        let archive = ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 };
+        let archives =
+            vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 }];
         let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
-        self.give(&Command::Commit(Commit { id, writer, job, digest, archive, now }))
+        self.give(&Command::Commit(Commit { id, writer, job, digest, archives, now }))
     }
 
     fn complete(&mut self, id: VersionId) {

@@ -44,5 +44,8 @@ mod shown;
 mod spec;
 /// Versions, refusals, damage, several processes, crashes.
 mod store;
+/// The daemon, its writers and its readers as processes: overwritten, killed, stopped, attacked.
+#[cfg(target_os = "linux")]
+mod torture;
 /// The good vectors as the writer writes them.
 mod vectors;

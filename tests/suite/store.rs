@@ -188,6 +188,113 @@ fn labels_hold_versions() {
 }
 
 #[test]
+fn what_is_published_in_buckets_is_one_version() {
+    let tensor = |first: u16, rows: u64, columns: u64| {
+        let elements: Vec<u16> = (0..rows * columns).map(|at| first + at as u16).collect();
+        Tensor::from_slice(&elements, &[rows, columns]).unwrap()
+    };
+    let entries = || -> Vec<(&str, Value)> {
+        vec![
+            ("large", tensor(1, 40, 90).into()),
+            ("step", 7_i64.into()),
+            ("wide", tensor(3, 1, 4000).into()),
+            ("a", tensor(5, 3, 3).into()),
+            ("b", tensor(6, 3, 3).into()),
+            ("scalar", Tensor::from_slice(&[1.5_f64], &[]).unwrap().into()),
+            ("empty", Tensor::from_slice(&[0_u8; 0], &[0, 5]).unwrap().into()),
+            ("name", "policy".into()),
+        ]
+    };
+    for (store, place) in stores() {
+        // From a bucket for each element or two to one for all.
+        for bucket in [3, 64, 1000, 4096, 1 << 20] {
+            let mut publisher = store.publish(&key(), &PutOptions::default(), bucket).unwrap();
+            for (name, value) in entries() {
+                publisher.add(name, value).unwrap();
+                if bucket == 4096 {
+                    publisher.flush().unwrap();
+                }
+            }
+            let before = store.head(&key()).unwrap().map(|head| head.number);
+            let report = publisher.finish().unwrap();
+            assert!(report.visible && Some(report.version) > before, "visible at the end");
+            let other = place.other(&store);
+            assert_eq!(got(&other), dict(entries()), "buckets of {bucket} bytes");
+            // And read leaf by leaf, while newer versions come.
+            let opened = other.open(&key(), &GetOptions::default()).unwrap();
+            assert_eq!(opened.version(), report.version);
+            put(&store, &dict(vec![("newer", 1_i64.into())]), &PutOptions::default()).unwrap();
+            let column = Region::new(&[0, 89], &[40, 1]).unwrap();
+            let column = opened.tensor("large", Some(&column)).unwrap();
+            assert_eq!(column.view().as_slice::<u16>().unwrap()[..2], [90, 180]);
+            let read: Vec<(String, Value)> =
+                opened.map(|leaf| leaf.map(|(path, value)| (path.fqn(), value)).unwrap()).collect();
+            let expected: Vec<(String, Value)> =
+                entries().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+            assert_eq!(read, expected);
+        }
+        assert!(store.publish(&key(), &PutOptions::default(), 0).is_err());
+    }
+}
+
+#[test]
+fn a_put_may_go_on_by_itself() {
+    for (store, _place) in stores() {
+        let numbers = |step: i64| dict(vec![("step", step.into())]);
+        let options = PutOptions::default();
+        let pending = store.put_state_dict_later(&key(), &numbers(1), &options).unwrap();
+        assert!(pending.wait().unwrap().visible);
+        // Nobody waits for this one.
+        drop(store.put_state_dict_later(&key(), &numbers(2), &options).unwrap());
+        let long = Duration::from_mins(1);
+        assert_eq!(store.wait_for_version(&key(), 2, long).unwrap().number, 2);
+        assert_eq!(got(&store), numbers(2));
+        let twice = PutOptions { version: Some(1), ..PutOptions::default() };
+        let error = store.put_state_dict_later(&key(), &numbers(3), &twice).unwrap_err();
+        assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
+    }
+}
+
+#[test]
+fn what_is_not_finished_leaves_nothing() {
+    for (store, place) in stores() {
+        put(&store, &dict(vec![("step", 1_i64.into())]), &PutOptions::default()).unwrap();
+        let add = || {
+            let mut publisher = store.publish(&key(), &PutOptions::default(), 64).unwrap();
+            for number in 0..5_u8 {
+                let tensor = Tensor::from_slice(&[number; 60], &[60]).unwrap();
+                publisher.add(number.to_string(), tensor).unwrap();
+            }
+            publisher
+        };
+        drop(add());
+        // One that cannot be stored ends the version, and says why.
+        let mut publisher = add();
+        let opaque = Value::Opaque { media: "x/y".into(), bytes: vec![1].into() };
+        publisher.add("opaque", opaque).unwrap();
+        let error = publisher.finish().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert_eq!(got(&store), dict(vec![("step", 1_i64.into())]));
+        // What is left is withdrawn in the background; then the folders are gone too.
+        put(&store, &dict(vec![("step", 2_i64.into())]), &PutOptions::default()).unwrap();
+        assert_eq!(store.versions(&key()).unwrap().len(), 1);
+        if let Some(folder) = place.folder() {
+            let folder = folder.join("policy%2Factor");
+            let versions = || {
+                let names = std::fs::read_dir(&folder).unwrap();
+                let names = names.map(|entry| entry.unwrap().file_name());
+                names.filter(|name| !name.to_string_lossy().starts_with('.')).count()
+            };
+            let patience = std::time::Instant::now();
+            while versions() > 1 && patience.elapsed() < Duration::from_secs(20) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert_eq!(versions(), 1);
+        }
+    }
+}
+
+#[test]
 fn versions_are_waited_for() {
     for (store, place) in stores() {
         let error = store.wait_for_version(&key(), 1, Duration::from_millis(30)).unwrap_err();

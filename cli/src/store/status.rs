@@ -25,7 +25,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return Ok(Exit::Ok);
     }
     let memory = &status.memory;
-    print(&format!(
+    print(format!(
         "{}, process {}, up for {}\nmemory: {} of {} in {} segments; {} warm and free, {} retired; {} \
          made, {} times recycled\n",
         status.daemon,

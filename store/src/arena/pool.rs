@@ -135,7 +135,9 @@ impl Pool {
     /// A segment for a writer: a warm one of its own if there is one, else a new one.
     pub(crate) fn lend(&self, peer: PeerId, len: u64) -> io::Result<Result<Lent, Exhausted>> {
         let mut inner = self.inner();
-        let capacity = len.max(1).next_multiple_of(STEP);
+        let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
+            return Ok(Err(Exhausted { wanted: len, used: inner.used, limit: self.limit }));
+        };
         let fits = |(_, segment): &(&SegmentId, &Segment)| {
             segment.is_warm_of(peer)
                 && segment.capacity >= len
@@ -149,10 +151,17 @@ impl Pool {
             inner.recycled += 1;
             return Ok(Ok(Lent { segment: id, capacity, memory: None }));
         }
-        inner.make_room(capacity, self.limit);
-        if inner.used.saturating_add(capacity) > self.limit {
+        // The manifest goes into a slab: there must be room for one.
+        let slab = if inner.segments.values().any(|segment| segment.slab_end().is_some()) {
+            0
+        } else {
+            SLAB_BYTES
+        };
+        let wanted = capacity.saturating_add(slab);
+        inner.make_room(wanted, self.limit);
+        if inner.used.saturating_add(wanted) > self.limit {
             let (used, limit) = (inner.used, self.limit);
-            return Ok(Err(Exhausted { wanted: capacity, used, limit }));
+            return Ok(Err(Exhausted { wanted, used, limit }));
         }
         let memory = segment::create(capacity)?;
         let lent = memory.try_clone()?;
@@ -204,20 +213,19 @@ impl Pool {
             let free = segment.capacity - segment.slab_end()?;
             (free >= room).then_some(*id)
         });
-        let id = match found {
-            Some(id) => id,
-            None => {
-                let capacity = room.max(SLAB_BYTES);
-                inner.make_room(capacity, self.limit);
-                if inner.used.saturating_add(capacity) > self.limit {
-                    let (used, limit) = (inner.used, self.limit);
-                    return Ok(Err(Exhausted { wanted: capacity, used, limit }));
-                }
-                let memory = segment::create(capacity)?;
-                let map = WriteMap::new(&memory, capacity)?;
-                segment::seal(&memory)?;
-                inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
+        let id = if let Some(id) = found {
+            id
+        } else {
+            let capacity = room.max(SLAB_BYTES);
+            inner.make_room(capacity, self.limit);
+            if inner.used.saturating_add(capacity) > self.limit {
+                let (used, limit) = (inner.used, self.limit);
+                return Ok(Err(Exhausted { wanted: capacity, used, limit }));
             }
+            let memory = segment::create(capacity)?;
+            let map = WriteMap::new(&memory, capacity)?;
+            segment::seal(&memory)?;
+            inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
         let Writer::Daemon(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
@@ -260,12 +268,11 @@ impl Pool {
         let mut inner = self.inner();
         let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
-        let map = match &segment.map {
-            Some(map) => map.clone(),
-            None => {
-                let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
-                segment.map.insert(map).clone()
-            }
+        let map = if let Some(map) = &segment.map {
+            map.clone()
+        } else {
+            let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
+            segment.map.insert(map).clone()
         };
         let bytes = map.bytes(offset, len).expect("a blob lies in its segment");
         Ok(Some(Arc::new(SharedBlob(bytes))))
@@ -338,6 +345,13 @@ impl Pool {
         }
         drop(inner);
         self.freed.notify_waiters();
+    }
+
+    /// Whether a peer that has left may have something mapped.
+    pub(crate) fn is_mapped_by(&self, peer: PeerId) -> bool {
+        let inner = self.inner();
+        inner.segments.values().any(|segment| segment.readers.contains(&peer))
+            || inner.retired.values().any(|retired| retired.mappers.contains(&peer))
     }
 
     /// A peer that has left is proven gone, with all its maps.

@@ -13,20 +13,23 @@ use crate::volume::{Part, Reservation, Volume};
 pub(super) struct Attempt {
     controller: LocalController,
     place: Option<Place>,
-    file_len: u64,
+    /// The lengths of its archives in bytes; the last one is being written.
+    lens: Vec<u64>,
     /// None if the archive is stored already.
     reservation: Option<Box<dyn Reservation>>,
 }
 
 impl Attempt {
     pub(super) fn new(controller: LocalController, place: Place, file_len: u64) -> Self {
-        Self { controller, place: Some(place), file_len, reservation: None }
+        Self { controller, place: Some(place), lens: vec![file_len], reservation: None }
     }
 
-    /// Makes room for the archive.
+    /// Makes room for the last archive.
     pub(super) async fn reserve(&mut self) -> Result<()> {
-        let Some(place) = &self.place else { return Ok(()) };
-        let (path, len, durability) = (place.path(), self.file_len, place.durability);
+        let (Some(place), Some(len)) = (&self.place, self.lens.last().copied()) else {
+            return Ok(());
+        };
+        let (path, durability) = (place.path(self.lens.len() - 1), place.durability);
         let reserve = move |volume: &dyn Volume| volume.reserve(&path, len, durability);
         let reserved = self.controller.on_disk(reserve).await;
         match reserved {
@@ -41,16 +44,18 @@ impl Attempt {
         let Some(place) = self.place.take() else { return error };
         self.reservation = None;
         let error = self.controller.reason(&place, error).await;
-        self.controller.withdraw(&place).await;
+        self.controller.withdraw(&place, self.lens.len()).await;
         error
     }
 
     async fn seal(&mut self) -> Result<()> {
         let Some(reservation) = self.reservation.take() else { return Ok(()) };
-        if self.controller.on_disk(|_| reservation.seal()).await? {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::Busy, "an archive of this name is there already"))
+        let sealed = match self.controller.on_disk(|_| reservation.seal()).await {
+            Ok(true) => return Ok(()),
+            Ok(false) => Error::new(ErrorKind::Busy, "an archive of this name is there already"),
+            Err(error) => error,
+        };
+        Err(self.end(sealed).await)
     }
 }
 
@@ -60,12 +65,17 @@ impl Contribution for Attempt {
         self.reservation.as_mut().map_or_else(Vec::new, |reservation| reservation.parts(lens))
     }
 
+    async fn extend(&mut self, file_len: u64) -> Result<()> {
+        let is_stored = self.reservation.is_none();
+        self.seal().await?;
+        self.lens.push(file_len);
+        if is_stored { Ok(()) } else { self.reserve().await }
+    }
+
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
-        if let Err(error) = self.seal().await {
-            return Err(self.end(error).await);
-        }
+        self.seal().await?;
         let place = self.place.clone().expect("a contribution ends once");
-        match self.controller.commit(&place, digest, self.file_len).await {
+        match self.controller.commit(&place, digest, &self.lens).await {
             Ok(progress) => {
                 self.place = None;
                 Ok(progress)
@@ -83,8 +93,8 @@ impl Drop for Attempt {
     fn drop(&mut self) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         if let Some(place) = self.place.take() {
-            let controller = self.controller.clone();
-            drop(runtime.spawn(async move { controller.withdraw(&place).await }));
+            let (controller, count) = (self.controller.clone(), self.lens.len());
+            drop(runtime.spawn(async move { controller.withdraw(&place, count).await }));
         }
     }
 }

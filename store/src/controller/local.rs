@@ -50,7 +50,7 @@ struct Inner {
     opened: Mutex<BTreeMap<Key, Located>>,
 }
 
-/// The place of a writer's archive: of which version, and under which name.
+/// The place of a writer's archives: of which version, and under which names.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) key: Key,
@@ -60,8 +60,8 @@ pub(crate) struct Place {
     pub(crate) writer: u32,
     pub(crate) job: Option<JobId>,
     pub(crate) durability: Durability,
-    /// Each try has a file of its own: one that died may have left another behind.
-    pub(crate) file: String,
+    /// Each try has files of its own: one that died may have left others behind.
+    pub(crate) stem: String,
 }
 
 impl Place {
@@ -69,9 +69,17 @@ impl Place {
         folder_of(&self.key, self.epoch, self.number)
     }
 
-    /// The archive's name in the volume.
-    pub(crate) fn path(&self) -> String {
-        format!("{}/{}", self.folder(), self.file)
+    /// The name of an archive, by its number.
+    fn file(&self, number: usize) -> String {
+        match number {
+            0 => format!("{}.tssd", self.stem),
+            _ => format!("{}-{number}.tssd", self.stem),
+        }
+    }
+
+    /// The name of an archive in the volume, by its number.
+    pub(crate) fn path(&self, number: usize) -> String {
+        format!("{}/{}", self.folder(), self.file(number))
     }
 }
 
@@ -111,12 +119,13 @@ impl LocalController {
         Ok(state)
     }
 
-    /// Opens a version for a writer, or joins one; waits for others that are in the way. Returns also
-    /// what the writer has committed to it before.
+    /// Opens a version for a writer, or joins one; waits for others that are in the way, as long as it
+    /// is wanted. Returns also what the writer has committed to it before.
     pub(crate) async fn open(
         &self,
         key: &Key,
         proposal: &Proposal,
+        is_wanted: impl Fn() -> bool + Sync,
     ) -> Result<(Place, Option<Digest>)> {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
@@ -129,7 +138,7 @@ impl LocalController {
             writer: proposal.writer,
             job: proposal.job.clone(),
             durability: proposal.durability,
-            file: format!("{}-{:032x}.tssd", proposal.writer, self.random()),
+            stem: format!("{}-{:032x}", proposal.writer, self.random()),
         };
         loop {
             let begin = Begin {
@@ -156,7 +165,7 @@ impl LocalController {
                 other => unreachable!("begin does not lead to {other:?}"),
             };
             let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
+            if deadline.is_some_and(|deadline| now >= deadline) || !is_wanted() {
                 let on: Vec<String> = on.iter().map(ToString::to_string).collect();
                 return Err(Error::new(
                     ErrorKind::Busy,
@@ -175,21 +184,27 @@ impl LocalController {
         }
     }
 
-    /// Commits the contribution, and proves the version if it was the last one.
+    /// Commits the contribution, whose archives have these lengths in bytes, and proves the version if it
+    /// was the last one.
     pub(crate) async fn commit(
         &self,
         place: &Place,
         digest: Digest,
-        file_len: u64,
+        lens: &[u64],
     ) -> Result<Progress> {
-        let Place { key, id, writer, job, file, .. } = place;
-        let archive = ArchiveReference { name: file.clone(), file_len, bytes: file_len };
+        let Place { key, id, writer, job, .. } = place;
+        let archive = |(number, len): (usize, &u64)| ArchiveReference {
+            name: place.file(number),
+            file_len: *len,
+            bytes: *len,
+        };
+        let archives: Vec<_> = lens.iter().enumerate().map(archive).collect();
         let commit = || Commit {
             id: *id,
             writer: *writer,
             job: job.clone(),
             digest,
-            archive: archive.clone(),
+            archives: archives.clone(),
             now: self.now(),
         };
         let committed = |outcome| match outcome {
@@ -230,18 +245,19 @@ impl LocalController {
         }
     }
 
-    /// Takes back what is not committed. The put has failed already; if this fails too, the version
-    /// ends by its age.
-    pub(crate) async fn withdraw(&self, place: &Place) {
+    /// Takes back what is not committed, up to so many archives. The put has failed already; if this fails
+    /// too, the version ends by its age.
+    pub(crate) async fn withdraw(&self, place: &Place, count: usize) {
         let abort = Command::Abort { id: place.id, writer: place.writer };
         let _ = self.apply(&place.key, abort).await;
         let state = self.state(&place.key).await;
         let is_committed =
             |version: &Version| version.id == place.id && version.digest_of(place.writer).is_some();
         if state.is_ok_and(|state| !state.versions().any(is_committed)) {
-            let (folder, path) = (place.folder(), place.path());
+            let paths: Vec<String> = (0..count).map(|number| place.path(number)).collect();
+            let folder = place.folder();
             let delete = move |volume: &dyn Volume| {
-                volume.delete(&path)?;
+                paths.iter().try_for_each(|path| volume.delete(path))?;
                 volume.remove_folder(&folder)
             };
             let _ = self.on_disk(delete).await;
@@ -393,7 +409,7 @@ impl LocalController {
 #[async_trait]
 impl Controller for LocalController {
     async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
-        let (place, committed) = self.open(key, &proposal).await?;
+        let (place, committed) = self.open(key, &proposal, || true).await?;
         let Place { id, epoch, number, .. } = place;
         let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
         if committed.is_none() {
@@ -579,11 +595,8 @@ fn proving(state: &State, id: VersionId) -> Option<&Version> {
 
 /// The names of the archives that a version has.
 pub(crate) fn archives(version: &Version) -> Vec<String> {
-    let name = |contribution: &Contributed| match contribution {
-        Contributed::Committed { archive, .. } => Some(archive.name.clone()),
-        Contributed::Begun => None,
-    };
-    version.contributions.values().filter_map(name).collect()
+    let archives = version.contributions.values().flat_map(Contributed::archives);
+    archives.map(|archive| archive.name.clone()).collect()
 }
 
 /// Deletes everything in a folder but the manifest and what is named, as far as it can be deleted:

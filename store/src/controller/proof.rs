@@ -3,7 +3,7 @@
 use tssd_format::{Archive, AttrValue};
 
 use crate::error::Result;
-use crate::ledger::{Contribution as Contributed, Version};
+use crate::ledger::Version;
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::volume::Volume;
 
@@ -15,8 +15,10 @@ pub(super) fn prove(
     version: &Version,
 ) -> Result<Result<Vec<u8>, String>> {
     let mut contributions = Vec::with_capacity(version.contributions.len());
-    for (writer, contribution) in &version.contributions {
-        let Contributed::Committed { archive, .. } = contribution else { continue };
+    let committed = version.contributions.iter().flat_map(|(writer, contribution)| {
+        contribution.archives().iter().map(move |archive| (writer, archive))
+    });
+    for (writer, archive) in committed {
         let path = format!("{folder}/{}", archive.name);
         let Some(blob) = volume.open(&path)? else {
             return Ok(Err(format!("the archive of writer {writer} is gone")));

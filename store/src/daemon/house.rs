@@ -20,7 +20,7 @@ use crate::ledgers::OwnedLedgers;
 use crate::meta::DirectoryMeta;
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
 use crate::volume::DirectoryVolume;
-use crate::wire::{Archives, Lease};
+use crate::wire::{Archives, Leased};
 
 /// For how long a lease gives the right to new reads.
 const LEASE: Duration = Duration::from_mins(10);
@@ -146,7 +146,12 @@ impl House {
     }
 
     /// Gives a reader a version, with a lease.
-    pub(super) async fn lease(&self, peer: PeerId, key: &Key, selector: Selector) -> Result<Lease> {
+    pub(super) async fn lease(
+        &self,
+        peer: PeerId,
+        key: &Key,
+        selector: Selector,
+    ) -> Result<Leased> {
         let lease = LeaseId(self.controller.random());
         let command = Command::Lease {
             selector,
@@ -190,7 +195,7 @@ impl House {
         counts.gets += 1;
         counts.bytes_leased += archives.values().map(|span| span.len).sum::<u64>();
         drop(counts);
-        Ok(Lease { lease, id, manifest, archives, segments: Vec::new() })
+        Ok(Leased { lease, id, manifest, archives, segments: Vec::new() })
     }
 
     /// A reader hands a lease back: nothing sees the version through it any more.

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::{UnixListener, UnixSocket};
 
+use rustix::fs::Mode;
+
 use crate::error::{Error, ErrorKind, Result};
 
 /// The socket of the daemon of a store, by the store's name: in a folder that belongs to the user.
@@ -27,14 +29,15 @@ pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
 
 fn runtime_folder() -> PathBuf {
     // What is not absolute is to be ignored, says the standard.
-    let folder = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    match folder.filter(|folder| folder.is_absolute()) {
-        Some(folder) => folder.join("tssd"),
-        None => {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let own = own.filter(|folder| folder.is_absolute());
+    own.map_or_else(
+        || {
             let uid = rustix::process::geteuid().as_raw();
             std::env::temp_dir().join(format!("tssd-{uid}"))
-        }
-    }
+        },
+        |folder| folder.join("tssd"),
+    )
 }
 
 /// Makes the folder, or proves that it is ours and nobody else's.
@@ -45,7 +48,8 @@ fn prepare(folder: &PathBuf) -> io::Result<()> {
     }
     let metadata = std::fs::symlink_metadata(folder)?;
     let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
-    if metadata.is_dir() && is_own && metadata.mode() & 0o077 == 0 {
+    let of_others = Mode::from_raw_mode(metadata.mode()) & (Mode::RWXG | Mode::RWXO);
+    if metadata.is_dir() && is_own && of_others.is_empty() {
         return Ok(());
     }
     Err(io::Error::new(

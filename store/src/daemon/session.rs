@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 
 use super::DaemonOptions;
 use super::house::House;
-use crate::arena::{Lent, PeerId, SegmentId};
+use crate::arena::{Exhausted, PeerId, Pool, SegmentId};
 use crate::controller::{Controller, Place, Proposal};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -22,15 +22,12 @@ use crate::key::Key;
 use crate::ledger::{Digest, Durability, Selector};
 use crate::link::{self, Receiver};
 use crate::wire::{
-    Begin, Begun, Failure, Frame, FrameKind, Hello, MAX_FDS, Notice, Protocol, Reply, Request,
-    Room, SharedSegment, Welcome,
+    Begin, Begun, Failure, Frame, FrameKind, Hello, INLINE, Limits, MAX_FDS, Notice, Protocol,
+    Reply, Request, Room, SharedSegment, Welcome,
 };
 
 /// A client says what it is within this time.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-
-/// Archives of at most this many bytes come as data of a frame.
-const INLINE: u64 = 256 << 10;
 
 /// How many requests of one connection are worked on at once; the next ones wait.
 const REQUESTS: usize = 64;
@@ -42,37 +39,52 @@ struct Session {
     house: Arc<House>,
     peer: PeerId,
     /// What has begun and is not decided.
-    contributions: Mutex<BTreeMap<u64, Contribution>>,
+    contributions: Mutex<Contributions>,
     outgoing: mpsc::Sender<Frame>,
+    /// Whoever has it sends memory. What has gone once does not go again, so whatever names it must
+    /// come after.
+    sharing: tokio::sync::Mutex<()>,
 }
+
+/// The right to send memory.
+type Sharing<'a> = tokio::sync::MutexGuard<'a, ()>;
+
+/// None is one that waits for room.
+type Contributions = BTreeMap<u64, Option<Contribution>>;
 
 struct Contribution {
     place: Place,
-    file_len: u64,
     committed: Option<Digest>,
-    /// Where it is written; none if it is to come with the commit.
+    /// The lengths of its archives; the last one is being written.
+    lens: Vec<u64>,
+    /// Where that is; none if it comes as data.
     segment: Option<SegmentId>,
+    /// Until when room for another one is waited for.
+    timeout: Duration,
 }
 
 /// Serves a connection until it ends.
 pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<DaemonOptions>) {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
-    let (mut sender, mut receiver) = link::split(stream);
-    let Ok(Some((number, client))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
+    let (mut sender, mut receiver) = link::split(stream, Limits::STRANGER);
+    let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
         return;
     };
     let uid = credentials.uid.as_raw();
-    if !options.admits(uid) {
-        let text = format!("processes of user {uid} may not connect; serve with --allow-uid");
-        let error = Error::new(ErrorKind::Refused, text);
-        house.counters.count().turned_away += 1;
-        tracing::warn!(uid, "turned away");
-        // It is turned away, whether it hears it or not.
-        let _ = sender.send(&reply(number, Reply::Failed(error.into()), Vec::new())).await;
-        return;
-    }
+    let client = match said.and_then(|client| allow(uid, &options).map(|()| client)) {
+        Ok(client) => client,
+        Err(error) => {
+            tracing::warn!(uid, %error, "turned away");
+            house.counters.count().turned_away += 1;
+            // It is turned away, whether it hears it or not.
+            let _ = sender.send(&reply(number, &Reply::Failed(error.into()), Vec::new())).await;
+            return;
+        }
+    };
+    receiver.limit(Limits::CLIENT);
+    // None if it has ended since it said hello. Who has said nothing costs one descriptor, not two.
+    let process = rustix::process::pidfd_open(credentials.pid, PidfdFlags::NONBLOCK).ok();
     let peer = house.number();
     let pid = pid(credentials.pid);
     tracing::info!(peer, pid, uid, client, "connected");
@@ -80,12 +92,18 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
     let (unmaps, mut unmapped) = mpsc::unbounded_channel();
     house.pool.join(peer, unmaps);
     let (outgoing, mut frames) = mpsc::channel::<Frame>(REQUESTS);
-    let session = Arc::new(Session { house, peer, contributions: Mutex::default(), outgoing });
+    let session = Arc::new(Session {
+        house,
+        peer,
+        contributions: Mutex::default(),
+        outgoing,
+        sharing: tokio::sync::Mutex::default(),
+    });
     let welcome = Welcome {
         protocol: Protocol::OWN,
         daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
         pid: std::process::id(),
-        inline: INLINE,
+        inline: INLINE.into(),
     };
     session.reply(number, Reply::Welcome(welcome), Vec::new()).await;
     let sending = async {
@@ -108,13 +126,14 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
     };
     sender.close();
     tracing::info!(peer, was_said, "disconnected");
-    // What has begun is carried out; nobody hears of it.
+    // What has begun is carried out, what waits for others ends; nobody hears of it.
+    drop(frames);
     while tasks.join_next().await.is_some() {}
     session.end().await;
     let pool = session.house.pool.clone();
     match process {
         // Its maps may be there as long as it is, which is longer than the connection.
-        Some(process) if !was_said => {
+        Some(process) if !was_said && pool.is_mapped_by(peer) => {
             tokio::spawn(async move {
                 exited(process).await;
                 pool.exited(peer);
@@ -124,15 +143,41 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
     }
 }
 
-/// The first request of a client.
-async fn hello(receiver: &mut Receiver) -> Option<(u64, String)> {
+/// The first request of a client: its number, and which program it is, or why it is turned away; none
+/// if it does not speak the protocol at all.
+async fn hello(receiver: &mut Receiver) -> Option<(u64, Result<String>)> {
     let frame = receiver.receive().await.ok()??;
-    match serde_json::from_slice(&frame.head).ok()? {
-        Request::Hello(Hello { protocol, client }) if protocol.major == Protocol::OWN.major => {
-            Some((frame.number, client))
-        }
-        _ => None,
+    if frame.kind != FrameKind::Request {
+        return None;
     }
+    let said = match serde_json::from_slice(&frame.head) {
+        Ok(Request::Hello(Hello { protocol, client })) => {
+            let (theirs, own) = (protocol.major, Protocol::OWN.major);
+            let other = format_args!("protocol {theirs} is not spoken here, only {own}");
+            if theirs == own { Ok(client) } else { Err(Error::new(ErrorKind::Refused, other)) }
+        }
+        Ok(_) => Err(Error::new(ErrorKind::Invalid, "hello comes first")),
+        Err(error) => Err(not_understood(&error)),
+    };
+    Some((frame.number, said))
+}
+
+/// Whether processes of a user may connect.
+fn allow(uid: u32, options: &DaemonOptions) -> Result<()> {
+    if options.admits(uid) {
+        return Ok(());
+    }
+    let text = format_args!("processes of user {uid} may not connect; serve with --allow-uid");
+    Err(Error::new(ErrorKind::Refused, text))
+}
+
+fn unknown(contribution: u64) -> Error {
+    let text = format_args!("contribution {contribution} is none of this connection's");
+    Error::new(ErrorKind::Invalid, text)
+}
+
+fn not_understood(error: &serde_json::Error) -> Error {
+    Error::new(ErrorKind::Invalid, format_args!("a request that is not understood: {error}"))
 }
 
 /// Returns when a process has ended.
@@ -147,7 +192,7 @@ async fn exited(process: OwnedFd) {
 }
 
 impl Session {
-    fn contributions(&self) -> MutexGuard<'_, BTreeMap<u64, Contribution>> {
+    fn contributions(&self) -> MutexGuard<'_, Contributions> {
         self.contributions.lock().expect("nobody panics while holding the contributions")
     }
 
@@ -189,11 +234,15 @@ impl Session {
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
-            Ok(request) => self.handle(number, request, frame.data).await,
-            Err(error) => {
-                let text = format_args!("a request that is not understood: {error}");
-                Err(Error::new(ErrorKind::Invalid, text))
+            Ok(Request::Locate { key, selector }) => {
+                let located = self.locate(number, key, selector).await;
+                located.map(|(answer, fds, sharing)| (answer, fds, Some(sharing)))
             }
+            Ok(request) => {
+                let handled = self.handle(request, frame.data).await;
+                handled.map(|(answer, fds)| (answer, fds, None))
+            }
+            Err(error) => Err(not_understood(&error)),
         };
         let failed = answered.as_ref().err().map(Error::kind);
         let (peer, seconds) = (self.peer, started.elapsed().as_secs_f64());
@@ -202,22 +251,17 @@ impl Session {
             Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
         }
         *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
-        let (answer, fds) =
-            answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
+        let (answer, fds, _sharing) = answered
+            .unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new(), None));
         self.reply(number, answer, fds).await;
     }
 
     async fn reply(&self, number: u64, answer: Reply, fds: Vec<OwnedFd>) {
         // Who is gone needs no answer.
-        let _ = self.outgoing.send(reply(number, answer, fds)).await;
+        let _ = self.outgoing.send(reply(number, &answer, fds)).await;
     }
 
-    async fn handle(
-        &self,
-        number: u64,
-        request: Request,
-        data: Vec<u8>,
-    ) -> Result<(Reply, Vec<OwnedFd>)> {
+    async fn handle(&self, request: Request, data: Vec<u8>) -> Result<(Reply, Vec<OwnedFd>)> {
         let controller = &self.house.controller;
         let answer = match request {
             Request::Hello(_) => {
@@ -226,6 +270,9 @@ impl Session {
             Request::Begin(Begin { key, proposal }) => {
                 return self.begin(&Key::new(key)?, proposal).await;
             }
+            Request::Extend { contribution, file_len } => {
+                return self.extend(contribution, file_len, &data).await;
+            }
             Request::Commit { contribution, digest } => {
                 Reply::Progress(self.commit(contribution, digest, &data).await?)
             }
@@ -233,9 +280,7 @@ impl Session {
                 self.withdraw(contribution).await?;
                 Reply::Done
             }
-            Request::Locate { key, selector } => {
-                return self.locate(number, &Key::new(key)?, selector).await;
-            }
+            Request::Locate { .. } => unreachable!("it is answered with its memory"),
             Request::Versions { key } => {
                 Reply::Versions(controller.versions(&Key::new(key)?).await?)
             }
@@ -277,48 +322,78 @@ impl Session {
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
         self.house.tiers.check(proposal.durability)?;
-        let (place, committed) = self.house.controller.open(key, &proposal).await?;
-        let lent = if committed.is_some() || file_len <= INLINE {
-            None
-        } else {
-            match self.lend(file_len, deadline).await {
-                Ok(lent) => Some(lent),
-                Err(error) => {
-                    let error = self.house.controller.reason(&place, error).await;
-                    self.house.controller.withdraw(&place).await;
-                    return Err(error);
-                }
-            }
+        let is_wanted = || !self.outgoing.is_closed();
+        let (place, committed) = self.house.controller.open(key, &proposal, is_wanted).await?;
+        let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
+        let mut open =
+            Contribution { place, committed, lens: vec![file_len], segment: None, timeout };
+        let (room, fds) = match self.room(&mut open, deadline).await {
+            Ok(room) => room,
+            Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
-        let room = lent.as_ref().map_or(Room::Inline, |lent| Room::Segment {
-            segment: lent.segment,
-            capacity: lent.capacity,
-        });
-        let begun = Begun {
-            contribution,
-            id: place.id,
-            epoch: place.epoch,
-            number: place.number,
-            committed,
-            room,
-        };
-        let segment = lent.as_ref().map(|lent| lent.segment);
-        let open = Contribution { place, file_len, committed, segment };
-        self.contributions().insert(contribution, open);
-        let fds = lent.and_then(|lent| lent.memory).into_iter().collect();
-        Ok((Reply::Begun(begun), fds))
+        self.contributions().insert(contribution, Some(open));
+        Ok((Reply::Begun(Begun { contribution, id, epoch, number, committed, room }), fds))
     }
 
-    /// A segment of so many bytes; waits for one if there is no room.
-    async fn lend(&self, len: u64, deadline: Instant) -> Result<Lent> {
+    /// Room for the last archive of a contribution, and its memory if the client does not have it yet.
+    async fn room(
+        &self,
+        open: &mut Contribution,
+        deadline: Instant,
+    ) -> Result<(Room, Vec<OwnedFd>)> {
+        let len = open.lens.last().copied().unwrap_or_default();
+        open.segment = None;
+        if open.committed.is_some() || len <= INLINE.into() {
+            return Ok((Room::Inline, Vec::new()));
+        }
+        let lent = self.in_memory(deadline, |pool| pool.lend(self.peer, len)).await?;
+        open.segment = Some(lent.segment);
+        let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
+        Ok((room, lent.memory.into_iter().collect()))
+    }
+
+    /// Room for another archive of a contribution, whose last one is complete.
+    async fn extend(
+        &self,
+        contribution: u64,
+        file_len: u64,
+        data: &[u8],
+    ) -> Result<(Reply, Vec<OwnedFd>)> {
+        let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
+        let mut open = taken.ok_or_else(|| unknown(contribution))?;
+        let extended = async {
+            self.publish(&open, data).await?;
+            open.lens.push(file_len);
+            let deadline = Instant::now() + open.timeout;
+            self.room(&mut open, deadline).await
+        };
+        let error = match extended.await {
+            Ok((room, fds)) => match self.contributions().get_mut(&contribution) {
+                Some(waiting) => {
+                    *waiting = Some(open);
+                    return Ok((Reply::Room(room), fds));
+                }
+                None => unknown(contribution),
+            },
+            Err(error) => error,
+        };
+        self.contributions().remove(&contribution);
+        Err(self.cancel(open, error).await)
+    }
+
+    /// Does something that needs memory; waits for it until the deadline if there is none.
+    async fn in_memory<T>(
+        &self,
+        deadline: Instant,
+        mut work: impl FnMut(&Pool) -> std::io::Result<Result<T, Exhausted>>,
+    ) -> Result<T> {
         let pool = &self.house.pool;
         loop {
             let mut freed = std::pin::pin!(pool.freed.notified());
             freed.as_mut().enable();
-            let lent = pool.lend(self.peer, len);
-            let exhausted = match lent.map_err(|error| Error::io("segment", error))? {
-                Ok(lent) => return Ok(lent),
+            let exhausted = match work(pool).map_err(|error| Error::io("memory", error))? {
+                Ok(done) => return Ok(done),
                 Err(exhausted) => exhausted,
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -334,11 +409,9 @@ impl Session {
         }
     }
 
-    fn take(&self, contribution: u64) -> Result<Contribution> {
-        self.contributions().remove(&contribution).ok_or_else(|| {
-            let text = format_args!("contribution {contribution} is none of this connection's");
-            Error::new(ErrorKind::Invalid, text)
-        })
+    /// Takes a contribution, to decide it; none if it waits for room: then it is not to get any.
+    fn take(&self, contribution: u64) -> Result<Option<Contribution>> {
+        self.contributions().remove(&contribution).ok_or_else(|| unknown(contribution))
     }
 
     async fn commit(
@@ -347,22 +420,15 @@ impl Session {
         digest: Digest,
         data: &[u8],
     ) -> Result<crate::controller::Progress> {
-        let open = self.take(contribution)?;
+        let open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
         let committed = async {
-            self.publish(&open, data)?;
-            if open.place.durability == Durability::Disk && open.committed.is_none() {
-                let (tiers, path) = (self.house.tiers.clone(), open.place.path());
-                let started = Instant::now();
-                wait(move || tiers.persist(&path)).await?;
-                let (bytes, seconds) = (open.file_len, started.elapsed().as_secs_f64());
-                tracing::debug!(peer = self.peer, bytes, seconds, "on disk");
-            }
-            let progress = self.house.controller.commit(&open.place, digest, open.file_len).await?;
+            self.publish(&open, data).await?;
+            let progress = self.house.controller.commit(&open.place, digest, &open.lens).await?;
             // A contribution that was committed before is no other put.
             if open.committed.is_none() {
                 let mut counts = self.house.counters.count();
                 counts.puts += 1;
-                counts.bytes_put += open.file_len;
+                counts.bytes_put += open.lens.iter().sum::<u64>();
                 counts.published += u64::from(progress.visible);
             }
             Ok(progress)
@@ -373,29 +439,39 @@ impl Session {
         }
     }
 
-    /// Gives the archive its name.
-    fn publish(&self, open: &Contribution, data: &[u8]) -> Result<()> {
+    /// Gives the last archive its name.
+    async fn publish(&self, open: &Contribution, data: &[u8]) -> Result<()> {
         if open.committed.is_some() {
             return Ok(());
         }
-        let (pool, path) = (&self.house.pool, open.place.path());
-        let failed = |error| Error::io(&path, error);
-        if let Some(segment) = open.segment {
-            return pool.publish(self.peer, segment, &path, open.file_len).map_err(failed);
+        let path = open.place.path(open.lens.len() - 1);
+        let len = open.lens.last().copied().unwrap_or_default();
+        match open.segment {
+            Some(segment) => {
+                let published = self.house.pool.publish(self.peer, segment, &path, len);
+                published.map_err(|error| Error::io(&path, error))?;
+            }
+            None if u64::try_from(data.len()) == Ok(len) => {
+                let deadline = Instant::now() + open.timeout;
+                self.in_memory(deadline, |pool| pool.write(&path, data)).await?;
+            }
+            None => {
+                let came = data.len();
+                let text = format!("an archive of {came} bytes where {len} were announced");
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
         }
-        if u64::try_from(data.len()) != Ok(open.file_len) {
-            let (came, said) = (data.len(), open.file_len);
-            let text = format_args!("an archive of {came} bytes where {said} were announced");
-            return Err(Error::new(ErrorKind::Invalid, text));
+        if open.place.durability == Durability::Disk {
+            let (tiers, started) = (self.house.tiers.clone(), Instant::now());
+            wait(move || tiers.persist(&path)).await?;
+            let seconds = started.elapsed().as_secs_f64();
+            tracing::debug!(peer = self.peer, bytes = len, seconds, "on disk");
         }
-        match pool.write(&path, data).map_err(failed)? {
-            Ok(()) => Ok(()),
-            Err(exhausted) => Err(self.house.no_room(&exhausted)),
-        }
+        Ok(())
     }
 
     async fn withdraw(&self, contribution: u64) -> Result<()> {
-        let open = self.take(contribution)?;
+        let Some(open) = self.take(contribution)? else { return Ok(()) };
         let (key, id, number) = (open.place.key.clone(), open.place.id, open.place.number);
         let withdrawn =
             Error::new(ErrorKind::Refused, format_args!("version {number} of `{key}` ({id})"));
@@ -410,21 +486,23 @@ impl Session {
         if let Some(segment) = open.segment {
             self.house.pool.give_back(self.peer, segment);
         }
-        self.house.controller.withdraw(&open.place).await;
+        self.house.controller.withdraw(&open.place, open.lens.len()).await;
         error
     }
 
-    /// A version, with the memory of its segments that the client does not have yet.
+    /// A version, with the memory of its segments that the client does not have yet, and the right to send
+    /// that.
     async fn locate(
         &self,
         number: u64,
-        key: &Key,
+        key: String,
         selector: Selector,
-    ) -> Result<(Reply, Vec<OwnedFd>)> {
-        let mut leased = self.house.lease(self.peer, key, selector).await?;
+    ) -> Result<(Reply, Vec<OwnedFd>, Sharing<'_>)> {
+        let mut leased = self.house.lease(self.peer, &Key::new(key)?, selector).await?;
         let mut segments: Vec<SegmentId> =
             leased.archives.values().map(|span| span.segment).collect();
         segments.push(leased.manifest.segment);
+        let sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
             let memory = self.house.pool.share(self.peer, segment);
@@ -435,29 +513,39 @@ impl Session {
         // What does not go into one frame goes ahead.
         while shared.len() > usize::from(MAX_FDS) {
             let (segments, fds) = shared.drain(..usize::from(MAX_FDS)).unzip();
-            let mut part = reply(number, Reply::Segments(segments), fds);
+            let mut part = reply(number, &Reply::Segments(segments), fds);
             part.kind = FrameKind::Part;
             let _ = self.outgoing.send(part).await;
         }
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
-        Ok((Reply::Leased(leased), fds))
+        Ok((Reply::Leased(leased), fds, sharing))
     }
 
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
     async fn end(&self) {
         let open = std::mem::take(&mut *self.contributions());
-        for contribution in open.into_values() {
-            self.house.controller.withdraw(&contribution.place).await;
+        for contribution in open.into_values().flatten() {
+            let Contribution { place, lens, .. } = contribution;
+            self.house.controller.withdraw(&place, lens.len()).await;
         }
         self.house.pool.leave(self.peer);
         self.house.lose(self.peer).await;
     }
 }
 
-fn reply(number: u64, answer: Reply, fds: Vec<OwnedFd>) -> Frame {
-    let head = serde_json::to_vec(&answer).expect("a reply is JSON");
-    Frame { kind: FrameKind::Reply, number, head, data: Vec::new(), fds }
+fn reply(number: u64, answer: &Reply, fds: Vec<OwnedFd>) -> Frame {
+    let of = |answer: &Reply, fds| {
+        let head = serde_json::to_vec(answer).expect("a reply is JSON");
+        Frame { kind: FrameKind::Reply, number, head, data: Vec::new(), fds }
+    };
+    let frame = of(answer, fds);
+    if frame.is_within(Limits::DAEMON) {
+        return frame;
+    }
+    let len = frame.head.len();
+    let text = format_args!("the answer has {len} bytes, too many for one: ask for less");
+    of(&Reply::Failed(Error::new(ErrorKind::Invalid, text).into()), Vec::new())
 }
 
 fn unmap(segment: SegmentId) -> Frame {
@@ -468,4 +556,53 @@ fn unmap(segment: SegmentId) -> Frame {
 
 fn pid(pid: Pid) -> u32 {
     pid.as_raw_nonzero().get().cast_unsigned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_the_same_user_and_of_root_may_connect() {
+        let own = rustix::process::geteuid().as_raw();
+        let other = own + 7;
+        let mut options = DaemonOptions::at("socket", 0);
+        assert!(allow(own, &options).is_ok() && allow(0, &options).is_ok());
+        assert!(allow(other, &options).is_err());
+        // Who is not of the group cannot connect.
+        options.socket_group = Some(1);
+        assert!(allow(other, &options).is_ok());
+        options.allow_uids = vec![other];
+        assert!(allow(other, &options).is_ok());
+        let error = allow(other + 1, &options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.to_string().contains(&(other + 1).to_string()), "{error}");
+    }
+
+    #[test]
+    fn limits_are_those_of_the_spec() {
+        let spec = include_str!("../../../spec/protocol.md");
+        let seconds = |span: Duration| span.as_secs();
+        let count = |count: usize| u64::try_from(count).unwrap();
+        let (daemon, client, stranger) = (Limits::DAEMON, Limits::CLIENT, Limits::STRANGER);
+        let limits = [
+            ("daemon_head", daemon.head.into()),
+            ("daemon_data", daemon.data.into()),
+            ("daemon_fds", daemon.fds.into()),
+            ("client_head", client.head.into()),
+            ("client_data", client.data.into()),
+            ("client_fds", client.fds.into()),
+            ("hello_head", stranger.head.into()),
+            ("hello", seconds(HANDSHAKE)),
+            ("frame", seconds(link::PATIENCE)),
+            ("longest", seconds(LONGEST)),
+            ("drain", seconds(super::super::DRAIN)),
+            ("requests", count(REQUESTS)),
+            ("connections", count(super::super::MAX_PEERS)),
+        ];
+        for (name, value) in limits {
+            assert!(spec.contains(&format!("\n| `{name}` | {value} | ")), "{name} = {value}");
+        }
+        assert_eq!((client.data, stranger.data, stranger.fds), (INLINE, 0, 0));
+    }
 }

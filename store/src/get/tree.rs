@@ -76,7 +76,7 @@ pub(super) fn is_whole(run: &[TensorReference]) -> bool {
 }
 
 /// Puts one writer's values in the place of divergent nodes.
-pub(super) fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Result<()> {
+pub(crate) fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Result<()> {
     let Node::Container(container, children) = node else { return Ok(()) };
     if *container != Container::Divergent {
         return children.iter_mut().try_for_each(|(step, child)| {

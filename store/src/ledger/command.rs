@@ -140,25 +140,26 @@ pub struct Begin {
     pub now: Timestamp,
 }
 
-/// A writer's archive is complete.
+/// A writer's archives are complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commit {
     /// The version.
     pub id: VersionId,
-    /// Whose archive it is.
+    /// Whose archives they are.
     pub writer: u32,
     /// The writer's job.
     pub job: Option<JobId>,
-    /// What the archive contains.
+    /// What they contain.
     pub digest: Digest,
-    /// Where the archive is.
-    pub archive: ArchiveReference,
+    /// Where they are, in their order: usually there is one.
+    pub archives: Vec<ArchiveReference>,
     /// The moment.
     pub now: Timestamp,
 }
 
 /// One visible version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Selector {
     /// The head.
     Newest,
@@ -180,6 +181,7 @@ impl fmt::Display for Selector {
 
 /// Versions to delete, whether open or visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Selection {
     /// Every one.
     All,

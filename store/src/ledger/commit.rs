@@ -9,7 +9,7 @@ use super::version::{Contribution, Durability, ManifestReference, Status};
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
-        let Commit { id, writer, job, digest, archive, now } = commit;
+        let Commit { id, writer, job, digest, archives, now } = commit;
         self.refuse_fenced(job.as_ref())?;
         let version = self.named(id)?;
         version.refuse_dropped()?;
@@ -21,7 +21,7 @@ impl State {
                 return Err(Refusal::ContributionDiffers { number, writer, committed: *committed });
             }
             Some(Contribution::Committed { .. }) => {}
-            Some(begun) => *begun = Contribution::Committed { digest, archive },
+            Some(begun) => *begun = Contribution::Committed { digest, archives },
         }
         let missing = version.missing();
         if missing.is_empty() && matches!(version.status, Status::Open { .. }) {

@@ -11,6 +11,7 @@ use super::writers::WriterSet;
 
 /// Why a version never became visible.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Reason {
     /// A newer one became visible first.
@@ -74,6 +75,7 @@ impl Reason {
 
 /// Why a command is refused. A refused command has changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Refusal {
     /// A writer that is not declared wants to contribute.

@@ -65,11 +65,11 @@ impl Ledger {
             writer: put.writer,
             job: put.job.map(job_id),
             digest: Digest([contents; 16]),
-            archive: ArchiveReference {
+            archives: vec![ArchiveReference {
                 name: format!("{id}.{}", put.writer),
                 file_len: 1,
                 bytes: 1,
-            },
+            }],
             now: Timestamp(self.now),
         }))
     }

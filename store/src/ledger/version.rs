@@ -64,12 +64,12 @@ impl fmt::Display for Durability {
 pub enum Contribution {
     /// The writer has begun and may be writing.
     Begun,
-    /// The archive is complete and never changes.
+    /// The archives are complete and never change.
     Committed {
-        /// What the archive contains.
+        /// What they contain.
         digest: Digest,
-        /// Where the archive is.
-        archive: ArchiveReference,
+        /// Where they are, in their order: usually there is one.
+        archives: Vec<ArchiveReference>,
     },
 }
 
@@ -138,6 +138,16 @@ pub enum Fate {
     Visible,
     /// It never became visible and never will.
     Dropped(Reason),
+}
+
+impl Contribution {
+    /// The archives that are complete.
+    pub fn archives(&self) -> &[ArchiveReference] {
+        match self {
+            Self::Begun => &[],
+            Self::Committed { archives, .. } => archives,
+        }
+    }
 }
 
 impl Version {

@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::WriterSet;
 
 /// Who contributes to a version, and as whom.
-pub(super) struct Role {
+pub(crate) struct Role {
     pub(super) writer: u32,
     pub(super) writers: WriterSet,
     /// Whether the writers were found in the dict, not said.
@@ -15,7 +15,7 @@ pub(super) struct Role {
 }
 
 impl Role {
-    pub(super) fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
+    pub(crate) fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
         let leaves = dict.leaves();
         let shards = leaves.iter().flat_map(|(_, leaf)| match leaf {
             Value::Shards(shards) => shards.as_slice(),

@@ -1,6 +1,6 @@
 //! Calls to a daemon over one connection: many at a time, each with a deadline.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::maps::Maps;
 use crate::error::{Error, ErrorKind, Result};
 use crate::link::{self, Receiver, Sender};
-use crate::wire::{Frame, FrameKind, Notice, Reply, Request, SharedSegment};
+use crate::wire::{Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
 pub(super) struct Calls {
@@ -25,7 +25,7 @@ pub(super) struct Calls {
 #[derive(Default)]
 struct Waiting(Mutex<Option<Callers>>);
 
-type Callers = HashMap<u64, oneshot::Sender<Answer>>;
+type Callers = BTreeMap<u64, oneshot::Sender<Answer>>;
 
 /// A reply, and what it obliges to.
 pub(super) struct Answer {
@@ -69,7 +69,7 @@ impl Drop for Owed {
 impl Calls {
     /// Starts the tasks that send and receive.
     pub(super) fn start(stream: UnixStream, maps: Arc<Maps>) -> Self {
-        let (sender, receiver) = link::split(stream);
+        let (sender, receiver) = link::split(stream, Limits::DAEMON);
         let (outgoing, frames) = mpsc::unbounded_channel();
         let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
         tokio::spawn(send(sender, frames, waiting.clone()));
@@ -158,7 +158,7 @@ async fn receive(
     outgoing: mpsc::WeakUnboundedSender<Frame>,
 ) {
     // Segments of replies whose end has not come.
-    let mut parts: HashMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = HashMap::new();
+    let mut parts: BTreeMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = BTreeMap::new();
     while let Ok(Some(frame)) = receiver.receive().await {
         let Frame { kind, number, head, fds, .. } = frame;
         match kind {
@@ -209,7 +209,13 @@ fn frame(
 ) -> Result<Frame> {
     let head = serde_json::to_vec(head)
         .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
-    Ok(Frame { kind, number, head, data, fds: Vec::new() })
+    let frame = Frame { kind, number, head, data, fds: Vec::new() };
+    if frame.is_within(Limits::CLIENT) {
+        return Ok(frame);
+    }
+    let (head, data) = (frame.head.len(), frame.data.len());
+    let text = format_args!("a message of {head} and {data} bytes is too long for the daemon");
+    Err(Error::new(ErrorKind::Invalid, text))
 }
 
 fn lost() -> Error {

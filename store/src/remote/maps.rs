@@ -12,7 +12,11 @@ use crate::wire::{Begun, Reply, Room};
 
 /// Segments by their names: those to read, and those to write that are not being written.
 #[derive(Default)]
-pub(super) struct Maps(Mutex<Inner>);
+pub(super) struct Maps {
+    inner: Mutex<Inner>,
+    /// Whoever has it maps: who wants the same waits, and finds it mapped.
+    mapping: Mutex<()>,
+}
 
 #[derive(Default)]
 struct Inner {
@@ -27,7 +31,7 @@ struct Inner {
 
 impl Maps {
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().expect("nobody panics while holding the maps")
+        self.inner.lock().expect("nobody panics while holding the maps")
     }
 
     /// Keeps the memory that came with a reply, whether or not somebody still waits for it: the daemon
@@ -40,7 +44,8 @@ impl Maps {
                     inner.shared.insert(each.segment, (memory, each.capacity));
                 }
             }
-            Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. }) => {
+            Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. })
+            | Reply::Room(Room::Segment { segment, .. }) => {
                 inner.lent.extend(fds.into_iter().map(|memory| (*segment, memory)));
             }
             // Nobody has asked for what comes with other replies.
@@ -55,6 +60,10 @@ impl Maps {
     }
 
     fn read_map(&self, segment: SegmentId) -> Result<Arc<ReadMap>> {
+        if let Some(map) = self.inner().read.get(&segment) {
+            return Ok(map.clone());
+        }
+        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
         let mut inner = self.inner();
         if let Some((memory, capacity)) = inner.shared.remove(&segment) {
             drop(inner);
@@ -67,15 +76,20 @@ impl Maps {
         inner.read.get(&segment).cloned().ok_or_else(|| broken("it names a segment it never sent"))
     }
 
-    /// A segment to write: new memory, or what was written before and may be written again.
-    pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<WriteMap> {
+    /// Maps a segment to write, if its memory is new. It is kept, whether or not somebody still waits for
+    /// it: the daemon sends it once.
+    pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {
         let failed = |error| Error::io(format_args!("segment {segment}"), error);
         let memory = self.inner().lent.remove(&segment);
         if let Some(memory) = memory {
-            return check_lent(&memory, capacity)
-                .and_then(|()| WriteMap::new(&memory, capacity))
-                .map_err(failed);
+            check_lent(&memory, capacity).map_err(failed)?;
+            self.keep(segment, WriteMap::new(&memory, capacity).map_err(failed)?);
         }
+        Ok(())
+    }
+
+    /// A segment to write that is mapped and was lent.
+    pub(super) fn take(&self, segment: SegmentId) -> Result<WriteMap> {
         let map = self.inner().write.remove(&segment);
         map.ok_or_else(|| broken("it lends a segment it never sent"))
     }
@@ -85,21 +99,19 @@ impl Maps {
         self.inner().write.insert(segment, map);
     }
 
-    /// Lets go of segments that the daemon has retired; returns those that nobody has mapped any more.
+    /// Lets go of segments that the daemon has retired; returns those that nobody has mapped any more,
+    /// of these and of earlier ones.
     pub(super) fn unmap(&self, segments: &[SegmentId]) -> Vec<SegmentId> {
         let mut inner = self.inner();
         for segment in segments {
             inner.write.remove(segment);
             inner.lent.remove(segment);
             inner.shared.remove(segment);
-            if let Some(map) = inner.read.remove(segment) {
-                inner.gone.insert(*segment, Arc::downgrade(&map));
-            }
+            let map = inner.read.remove(segment).map_or_else(Weak::new, |map| Arc::downgrade(&map));
+            inner.gone.insert(*segment, map);
         }
-        let is_gone = |segment: &&SegmentId| {
-            inner.gone.get(segment).is_none_or(|map| map.strong_count() == 0)
-        };
-        segments.iter().filter(is_gone).copied().collect()
+        let unmapped = inner.gone.extract_if(.., |_, map| map.strong_count() == 0);
+        unmapped.map(|(segment, _)| segment).collect()
     }
 
     /// Lets go of all.

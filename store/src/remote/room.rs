@@ -1,6 +1,7 @@
 //! A contribution to a version in a daemon.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -20,6 +21,8 @@ pub(super) struct RemoteContribution {
     contribution: u64,
     file_len: usize,
     memory: Memory,
+    /// How long an answer may take that waits for others.
+    patience: Duration,
     /// That it is withdrawn.
     owed: Owed,
 }
@@ -37,28 +40,37 @@ impl RemoteContribution {
         client: Arc<Client>,
         begun: &Begun,
         file_len: u64,
+        patience: Duration,
         owed: Owed,
     ) -> Result<Self> {
-        let len = usize::try_from(file_len)
-            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
         let mut own = Self {
             client,
             contribution: begun.contribution,
-            file_len: len,
+            file_len: 0,
             memory: Memory::None,
+            patience,
             owed,
         };
-        own.memory = match begun.room {
-            _ if begun.committed.is_some() => Memory::None,
-            Room::Inline => Memory::Own(vec![0; len]),
+        if begun.committed.is_none() {
+            own.enter(begun.room, file_len).await?;
+        }
+        Ok(own)
+    }
+
+    /// Writes the next archive there.
+    async fn enter(&mut self, room: Room, file_len: u64) -> Result<()> {
+        self.file_len = usize::try_from(file_len)
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
+        self.memory = match room {
+            Room::Inline => Memory::Own(vec![0; self.file_len]),
             Room::Segment { segment, capacity } => {
-                let maps = own.client.maps.clone();
+                let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
-                let map = wait(move || maps.lent(segment, capacity)).await?;
-                Memory::Segment(segment, map)
+                wait(move || maps.lent(segment, capacity)).await?;
+                Memory::Segment(segment, self.client.maps.take(segment)?)
             }
         };
-        Ok(own)
+        Ok(())
     }
 
     /// Nobody writes any more.
@@ -81,6 +93,18 @@ impl Contribution for RemoteContribution {
             Memory::None => Vec::new(),
             Memory::Own(bytes) => split(bytes, lens),
             Memory::Segment(_, map) => split(map.range_mut(0..self.file_len), lens),
+        }
+    }
+
+    async fn extend(&mut self, file_len: u64) -> Result<()> {
+        if matches!(self.memory, Memory::None) {
+            return Ok(());
+        }
+        let data = self.close();
+        let request = Request::Extend { contribution: self.contribution, file_len };
+        match self.client.calls.call(&request, data, self.patience).await?.reply {
+            Reply::Room(room) => self.enter(room, file_len).await,
+            other => Err(unexpected(&other)),
         }
     }
 

@@ -13,6 +13,28 @@ pub(crate) const MAX_HEAD: u32 = 1 << 20;
 /// The most data, in bytes.
 pub(crate) const MAX_DATA: u32 = 16 << 20;
 
+/// What a frame may have at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    pub(crate) head: u32,
+    pub(crate) data: u32,
+    pub(crate) fds: u8,
+}
+
+impl Limits {
+    /// From a daemon.
+    pub(crate) const DAEMON: Self = Self { head: MAX_HEAD, data: MAX_DATA, fds: MAX_FDS };
+
+    /// From a client: what it sends takes the memory of all.
+    pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: INLINE, fds: 0 };
+
+    /// From a client that has not said hello.
+    pub(crate) const STRANGER: Self = Self { head: 4 << 10, data: 0, fds: 0 };
+}
+
+/// Archives of at most this many bytes come as data of a frame.
+pub(crate) const INLINE: u32 = 256 << 10;
+
 /// The most descriptors of one frame.
 pub(crate) const MAX_FDS: u8 = 64;
 
@@ -92,7 +114,7 @@ impl Header {
     /// # Errors
     ///
     /// What is wrong; nothing is allocated for lengths before they are compared with the limits.
-    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, InvalidHeader> {
+    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES], most: Limits) -> Result<Self, InvalidHeader> {
         let word = |at: usize| {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
@@ -110,9 +132,9 @@ impl Header {
             return Err(InvalidHeader::Reserved);
         }
         let limits = [
-            ("descriptors", u32::from(bytes[5]), u32::from(MAX_FDS)),
-            ("a head of bytes", word(8), MAX_HEAD),
-            ("data of bytes", word(12), MAX_DATA),
+            ("descriptors", u32::from(bytes[5]), u32::from(most.fds)),
+            ("a head of bytes", word(8), most.head),
+            ("data of bytes", word(12), most.data),
         ];
         for (what, len, most) in limits {
             if len > most {
@@ -145,6 +167,12 @@ impl Frame {
             number: self.number,
         }
     }
+
+    /// Whether whoever receives it takes it.
+    pub(crate) fn is_within(&self, most: Limits) -> bool {
+        let Header { fds, head_len, data_len, .. } = self.header();
+        fds <= most.fds && head_len <= most.head && data_len <= most.data
+    }
 }
 
 #[cfg(test)]
@@ -157,7 +185,22 @@ mod tests {
 
     #[test]
     fn a_header_is_bytes_and_back() {
-        assert_eq!(Header::parse(&header().to_bytes()), Ok(header()));
+        assert_eq!(Header::parse(&header().to_bytes(), Limits::DAEMON), Ok(header()));
+    }
+
+    #[test]
+    fn the_frame_of_the_spec_is_a_frame() {
+        let spec = include_str!("../../../spec/protocol.md");
+        let dump = spec.split("```hex").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let bytes = dump.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).unwrap());
+        let bytes: Vec<u8> = bytes.collect();
+        let (header, head) = bytes.split_first_chunk().unwrap();
+        let header = Header::parse(header, Limits::CLIENT).unwrap();
+        assert_eq!((header.kind, header.number, header.data_len), (FrameKind::Request, 1, 0));
+        assert_eq!(
+            (head, u32::try_from(head.len()).ok()),
+            (&br#"{"op":"status"}"#[..], Some(header.head_len))
+        );
     }
 
     #[test]
@@ -165,7 +208,7 @@ mod tests {
         let change = |at: usize, byte: u8| {
             let mut bytes = header().to_bytes();
             bytes[at] = byte;
-            Header::parse(&bytes)
+            Header::parse(&bytes, Limits::DAEMON)
         };
         assert_eq!(change(0, b'G'), Err(InvalidHeader::Mark));
         assert_eq!(change(4, 0), Err(InvalidHeader::Kind(0)));
@@ -176,6 +219,18 @@ mod tests {
         assert!(matches!(change(11, 0x80), Err(InvalidHeader::TooLong("a head of bytes", ..))));
         assert!(matches!(change(15, 0x01), Err(InvalidHeader::TooLong("data of bytes", ..))));
         let at_limit = Header { head_len: MAX_HEAD, data_len: MAX_DATA, fds: MAX_FDS, ..header() };
-        assert_eq!(Header::parse(&at_limit.to_bytes()), Ok(at_limit));
+        assert_eq!(Header::parse(&at_limit.to_bytes(), Limits::DAEMON), Ok(at_limit));
+        let of_client = Header { head_len: 64 << 10, data_len: 256 << 10, fds: 0, ..header() };
+        assert_eq!(Header::parse(&of_client.to_bytes(), Limits::CLIENT), Ok(of_client));
+        for beyond in [
+            Header { head_len: (64 << 10) + 1, ..of_client },
+            Header { data_len: (256 << 10) + 1, ..of_client },
+            Header { fds: 1, ..of_client },
+        ] {
+            assert!(Header::parse(&beyond.to_bytes(), Limits::CLIENT).is_err(), "{beyond:?}");
+        }
+        let first = Header { head_len: 4 << 10, data_len: 0, ..of_client };
+        assert_eq!(Header::parse(&first.to_bytes(), Limits::STRANGER), Ok(first));
+        assert!(Header::parse(&of_client.to_bytes(), Limits::STRANGER).is_err());
     }
 }

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::de::IntoDeserializer;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::arena::{SegmentId, Span};
 use crate::controller::{Progress, Proposal, VersionInfo};
@@ -40,6 +41,8 @@ pub(crate) struct Hello {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Welcome {
     pub(crate) protocol: Protocol,
+    /// Which program and version it is, for people.
+    #[serde(default)]
     pub(crate) daemon: String,
     pub(crate) pid: u32,
     /// Archives of at most this many bytes are committed as data of a frame.
@@ -53,7 +56,12 @@ pub(crate) enum Request {
     Hello(Hello),
     /// Begin a contribution.
     Begin(Begin),
-    /// Commit one; the archive is the data of the frame if its room is inline.
+    /// Another archive of a contribution. The one before is the data of the frame if its room was inline.
+    Extend {
+        contribution: u64,
+        file_len: u64,
+    },
+    /// Commit one; the last archive is the data of the frame if its room is inline.
     Commit {
         contribution: u64,
         digest: Digest,
@@ -112,6 +120,7 @@ impl Request {
         match self {
             Self::Hello(_) => "hello",
             Self::Begin(_) => "begin",
+            Self::Extend { .. } => "extend",
             Self::Commit { .. } => "commit",
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
@@ -152,8 +161,10 @@ pub(crate) enum Notice {
 pub(crate) enum Reply {
     Welcome(Welcome),
     Begun(Begun),
+    /// Where the next archive of a contribution is written.
+    Room(Room),
     Progress(Progress),
-    Leased(Lease),
+    Leased(Leased),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
     Keys(Vec<String>),
@@ -195,7 +206,7 @@ pub(crate) enum Room {
 
 /// A version under a lease.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Lease {
+pub(crate) struct Leased {
     pub(crate) lease: LeaseId,
     pub(crate) id: VersionId,
     pub(crate) manifest: Span,
@@ -217,27 +228,183 @@ pub(crate) struct SharedSegment {
 /// Why something failed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Failure {
+    #[serde(deserialize_with = "kind")]
     pub(crate) kind: ErrorKind,
+    /// What failed, and why if `reason` is empty.
     pub(crate) text: String,
+    /// What the refusal says, for those who do not know it.
     #[serde(default)]
+    pub(crate) reason: String,
+    #[serde(default, deserialize_with = "refusal")]
     pub(crate) refusal: Option<Refusal>,
+}
+
+/// A kind that came later is a refusal: what can be done about it is in the words.
+fn kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ErrorKind, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    let known: Result<_, serde::de::value::Error> =
+        ErrorKind::deserialize(name.into_deserializer());
+    Ok(known.unwrap_or(ErrorKind::Refused))
+}
+
+/// A refusal that came later is none: its reason says it in words.
+fn refusal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Refusal>, D::Error> {
+    let value = serde_json::Value::deserialize(deserializer)?;
+    Ok(serde_json::from_value(value).unwrap_or_default())
 }
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        let refusal = error.refusal().cloned();
-        // What a refusal says comes with it.
-        let text = if refusal.is_some() { error.text().to_owned() } else { error.to_string() };
-        Self { kind: error.kind(), text, refusal }
+        let kind = error.kind();
+        match error.refusal().cloned() {
+            Some(refusal) => {
+                let (text, reason) = (error.text().to_owned(), refusal.to_string());
+                Self { kind, text, reason, refusal: Some(refusal) }
+            }
+            None => Self { kind, text: error.to_string(), reason: String::new(), refusal: None },
+        }
     }
 }
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        let error = Self::new(failure.kind, failure.text);
-        match failure.refusal {
-            Some(refusal) => error.because(refusal),
-            None => error,
+        let Failure { kind, text, reason, refusal } = failure;
+        match refusal {
+            Some(refusal) => Self::new(kind, text).because(refusal),
+            None if reason.is_empty() => Self::new(kind, text),
+            None => Self::new(kind, format_args!("{text}: {reason}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(text: &str) -> Error {
+        match serde_json::from_str(text).unwrap() {
+            Reply::Failed(failure) => failure.into(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn errors_come_as_they_are_sent() {
+        let refused = Error::refused("policy", Refusal::Gone { number: 7 });
+        let (kind, words, refusal) =
+            (refused.kind(), refused.to_string(), refused.refusal().cloned());
+        let sent = serde_json::to_string(&Reply::Failed(refused.into())).unwrap();
+        let come = failed(&sent);
+        assert_eq!(
+            (come.kind(), come.to_string(), come.refusal().cloned()),
+            (kind, words, refusal)
+        );
+        assert!(sent.contains(r#""refusal":{"gone":{"number":7}}"#), "{sent}");
+    }
+
+    #[test]
+    fn errors_of_a_later_version_are_errors() {
+        let error = failed(
+            r#"{"failed": {"kind": "bewitched", "text": "key `k`", "reason": "it is under a spell",
+                "refusal": {"spell": {"by": "a witch"}}, "broom": null}}"#,
+        );
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert_eq!(error.to_string(), "key `k`: it is under a spell");
+        let error = failed(r#"{"failed": {"kind": "busy", "text": "later"}}"#);
+        assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::Busy, "later"));
+    }
+
+    #[test]
+    fn what_may_be_left_out_has_a_default() {
+        let request = |text: &str| serde_json::from_str::<Request>(text).unwrap();
+        let hello = request(r#"{"op": "hello", "protocol": {"major": 1, "minor": 9}, "pace": 3}"#);
+        assert!(matches!(hello, Request::Hello(Hello { client, .. }) if client.is_empty()));
+        let begin = request(
+            r#"{"op": "begin", "key": "", "proposal": {"writer": 0, "writers": "0",
+                "file_len": 9, "timeout": {"secs": 0, "nanos": 0}}}"#,
+        );
+        let Request::Begin(Begin { proposal, .. }) = begin else { panic!("{begin:?}") };
+        assert!(!proposal.writers_defaulted && !proposal.rewind);
+        assert_eq!((proposal.job, proposal.call, proposal.number), (None, None, None));
+        // None and nothing are the same, and an empty text is a text.
+        let newer = |seen: &str| {
+            let patience = r#""patience": {"secs": 1, "nanos": 0}"#;
+            request(&format!(r#"{{"op": "newer", "key": "k", {seen} {patience}}}"#))
+        };
+        assert_eq!(newer(""), newer(r#""seen": null,"#));
+        assert!(serde_json::from_str::<Request>(r#"{"op": "keys", "prefix": null}"#).is_err());
+        assert!(serde_json::from_str::<Request>(r#"{"op": "keys"}"#).is_err());
+        let twice = r#"{"op": "keys", "prefix": "a", "prefix": "b"}"#;
+        assert!(serde_json::from_str::<Request>(twice).is_err());
+        let reply = |text: &str| serde_json::from_str::<Reply>(text).unwrap();
+        let welcome = reply(
+            r#"{"welcome": {"protocol": {"major": 1, "minor": 1}, "pid": 1, "inline": 0, "x": {}}}"#,
+        );
+        assert!(matches!(welcome, Reply::Welcome(welcome) if welcome.protocol.minor == 1));
+        let id = "00112233445566778899aabbccddeeff";
+        let begun = reply(&format!(
+            r#"{{"begun": {{"contribution": 1, "id": "{id}", "epoch": 0, "number": 1}}}}"#
+        ));
+        assert!(matches!(begun, Reply::Begun(Begun { committed: None, room: Room::Inline, .. })));
+    }
+
+    /// The examples of one kind, and that they are written as they were read.
+    fn examples<T>(kind: &str, split: bool) -> Vec<String>
+    where
+        T: Serialize + serde::de::DeserializeOwned,
+    {
+        let spec = include_str!("../../../spec/protocol.md");
+        let fence = format!("```json {kind}\n");
+        let blocks = spec.split(&fence).skip(1);
+        let blocks = blocks.map(|rest| rest.split("```").next().unwrap());
+        let texts: Vec<&str> =
+            if split { blocks.flat_map(str::lines).collect() } else { blocks.collect() };
+        for text in &texts {
+            let example: serde_json::Value = serde_json::from_str(text).unwrap();
+            let message: T = serde_json::from_str(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!(serde_json::to_value(message).unwrap(), example, "{text}");
+        }
+        texts.into_iter().map(str::to_owned).collect()
+    }
+
+    /// All names that a message may have, as its reader says them when it meets another one.
+    fn names<T: serde::de::DeserializeOwned>(strange: &str) -> Vec<String> {
+        let error = serde_json::from_str::<T>(strange).err().unwrap().to_string();
+        let (_, names) = error.split_once("expected one of ").expect(&error);
+        names.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_examples_of_the_spec_are_messages() {
+        let (by_op, by_name) = (r#"{"op":"?"}"#, r#"{"?":{}}"#);
+        let requests = examples::<Request>("request", false);
+        for name in names::<Request>(by_op) {
+            let op = format!(r#""op": "{name}""#);
+            assert!(requests.iter().any(|text| text.contains(&op)), "request {name}");
+        }
+        let mut notices = examples::<Notice>("notice", false);
+        notices.retain(|text| !text.is_empty());
+        for name in names::<Notice>(by_op) {
+            let op = format!(r#""op": "{name}""#);
+            assert!(notices.iter().any(|text| text.contains(&op)), "notice {name}");
+        }
+        let mut replies = examples::<Reply>("reply", false);
+        replies.extend(examples::<Reply>("part", false));
+        for name in names::<Reply>(by_name) {
+            let is_of = |text: &String| {
+                text.starts_with(&format!(r#"{{"{name}":"#)) || *text == format!("\"{name}\"\n")
+            };
+            assert!(replies.iter().any(is_of), "reply {name}");
+        }
+        let refusals = examples::<Refusal>("refusals", true);
+        let all = [names::<Refusal>(by_name), names::<crate::ledger::Reason>(by_name)].concat();
+        for name in all {
+            let is_of = |text: &String| text.contains(&format!("\"{name}\""));
+            assert!(refusals.iter().any(is_of), "refusal {name}");
+        }
+        let spec = include_str!("../../../spec/protocol.md");
+        for name in names::<ErrorKind>(r#""?""#) {
+            assert!(spec.contains(&format!("\n| `{name}` | ")), "kind {name}");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::thread;
 
+use bytes::Bytes;
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::Key;
 
@@ -29,13 +30,20 @@ pub(crate) fn model() -> StateDict {
         let rows = 320 + 32 * (number % 21);
         let meta = TensorMeta::new(Dtype::Bfloat16, &[rows, 1049]).unwrap();
         let fill = number.to_le_bytes()[0];
-        let bytes = vec![fill; usize::try_from(meta.nbytes()).unwrap()];
+        let bytes = aligned(fill, usize::try_from(meta.nbytes()).unwrap());
         dict.insert(
             format!("layers.{number}.weight"),
             Tensor::new(meta, Storage::from(bytes), 0).unwrap(),
         );
     }
     dict
+}
+
+/// Memory as torch gives it to tensors: at a multiple of 64 bytes.
+fn aligned(fill: u8, len: usize) -> Bytes {
+    let memory = vec![fill; len + 64];
+    let start = memory.as_ptr().align_offset(64);
+    Bytes::from(memory).slice(start..start + len)
 }
 
 /// How many bytes its tensors have.

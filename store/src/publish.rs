@@ -1,0 +1,266 @@
+//! Putting a state dict piece by piece: one version of many archives, visible at the end.
+
+use std::time::Instant;
+
+use tssd_format::{
+    Error as FormatError, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice,
+    Value,
+};
+
+use crate::controller::{Begun, Contribution, digest};
+use crate::environment::wait;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Digest, VersionId};
+use crate::put::{PutOptions, PutReport, Role, call, draft, place, proposal, store, sum};
+use crate::store::Store;
+
+/// A version that is being published: see [`Store::publish`]. Dropped before [`Publisher::finish`], it
+/// leaves nothing behind.
+#[must_use = "nobody sees a version before it is finished"]
+pub struct Publisher {
+    store: Store,
+    key: Key,
+    options: PutOptions,
+    bucket_bytes: u64,
+    call: Option<u64>,
+    started: Instant,
+    /// What is in no archive yet, and how many bytes its tensors have.
+    pending: StateDict,
+    pending_bytes: u64,
+    begun: Option<Open>,
+    /// Bytes of all archives.
+    bytes: u64,
+}
+
+/// The contribution, from the first archive on.
+struct Open {
+    id: VersionId,
+    epoch: u32,
+    number: u64,
+    /// What was committed in an earlier try: then nothing is written.
+    committed: Option<Digest>,
+    contribution: Box<dyn Contribution>,
+    digests: Vec<u8>,
+}
+
+impl Publisher {
+    pub(crate) fn new(
+        store: Store,
+        key: &Key,
+        options: &PutOptions,
+        bucket_bytes: u64,
+    ) -> Result<Self> {
+        if bucket_bytes == 0 {
+            return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
+        }
+        let call = call(store.calls(), key, options)?;
+        Ok(Self {
+            store,
+            key: key.clone(),
+            options: options.clone(),
+            bucket_bytes,
+            call,
+            started: Instant::now(),
+            pending: StateDict::new(),
+            pending_bytes: 0,
+            begun: None,
+            bytes: 0,
+        })
+    }
+
+    /// Adds an entry of the state dict. When a bucket is full, it is written; a tensor that is larger
+    /// than a bucket is cut, and comes back whole. Tensors must keep their contents until the version is
+    /// finished, or [`Publisher::flush`] returns.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
+    pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
+        let (name, value) = (name.into(), value.into());
+        let Value::Tensor(tensor) = &value else {
+            return self.add_whole(name, value.clone(), bytes_of(&value)).await;
+        };
+        if tensor.meta().nbytes() <= self.bucket_bytes {
+            let bytes = tensor.meta().nbytes();
+            return self.add_whole(name, value, bytes).await;
+        }
+        let pieces = cut(tensor, self.bucket_bytes);
+        let pieces = pieces.map_err(|error| Error::request(format_args!("`{name}`"), error))?;
+        for piece in pieces {
+            let bytes = piece.tensor().meta().nbytes();
+            self.add_whole(name.clone(), piece.into(), bytes).await?;
+            // The next piece has the same name.
+            self.flush().await?;
+        }
+        Ok(())
+    }
+
+    async fn add_whole(&mut self, name: String, value: Value, bytes: u64) -> Result<()> {
+        if self.pending_bytes > 0 && self.pending_bytes.saturating_add(bytes) > self.bucket_bytes {
+            self.flush().await?;
+        }
+        self.pending.insert(name, value);
+        self.pending_bytes = self.pending_bytes.saturating_add(bytes);
+        Ok(())
+    }
+
+    /// Writes what has been added: its memory may be used for something else afterwards.
+    ///
+    /// # Errors
+    ///
+    /// As [`Publisher::add`].
+    pub async fn flush(&mut self) -> Result<()> {
+        if self.pending.entries().is_empty() {
+            return Ok(());
+        }
+        self.write().await
+    }
+
+    /// Writes an archive of what is pending.
+    async fn write(&mut self) -> Result<()> {
+        let dict = std::mem::take(&mut self.pending);
+        self.pending_bytes = 0;
+        match self.write_archive(&dict).await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.withdraw(error).await),
+        }
+    }
+
+    async fn write_archive(&mut self, dict: &StateDict) -> Result<()> {
+        let draft = draft(dict, &self.options)
+            .map_err(|error| Error::request(format_args!("key `{}`", self.key), error))?;
+        let layout = wait(move || {
+            let jobs = draft.jobs();
+            place(draft, jobs)
+        })
+        .await?;
+        let len = layout.file_len();
+        let mut open = self.make_room(dict, len).await?;
+        let (open, filled) = wait(move || {
+            let filled = match open.committed {
+                Some(_) => sum(&layout),
+                None => store(&mut *open.contribution, &layout),
+            };
+            Ok((open, filled))
+        })
+        .await?;
+        let open = self.begun.insert(open);
+        open.digests.extend(filled?.0);
+        self.bytes += len;
+        Ok(())
+    }
+
+    /// Room for the next archive: the first one begins the contribution.
+    async fn make_room(&mut self, dict: &StateDict, len: u64) -> Result<Open> {
+        if let Some(mut open) = self.begun.take() {
+            open.contribution.extend(len).await?;
+            return Ok(open);
+        }
+        let role = Role::of(dict, &self.options)?;
+        let proposal = proposal(role, self.call, &self.options, len);
+        let begun = self.store.controller().begin(&self.key, proposal).await?;
+        let Begun { id, epoch, number, committed, contribution } = begun;
+        Ok(Open { id, epoch, number, committed, contribution, digests: Vec::new() })
+    }
+
+    async fn withdraw(&mut self, error: Error) -> Error {
+        match self.begun.take() {
+            Some(open) => open.contribution.withdraw(error).await,
+            None => error,
+        }
+    }
+
+    /// Writes what is left, and commits: the version is visible if no other writer's contribution is
+    /// missing.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`].
+    pub async fn finish(mut self) -> Result<PutReport> {
+        if self.begun.is_none() || !self.pending.entries().is_empty() {
+            self.write().await?;
+        }
+        let open = self.begun.take().expect("an archive is written");
+        // One archive has the digest that a put would give it.
+        let digest = match <[u8; 16]>::try_from(open.digests.as_slice()) {
+            Ok(only) => Digest(only),
+            Err(_) => digest(&open.digests),
+        };
+        let progress = open.contribution.commit(digest).await?;
+        Ok(PutReport {
+            version: open.number,
+            epoch: open.epoch,
+            id: open.id,
+            visible: progress.visible,
+            missing: progress.missing,
+            bytes: self.bytes,
+            seconds: self.started.elapsed().as_secs_f64(),
+        })
+    }
+}
+
+impl std::fmt::Debug for Publisher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Publisher").field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+/// How many bytes a value has that is no plain tensor, roughly.
+fn bytes_of(value: &Value) -> u64 {
+    match value {
+        Value::Shards(shards) => shards.iter().map(|shard| shard.tensor().meta().nbytes()).sum(),
+        _ => 0,
+    }
+}
+
+/// Cuts a tensor into boxes of at most so many bytes, or of one element.
+fn cut(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, FormatError> {
+    let meta = tensor.meta();
+    let (itemsize, strides) = (meta.dtype().itemsize(), meta.strides());
+    let mut boxes = Vec::new();
+    cut_box(
+        &mut vec![0; meta.shape().len()],
+        &mut meta.shape().to_vec(),
+        0,
+        limit / itemsize,
+        &mut boxes,
+    )?;
+    let piece = |region: &Region| {
+        let places = region.offsets().iter().zip(&strides);
+        let offset: u64 = places.map(|(at, stride)| at * stride).sum();
+        let meta = TensorMeta::new(meta.dtype(), region.shape())?
+            .with_strides(&strides)?
+            .with_flags(meta.flags());
+        let local =
+            Tensor::new(meta, tensor.storage().clone(), tensor.byte_offset() + offset * itemsize)?;
+        let slice = TensorSlice::new(region.offsets(), region.shape(), tensor.meta().shape())?;
+        Shard::new(local, ShardPlace::new(slice))
+    };
+    boxes.iter().map(piece).collect()
+}
+
+/// Cuts a box along a dimension, and along the next ones where a single step is still too large.
+fn cut_box(
+    offsets: &mut [u64],
+    shape: &mut [u64],
+    dim: usize,
+    limit: u64,
+    boxes: &mut Vec<Region>,
+) -> Result<(), FormatError> {
+    let numel: u64 = shape.iter().product();
+    if numel <= limit || dim == shape.len() {
+        boxes.push(Region::new(offsets, shape)?);
+        return Ok(());
+    }
+    let (start, size) = (offsets[dim], shape[dim]);
+    let step = (limit / (numel / size)).max(1);
+    let mut at = 0;
+    while at < size {
+        (offsets[dim], shape[dim]) = (start + at, step.min(size - at));
+        cut_box(offsets, shape, dim + 1, limit, boxes)?;
+        at += step;
+    }
+    (offsets[dim], shape[dim]) = (start, size);
+    Ok(())
+}

@@ -51,6 +51,13 @@ impl Sender {
         deadline(PATIENCE, self.send_all(frame)).await
     }
 
+    /// Sends a frame without descriptors if the system takes it at once. Says whether it has.
+    pub(crate) fn send_now(&self, frame: &Frame) -> bool {
+        let bytes = [&frame.header().to_bytes()[..], &frame.head, &frame.data].concat();
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::send(&*self.0, &bytes, flags).is_ok_and(|sent| sent == bytes.len())
+    }
+
     /// Ends the connection, both ways.
     pub(crate) fn close(&self) {
         // It may be closed already.

@@ -252,10 +252,14 @@ impl House {
             [] => "nobody reads: versions are being written or pinned".to_owned(),
             holders => format!("held by {}", holders.join(", ")),
         };
+        let retired = match self.pool.status().retired {
+            0 => String::new(),
+            bytes => format!("; {bytes} of them were let go, and processes have them mapped still"),
+        };
         Error::new(
             ErrorKind::Busy,
             format_args!(
-                "no memory: {exhausted}; {holders}. Wait until they are done, keep fewer versions, \
+                "no memory: {exhausted}{retired}; {holders}. Wait until they are done, keep fewer versions, \
                  or serve with a higher memory limit"
             ),
         )

@@ -5,9 +5,8 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use tokio::net::{UnixListener, UnixSocket};
-
 use rustix::fs::Mode;
+use tokio::net::{UnixListener, UnixSocket};
 
 use crate::error::{Error, ErrorKind, Result};
 

@@ -137,18 +137,36 @@ impl Waiting {
     }
 }
 
-async fn send(
-    mut sender: Sender,
-    mut frames: mpsc::UnboundedReceiver<Frame>,
-    waiting: Arc<Waiting>,
-) {
-    while let Some(frame) = frames.recv().await {
-        if sender.send(&frame).await.is_err() {
+async fn send(sender: Sender, frames: mpsc::UnboundedReceiver<Frame>, waiting: Arc<Waiting>) {
+    let mut outgoing = Outgoing { sender, frames, is_whole: true };
+    while let Some(frame) = outgoing.frames.recv().await {
+        outgoing.is_whole = false;
+        if outgoing.sender.send(&frame).await.is_err() {
             break;
         }
+        outgoing.is_whole = true;
     }
-    sender.close();
+    outgoing.sender.close();
     waiting.end();
+}
+
+/// What is to be sent. If the runtime ends first, the rest goes when this is dropped, as far as the
+/// system takes it: the last words of a store that is dropped with its runtime are there.
+struct Outgoing {
+    sender: Sender,
+    frames: mpsc::UnboundedReceiver<Frame>,
+    /// Whether what has been sent is whole frames.
+    is_whole: bool,
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        while self.is_whole
+            && let Ok(frame) = self.frames.try_recv()
+        {
+            self.is_whole = self.sender.send_now(&frame);
+        }
+    }
 }
 
 async fn receive(

@@ -20,7 +20,7 @@ use crate::store::failure;
 /// Serve a store to the processes of this host, in shared memory, until SIGTERM or Ctrl-C.
 ///
 /// Whoever connects to unix:NAME when nobody serves it starts a daemon in the background. That one ends
-/// a minute after its last client has left, unless it holds a version (TSSD_STAY=1: it stays); it
+/// a minute after its last client has left, unless it holds a version (`TSSD_STAY=1`: it stays); it
 /// writes its errors to a file beside its socket. A daemon that you start yourself stays.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         keep,
     );
     if let Some(metrics) = metrics {
-        line.push_str(&format!(", metrics at http://{metrics}/metrics"));
+        line = format!("{line}, metrics at http://{metrics}/metrics");
     }
     let json = json!({
         "socket": socket,

@@ -174,8 +174,8 @@ impl Staged {
             version = number,
             bytes,
             arrange_seconds = arranged.as_secs_f64(),
-            begin_seconds = (begun - arranged).as_secs_f64(),
-            write_seconds = (started.elapsed() - begun).as_secs_f64(),
+            begin_seconds = begun.saturating_sub(arranged).as_secs_f64(),
+            write_seconds = started.elapsed().saturating_sub(begun).as_secs_f64(),
             "written"
         );
         let report = PutReport {

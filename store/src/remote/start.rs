@@ -125,9 +125,8 @@ impl Starter<'_> {
     /// What the daemon has written before it failed, if anything.
     fn reason(&self) -> String {
         let path = self.beside("log");
-        let log = match (&self.child, disk::read(&path)) {
-            (Some(_), Ok(Some(log))) => log,
-            _ => return String::new(),
+        let (Some(_), Ok(Some(log))) = (&self.child, disk::read(&path)) else {
+            return String::new();
         };
         let text = String::from_utf8_lossy(&log);
         let text = text.trim();

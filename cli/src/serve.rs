@@ -1,6 +1,5 @@
 //! `tssd serve`: a daemon, in the foreground.
 
-use std::fmt::Write;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -94,7 +93,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         keep,
     );
     if let Some(metrics) = metrics {
-        let _ = write!(line, ", metrics at http://{metrics}/metrics");
+        line = format!("{line}, metrics at http://{metrics}/metrics");
     }
     let json = json!({
         "socket": socket,

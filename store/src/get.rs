@@ -105,9 +105,9 @@ pub(crate) struct Read<'a> {
     unverified: bool,
     writer: Option<u32>,
     started: Instant,
-    /// How long it took to find out what to copy, and to copy.
-    planning: Duration,
     copying: Duration,
+    /// How long it took to plan.
+    planned: Duration,
     verified_before: u64,
     needed: u64,
     transferred: u64,
@@ -124,8 +124,8 @@ impl<'a> Read<'a> {
             plans,
             unverified: options.unverified,
             writer: options.writer,
+            planned: Duration::ZERO,
             started: Instant::now(),
-            planning: Duration::ZERO,
             copying: Duration::ZERO,
             verified_before: version.bytes_verified(),
             needed: 0,
@@ -142,7 +142,7 @@ impl<'a> Read<'a> {
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
-            plan_seconds: self.planning.as_secs_f64(),
+            plan_seconds: self.planned.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
     }
@@ -309,9 +309,7 @@ impl<'a> Read<'a> {
         for (request, target) in work {
             split(request, target, &mut requests, &mut targets);
         }
-        let started = Instant::now();
         let plan = self.plan(&requests)?;
-        self.planning += started.elapsed();
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
         let jobs: Vec<_> = plan.iter().zip(targets).collect();
@@ -327,7 +325,7 @@ impl<'a> Read<'a> {
     fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
         let started = Instant::now();
         let plan = self.known_plan(requests);
-        self.planning += started.elapsed();
+        self.planned += started.elapsed();
         plan
     }
 
@@ -400,7 +398,7 @@ impl Drop for Read<'_> {
             bytes_needed = self.needed,
             bytes_transferred = self.transferred,
             bytes_verified = self.version.bytes_verified() - self.verified_before,
-            plan_seconds = self.planning.as_secs_f64(),
+            plan_seconds = self.planned.as_secs_f64(),
             copy_seconds = self.copying.as_secs_f64(),
             seconds = self.started.elapsed().as_secs_f64(),
             "read"

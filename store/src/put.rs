@@ -129,8 +129,6 @@ pub(crate) struct Staged {
     digest: Digest,
     report: PutReport,
     started: Instant,
-    /// When the bytes were arranged, when there was room for them, when they were written.
-    phases: [Duration; 3],
 }
 
 impl Staged {
@@ -172,6 +170,14 @@ impl Staged {
             Ok(digest) => digest,
             Err(error) => return Err(contribution.withdraw(error).await),
         };
+        tracing::debug!(
+            version = number,
+            bytes,
+            arrange_seconds = arranged.as_secs_f64(),
+            begin_seconds = begun.saturating_sub(arranged).as_secs_f64(),
+            write_seconds = started.elapsed().saturating_sub(begun).as_secs_f64(),
+            "written"
+        );
         let report = PutReport {
             version: number,
             epoch,
@@ -181,25 +187,19 @@ impl Staged {
             bytes,
             seconds: 0.0,
         };
-        let phases = [arranged, begun, started.elapsed()];
-        Ok(Self { contribution, digest, report, started, phases })
+        Ok(Self { contribution, digest, report, started })
     }
 
     /// Commits it.
     pub(crate) async fn commit(self) -> Result<PutReport> {
-        let Self { contribution, digest, report, started, phases } = self;
+        let Self { contribution, digest, report, started } = self;
+        let written = Instant::now();
         let Progress { visible, missing } = contribution.commit(digest).await?;
-        let [arranged, begun, written] = phases;
-        let between = |from, to: Duration| to.saturating_sub(from).as_secs_f64();
         tracing::debug!(
             version = report.version,
             visible,
-            bytes = report.bytes,
-            arrange_seconds = arranged.as_secs_f64(),
-            begin_seconds = between(arranged, begun),
-            write_seconds = between(begun, written),
-            commit_seconds = between(written, started.elapsed()),
-            "put"
+            commit_seconds = written.elapsed().as_secs_f64(),
+            "committed"
         );
         Ok(PutReport { visible, missing, seconds: started.elapsed().as_secs_f64(), ..report })
     }

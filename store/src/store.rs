@@ -194,9 +194,8 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        let span = tracing::debug_span!("put", %key);
         let put = async { self.stage(key, dict, options).await?.commit().await };
-        put.instrument(span).await
+        put.instrument(tracing::debug_span!("put", %key)).await
     }
 
     /// As [`Store::put_state_dict`], but returns as soon as the state dict's memory is read no more, such as
@@ -211,14 +210,16 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PendingPut> {
-        let staged = self.stage(key, dict, options).await?;
+        let span = tracing::debug_span!("put", %key);
+        let staged = self.stage(key, dict, options).instrument(span.clone()).await?;
         // The store stays there until then.
         let store = self.clone();
-        Ok(PendingPut(tokio::spawn(async move {
+        let commit = async move {
             let report = staged.commit().await;
             drop(store);
             report
-        })))
+        };
+        Ok(PendingPut(tokio::spawn(commit.instrument(span))))
     }
 
     async fn stage(&self, key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Staged> {

@@ -56,11 +56,6 @@ impl Served {
         format!("unix:{}", self.socket().display())
     }
 
-    /// Tells it to end, and does not wait for it.
-    pub fn stop(&mut self) {
-        drop(self.stop.take());
-    }
-
     /// A store over a connection of its own.
     pub fn connect(&self) -> Store {
         Store::connect(&self.url()).unwrap()
@@ -69,7 +64,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.stop();
+        drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             assert!(ended.is_ok() || thread::panicking(), "the daemon ends well");

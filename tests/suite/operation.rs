@@ -226,9 +226,12 @@ fn what_a_store_does_is_logged_if_it_is_asked_for() {
     assert_eq!(text(&silent.stderr), "");
     let logged = runtime.run(&[&put[..], &["--quiet", "--log", "debug"]].concat());
     let lines = text(&logged.stderr);
-    let line = lines.lines().find(|line| line.contains("put{key=policy}")).expect(&lines);
-    for field in ["version=2", "bytes=", "begin_seconds=", "write_seconds=", "commit_seconds="] {
-        assert!(line.contains(field), "{field} in {line}");
+    for [event, fields @ ..] in [
+        ["written", "version=2", "bytes=", "begin_seconds=", "write_seconds="],
+        ["committed", "put{key=policy}", "version=2", "visible=true", "commit_seconds="],
+    ] {
+        let line = lines.lines().find(|line| line.contains(event)).expect(&lines);
+        assert!(fields.iter().all(|field| line.contains(field)), "{fields:?} in {line}");
     }
     let get = ["get", "policy", "-o", "-", "--log", "debug"];
     let lines = text(&runtime.run(&get).stderr);

@@ -71,8 +71,7 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("gets_total", "Versions that were given to readers.", counts.gets);
     page.counter("leased_bytes_total", "Bytes of archives that were leased.", counts.bytes_leased);
     let requests = counts.requests.iter().map(|(&(op, failed), count)| {
-        let outcome = failed.map_or("Ok".to_owned(), |kind| format!("{kind:?}"));
-        (vec![("op", op.to_owned()), ("outcome", outcome)], count)
+        (vec![("op", op.to_owned()), ("outcome", outcome(failed))], count)
     });
     page.family(Kind::Counter, "requests_total", "Requests that were answered.", requests);
 
@@ -176,6 +175,12 @@ impl Page {
         }
         Ok(())
     }
+}
+
+/// What came of a request, as the protocol calls it.
+fn outcome(failed: Option<ErrorKind>) -> String {
+    let name = failed.and_then(|kind| serde_json::to_value(kind).ok());
+    name.as_ref().and_then(|name| name.as_str()).unwrap_or("ok").to_owned()
 }
 
 /// The value of a label, within its quotes. No key has a line break.

@@ -29,7 +29,8 @@ pub(crate) fn socket_of(name: &str) -> Result<PathBuf> {
 fn runtime_folder() -> PathBuf {
     // What is not absolute is to be ignored, says the standard.
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    own.filter(|folder| folder.is_absolute()).map_or_else(
+    let own = own.filter(|folder| folder.is_absolute());
+    own.map_or_else(
         || {
             let uid = rustix::process::geteuid().as_raw();
             std::env::temp_dir().join(format!("tssd-{uid}"))

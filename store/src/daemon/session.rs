@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Uid};
+use rustix::process::{Pid, PidfdFlags};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
@@ -46,6 +46,9 @@ struct Session {
     sharing: tokio::sync::Mutex<()>,
 }
 
+/// The right to send memory.
+type Sharing<'a> = tokio::sync::MutexGuard<'a, ()>;
+
 /// None is one that waits for room.
 type Contributions = BTreeMap<u64, Option<Contribution>>;
 
@@ -69,11 +72,11 @@ pub(super) async fn run(house: Arc<House>, stream: UnixStream, options: Arc<Daem
         return;
     };
     let uid = credentials.uid.as_raw();
-    let client = match said.and_then(|client| admit(&options, credentials.uid).map(|()| client)) {
+    let client = match said.and_then(|client| allow(uid, &options).map(|()| client)) {
         Ok(client) => client,
         Err(error) => {
-            house.counters.count().turned_away += 1;
             tracing::warn!(uid, %error, "turned away");
+            house.counters.count().turned_away += 1;
             // It is turned away, whether it hears it or not.
             let _ = sender.send(&reply(number, &Reply::Failed(error.into()), Vec::new())).await;
             return;
@@ -159,13 +162,12 @@ async fn hello(receiver: &mut Receiver) -> Option<(u64, Result<String>)> {
     Some((frame.number, said))
 }
 
-/// Refuses processes of a user that may not connect.
-fn admit(options: &DaemonOptions, user: Uid) -> Result<()> {
-    let user = user.as_raw();
-    if options.admits(user) {
+/// Whether processes of a user may connect.
+fn allow(uid: u32, options: &DaemonOptions) -> Result<()> {
+    if options.admits(uid) {
         return Ok(());
     }
-    let text = format_args!("processes of user {user} may not connect; serve with --allow-uid");
+    let text = format_args!("processes of user {uid} may not connect; serve with --allow-uid");
     Err(Error::new(ErrorKind::Refused, text))
 }
 
@@ -233,30 +235,25 @@ impl Session {
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
             Ok(Request::Locate { key, selector }) => {
-                match self.locate(number, key, selector).await {
-                    Ok(()) => {
-                        self.count(op, None);
-                        return;
-                    }
-                    Err(error) => Err(error),
-                }
+                let located = self.locate(number, key, selector).await;
+                located.map(|(answer, fds, sharing)| (answer, fds, Some(sharing)))
             }
-            Ok(request) => self.handle(request, frame.data).await,
+            Ok(request) => {
+                let handled = self.handle(request, frame.data).await;
+                handled.map(|(answer, fds)| (answer, fds, None))
+            }
             Err(error) => Err(not_understood(&error)),
         };
-        self.count(op, answered.as_ref().err().map(Error::kind));
+        let failed = answered.as_ref().err().map(Error::kind);
         let (peer, seconds) = (self.peer, started.elapsed().as_secs_f64());
         match &answered {
             Ok(_) => tracing::debug!(peer, op, bytes, seconds, "answered"),
             Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
         }
-        let (answer, fds) =
-            answered.unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new()));
-        self.reply(number, answer, fds).await;
-    }
-
-    fn count(&self, op: &'static str, failed: Option<ErrorKind>) {
         *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
+        let (answer, fds, _sharing) = answered
+            .unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new(), None));
+        self.reply(number, answer, fds).await;
     }
 
     async fn reply(&self, number: u64, answer: Reply, fds: Vec<OwnedFd>) {
@@ -493,13 +490,19 @@ impl Session {
         error
     }
 
-    /// Answers with a version, and the memory of its segments that the client does not have yet.
-    async fn locate(&self, number: u64, key: String, selector: Selector) -> Result<()> {
+    /// A version, with the memory of its segments that the client does not have yet, and the right to send
+    /// that.
+    async fn locate(
+        &self,
+        number: u64,
+        key: String,
+        selector: Selector,
+    ) -> Result<(Reply, Vec<OwnedFd>, Sharing<'_>)> {
         let mut leased = self.house.lease(self.peer, &Key::new(key)?, selector).await?;
         let mut segments: Vec<SegmentId> =
             leased.archives.values().map(|span| span.segment).collect();
         segments.push(leased.manifest.segment);
-        let _sharing = self.sharing.lock().await;
+        let sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
             let memory = self.house.pool.share(self.peer, segment);
@@ -516,8 +519,7 @@ impl Session {
         }
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
-        self.reply(number, Reply::Leased(leased), fds).await;
-        Ok(())
+        Ok((Reply::Leased(leased), fds, sharing))
     }
 
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
@@ -562,18 +564,19 @@ mod tests {
 
     #[test]
     fn processes_of_the_same_user_and_of_root_may_connect() {
-        let own = rustix::process::geteuid();
-        let other = Uid::from_raw(own.as_raw() + 7);
-        let with = |uids: Vec<u32>| {
-            let options = DaemonOptions::at("socket", 0);
-            DaemonOptions { allow_uids: uids, ..options }
-        };
-        let none = with(Vec::new());
-        assert!(admit(&none, own).is_ok() && admit(&none, Uid::ROOT).is_ok());
-        assert!(admit(&with(vec![other.as_raw()]), other).is_ok());
-        let error = admit(&with(vec![own.as_raw()]), other).unwrap_err();
+        let own = rustix::process::geteuid().as_raw();
+        let other = own + 7;
+        let mut options = DaemonOptions::at("socket", 0);
+        assert!(allow(own, &options).is_ok() && allow(0, &options).is_ok());
+        assert!(allow(other, &options).is_err());
+        // Who is not of the group cannot connect.
+        options.socket_group = Some(1);
+        assert!(allow(other, &options).is_ok());
+        options.allow_uids = vec![other];
+        assert!(allow(other, &options).is_ok());
+        let error = allow(other + 1, &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused);
-        assert!(error.to_string().contains(&other.as_raw().to_string()), "{error}");
+        assert!(error.to_string().contains(&(other + 1).to_string()), "{error}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use tssd_format::{
     DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta,
     TensorSlice, Value,
 };
-use tssd_store::blocking::Store;
+use tssd_store::blocking::{PendingPut, Store};
 use tssd_store::{
     Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
     Target, WriterSet,
@@ -252,7 +252,7 @@ fn a_put_may_go_on_by_itself() {
         let twice = PutOptions { version: Some(1), ..PutOptions::default() };
         // As long as the first is not deleted, this may be a retry of it until its contents are known.
         let put = store.put_state_dict_later(&key(), &numbers(3), &twice);
-        let error = put.and_then(|pending| pending.wait()).unwrap_err();
+        let error = put.and_then(PendingPut::wait).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     }
 }

@@ -43,7 +43,7 @@ impl Ledger {
 
     fn begin_outcome(&mut self, put: Put) -> Result<Outcome, Refusal> {
         self.ids += 1;
-        let Put { writer, writers, job, number, call, rewind, defaulted, offers } = put;
+        let Put { writer, writers, job, number, call, rewind, defaulted, durability, offers } = put;
         self.give(Command::Begin(Begin {
             writer,
             writers: writers.parse().unwrap(),
@@ -52,7 +52,7 @@ impl Ledger {
             call,
             number,
             rewind,
-            durability: Durability::Memory,
+            durability,
             digest: offers.map(|contents| Digest([contents; 16])),
             id: VersionId(self.ids),
             now: Timestamp(self.now),
@@ -131,14 +131,24 @@ struct Put {
     call: Option<u64>,
     rewind: bool,
     defaulted: bool,
+    durability: Durability,
     /// The contents that it says it will have.
     offers: Option<u8>,
 }
 
 /// A put of one writer without a job.
 fn alone(number: Option<u64>) -> Put {
-    let (writers, job, call, offers) = ("0", None, None, None);
-    Put { writer: 0, writers, job, number, call, rewind: false, defaulted: true, offers }
+    Put {
+        writer: 0,
+        writers: "0",
+        job: None,
+        number,
+        call: None,
+        rewind: false,
+        defaulted: true,
+        durability: Durability::Memory,
+        offers: None,
+    }
 }
 
 /// One of two writers of a job, with a number of the caller's.

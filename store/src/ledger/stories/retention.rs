@@ -98,3 +98,24 @@ fn memories_are_bounded() {
     let Ok(Outcome::Wait { on }) = ledger.begin_outcome(alone(None)) else { panic!() };
     assert_eq!(on.len(), MAX_DELETIONS);
 }
+
+#[test]
+fn what_is_in_memory_does_not_retire_what_a_restart_would_find() {
+    let mut ledger = Ledger::default();
+    for number in 1..=6 {
+        let durability = if number % 3 == 2 { Durability::Disk } else { Durability::Memory };
+        ledger.put(Put { durability, ..alone(Some(number)) }).unwrap();
+        ledger.settle();
+        let expected = match number {
+            1 => vec![1],
+            2 => vec![2],
+            5 => vec![5],
+            3 | 4 => vec![2, number],
+            _ => vec![5, 6],
+        };
+        assert_eq!(ledger.visible(), expected);
+    }
+    let restarted = ledger.state.durable();
+    let numbers: Vec<u64> = restarted.visible().map(|version| version.number).collect();
+    assert_eq!((numbers, restarted.highest()), (vec![5], Some(5)));
+}

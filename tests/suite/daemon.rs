@@ -1033,6 +1033,29 @@ fn samples(page: &str) -> BTreeMap<&str, f64> {
 }
 
 #[test]
+fn a_put_is_two_requests_and_a_get_is_one_whatever_they_hold() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let requests = || -> u64 {
+        let (_, page) = ask(&served, "/metrics");
+        let lines = page.lines().filter(|line| line.starts_with("tssd_requests_total{"));
+        lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap()).sum()
+    };
+    for (count, len) in [(1, 1), (1, 300_000), (700, 1), (700, 900)] {
+        let mut dict = StateDict::new();
+        for number in 0..count {
+            let tensor = Tensor::from_slice(&vec![7_u8; len], &[len as u64]).unwrap();
+            dict.insert(format!("layers.{number}"), tensor);
+        }
+        let before = requests();
+        writer.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
+        assert_eq!(requests() - before, 2, "{count} tensors of {len} bytes");
+        assert_eq!(get(&reader), dict);
+        assert_eq!(requests() - before, 3, "{count} tensors of {len} bytes");
+    }
+}
+
+#[test]
 fn metrics_say_what_a_daemon_has_done() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());

@@ -435,7 +435,7 @@ fn the_demo_compares_every_byte() {
     for args in ["demo --size 1MB --json", "demo --model model.safetensors --json"] {
         let json: serde_json::Value = serde_json::from_str(&place.expect(0, args)).unwrap();
         let rows = json["rows"].as_array().unwrap();
-        assert_eq!(rows.len(), 8, "{json:#}");
+        assert_eq!(rows.len(), 12, "{json:#}");
         for row in rows {
             assert_eq!(row["versions"], serde_json::json!([1, 2, 3]), "{row:#}");
             assert_eq!(row["bytes_transferred"], row["bytes_needed"], "{row:#}");

@@ -14,7 +14,7 @@ use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::error::Result;
 
-/// A file as a memory map, which lives as long as the last slice of its bytes.
+/// A memory map, such as of a file, which lives as long as the last slice of its bytes.
 #[derive(Clone, Debug)]
 pub struct Map(Bytes);
 
@@ -31,6 +31,13 @@ impl Blob for Map {
 
     fn bytes(&self) -> Option<&Bytes> {
         Some(&self.0)
+    }
+}
+
+/// Bytes of a map that somebody else made, such as of memory that another process wrote.
+impl From<Bytes> for Map {
+    fn from(bytes: Bytes) -> Self {
+        Self(bytes)
     }
 }
 

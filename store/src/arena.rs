@@ -9,5 +9,5 @@ mod segment;
 mod volume;
 
 pub(crate) use pool::{Exhausted, PeerId, Pool, SegmentId, Span};
-pub(crate) use segment::{ReadMap, SharedBlob, WriteMap, check_lent, check_shared};
+pub(crate) use segment::{ReadMap, WriteMap, check_lent, check_shared};
 pub(crate) use volume::ArenaVolume;

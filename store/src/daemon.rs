@@ -1,5 +1,6 @@
 //! A daemon: one controller and one arena, for all processes of a host.
 
+mod counters;
 mod house;
 mod http;
 mod metrics;
@@ -18,9 +19,9 @@ use tokio::net::{TcpListener, UnixListener};
 use self::house::House;
 pub use self::place::default_memory_limit;
 use self::place::listen;
-pub(crate) use self::place::socket_of;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
+use crate::socket::{beside, socket_of};
 
 /// How many connections there are at most.
 const MAX_PEERS: usize = 1024;
@@ -121,7 +122,7 @@ impl Daemon {
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
-        let lock_path = lock_path(socket);
+        let lock_path = beside(socket, "lock");
         let Some(lock) = Lock::take(&lock_path).map_err(at)? else {
             let pid = std::fs::read_to_string(&lock_path).unwrap_or_default();
             let pid = pid.trim();
@@ -157,7 +158,8 @@ impl Daemon {
         self.metrics.as_ref()?.local_addr().ok()
     }
 
-    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; and a little longer those that are connected.
+    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; and a little longer
+    /// those that are connected.
     ///
     /// # Errors
     ///
@@ -212,12 +214,6 @@ fn claim(root: &Path, socket: &Path) -> Result<Lock> {
     let socket = std::path::absolute(socket).map_err(at)?;
     lock.write(&socket.display().to_string()).map_err(at)?;
     Ok(lock)
-}
-
-fn lock_path(socket: &Path) -> PathBuf {
-    let mut path = socket.as_os_str().to_owned();
-    path.push(".lock");
-    path.into()
 }
 
 impl std::fmt::Debug for Daemon {

@@ -31,6 +31,8 @@ mod link;
 #[cfg(target_os = "linux")]
 mod remote;
 #[cfg(target_os = "linux")]
+mod socket;
+#[cfg(target_os = "linux")]
 mod wire;
 
 // What is done.

@@ -8,11 +8,10 @@ use tssd_format::{
 };
 
 use crate::controller::{Begun, Contribution, digest};
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, VersionId};
-use crate::put::{PutOptions, PutReport, Role, call, draft, place, proposal, store, sum};
+use crate::put::{PutOptions, PutReport, Role, arrange, call, proposal, write};
 use crate::store::Store;
 
 /// A version that is being published: see [`Store::publish`]. Dropped before [`Publisher::finish`], it
@@ -78,25 +77,22 @@ impl Publisher {
     /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
     pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
         let (name, value) = (name.into(), value.into());
-        let Value::Tensor(tensor) = &value else {
-            return self.add_whole(name, value.clone(), bytes_of(&value)).await;
+        let tensor = match &value {
+            Value::Tensor(tensor) if tensor.meta().nbytes() > self.bucket_bytes => tensor,
+            _ => return self.add_whole(name, value).await,
         };
-        if tensor.meta().nbytes() <= self.bucket_bytes {
-            let bytes = tensor.meta().nbytes();
-            return self.add_whole(name, value, bytes).await;
-        }
         let pieces = cut(tensor, self.bucket_bytes);
         let pieces = pieces.map_err(|error| Error::request(format_args!("`{name}`"), error))?;
         for piece in pieces {
-            let bytes = piece.tensor().meta().nbytes();
-            self.add_whole(name.clone(), piece.into(), bytes).await?;
+            self.add_whole(name.clone(), piece.into()).await?;
             // The next piece has the same name.
             self.flush().await?;
         }
         Ok(())
     }
 
-    async fn add_whole(&mut self, name: String, value: Value, bytes: u64) -> Result<()> {
+    async fn add_whole(&mut self, name: String, value: Value) -> Result<()> {
+        let bytes = bytes_of(&value);
         if self.pending_bytes > 0 && self.pending_bytes.saturating_add(bytes) > self.bucket_bytes {
             self.flush().await?;
         }
@@ -128,25 +124,14 @@ impl Publisher {
     }
 
     async fn write_archive(&mut self, dict: &StateDict) -> Result<()> {
-        let draft = draft(dict, &self.options)
-            .map_err(|error| Error::request(format_args!("key `{}`", self.key), error))?;
-        let layout = wait(move || {
-            let jobs = draft.jobs();
-            place(draft, jobs)
-        })
-        .await?;
+        let layout = arrange(&self.key, dict, &self.options).await?;
         let len = layout.file_len();
-        let mut open = self.make_room(dict, len).await?;
-        let (open, filled) = wait(move || {
-            let filled = match open.committed {
-                Some(_) => sum(&layout),
-                None => store(&mut *open.contribution, &layout),
-            };
-            Ok((open, filled))
-        })
-        .await?;
+        let open = self.make_room(dict, len).await?;
+        let (contribution, written) =
+            write(open.contribution, layout, open.committed.is_some()).await?;
+        let open = Open { contribution, ..open };
         let open = self.begun.insert(open);
-        open.digests.extend(filled?.0);
+        open.digests.extend(written?.0);
         self.bytes += len;
         Ok(())
     }
@@ -206,9 +191,10 @@ impl std::fmt::Debug for Publisher {
     }
 }
 
-/// How many bytes a value has that is no plain tensor, roughly.
+/// How many bytes the tensors of an entry have that is one leaf.
 fn bytes_of(value: &Value) -> u64 {
     match value {
+        Value::Tensor(tensor) => tensor.meta().nbytes(),
         Value::Shards(shards) => shards.iter().map(|shard| shard.tensor().meta().nbytes()).sum(),
         _ => 0,
     }

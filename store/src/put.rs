@@ -144,29 +144,15 @@ impl Staged {
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
         let role = Role::of(dict, options)?;
-        let draft = draft(dict, options)
-            .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
-        let jobs = draft.jobs();
-        let layout = if jobs.is_empty() {
-            place(draft, jobs)?
-        } else {
-            wait(move || place(draft, jobs)).await?
-        };
+        let layout = arrange(key, dict, options).await?;
         let bytes = layout.file_len();
         let arranged = started.elapsed();
         let proposal = proposal(role, call, options, bytes);
-        let Begun { id, epoch, number, committed, mut contribution } =
+        let Begun { id, epoch, number, committed, contribution } =
             controller.begin(key, proposal).await?;
         let begun = started.elapsed();
-        let (contribution, filled) = wait(move || {
-            let filled = match committed {
-                Some(_) => sum(&layout),
-                None => store(&mut *contribution, &layout),
-            };
-            Ok((contribution, filled))
-        })
-        .await?;
-        let digest = match filled {
+        let (contribution, written) = write(contribution, layout, committed.is_some()).await?;
+        let digest = match written {
             Ok(digest) => digest,
             Err(error) => return Err(contribution.withdraw(error).await),
         };
@@ -255,8 +241,28 @@ pub(crate) fn proposal(
     }
 }
 
-/// Arranges what this writer stores.
-pub(crate) fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
+/// Arranges what this writer stores, and compresses what is to be compressed.
+pub(crate) async fn arrange(key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Layout> {
+    let draft =
+        draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+    let jobs = draft.jobs();
+    if jobs.is_empty() { place(draft, jobs) } else { wait(move || place(draft, jobs)).await }
+}
+
+/// Writes an archive, unless it is stored already; gives its digest.
+pub(crate) async fn write(
+    mut contribution: Box<dyn Contribution>,
+    layout: Layout,
+    is_stored: bool,
+) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
+    wait(move || {
+        let written = if is_stored { sum(&layout) } else { store(&mut *contribution, &layout) };
+        Ok((contribution, written))
+    })
+    .await
+}
+
+fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
     if options.digests {
         format = format.digests();
@@ -282,14 +288,14 @@ pub(crate) fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Resu
 }
 
 /// Compresses what is to be compressed, on all cores.
-pub(crate) fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
+fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     let failed = |error| Error::request("compression", error);
     let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
     draft.place(packed).map_err(failed)
 }
 
 /// Writes an archive into the room that is reserved for it; returns its digest.
-pub(crate) fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
+fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
@@ -304,7 +310,7 @@ pub(crate) fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Res
 }
 
 /// The digest that an archive would have.
-pub(crate) fn sum(layout: &Layout) -> Result<Digest> {
+fn sum(layout: &Layout) -> Result<Digest> {
     let run = |job: Fill| {
         job.write_to(&mut std::io::sink()).map_err(|error| Error::request("checksum", error))
     };

@@ -13,13 +13,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::net::UnixStream;
-use tssd_format::Blob;
+use tssd_format::{Blob, Map};
 
 use self::calls::{Answer, Calls};
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
-use crate::arena::SharedBlob;
 use crate::controller::{self, Controller, Located, Proposal, VersionInfo};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -110,7 +109,7 @@ impl Controller for RemoteController {
         // What has come for the first time is mapped with all its pages: that takes long.
         let (manifest, archives) = wait(move || {
             let blob =
-                |span| maps.bytes(span).map(|bytes| Arc::new(SharedBlob(bytes)) as Arc<dyn Blob>);
+                |span| maps.bytes(span).map(|bytes| Arc::new(Map::from(bytes)) as Arc<dyn Blob>);
             let named = leased.archives.into_iter().map(|(name, span)| Ok((name, blob(span)?)));
             Ok((blob(leased.manifest)?, named.collect::<Result<BTreeMap<_, _>>>()?))
         })

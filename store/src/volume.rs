@@ -69,3 +69,16 @@ pub(crate) fn split<'a>(mut memory: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn P
     }
     parts
 }
+
+/// The first parts of what follows a prefix in names that are sorted, each once.
+pub(crate) fn directly_below<'a>(
+    prefix: &str,
+    names: impl Iterator<Item = &'a str>,
+) -> Vec<String> {
+    let below = names.map_while(|name| name.strip_prefix(prefix));
+    let mut parts: Vec<String> =
+        below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part).to_owned()).collect();
+    parts.sort_unstable();
+    parts.dedup();
+    parts
+}

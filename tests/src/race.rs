@@ -85,6 +85,18 @@ impl<'a> Runner<'a> {
     }
 }
 
+/// Runs the rows of a bench: those whose names have one of the command's words in them, or all of them.
+pub fn rows(rows: &[(&str, fn())]) {
+    // Cargo passes options as well.
+    let wanted: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    for (name, run) in rows {
+        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
+            run();
+        }
+    }
+}
+
 /// Lets all runners take turns and prints, for each, its median time and the median of its speeds in
 /// terms of that of the first runner in the same round; with the rate, if each moves that many bytes.
 #[expect(clippy::print_stdout, reason = "a bench prints its result")]

@@ -19,6 +19,16 @@ use crate::cli::binary;
 struct Runtime(tempfile::TempDir);
 
 impl Runtime {
+    /// A file to put.
+    fn model(&self) -> PathBuf {
+        let model = self.0.path().join("model.tssd");
+        let mut dict = StateDict::new();
+        dict.insert("step", 1_i64);
+        let encoded = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
+        std::fs::write(&model, encoded.as_bytes()).unwrap();
+        model
+    }
+
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -94,11 +104,7 @@ fn the_first_of_several_clients_starts_the_daemon_of_a_name() {
 #[test]
 fn a_version_outlives_the_client_that_started_the_daemon() {
     let runtime = Runtime::new();
-    let model = runtime.0.path().join("model.tssd");
-    let mut dict = StateDict::new();
-    dict.insert("step", 1_i64);
-    let encoded = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
-    std::fs::write(&model, encoded.as_bytes()).unwrap();
+    let model = runtime.model();
     let put = runtime.run(&["put", "policy", model.to_str().unwrap()]);
     assert!(put.status.success(), "{}", text(&put.stderr));
     let keys = runtime.run(&["ls"]);
@@ -216,11 +222,7 @@ fn members_of_the_sockets_group_are_served_and_nobody_else() {
 #[test]
 fn what_a_store_does_is_logged_if_it_is_asked_for() {
     let runtime = Runtime::new();
-    let model = runtime.0.path().join("model.tssd");
-    let mut dict = StateDict::new();
-    dict.insert("step", 1_i64);
-    let encoded = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
-    std::fs::write(&model, encoded.as_bytes()).unwrap();
+    let model = runtime.model();
     let put = ["put", "policy", model.to_str().unwrap()];
     let silent = runtime.run(&[&put[..], &["--quiet"]].concat());
     assert_eq!(text(&silent.stderr), "");

@@ -11,9 +11,9 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::sync::{Notify, mpsc};
-use tssd_format::Blob;
+use tssd_format::{Blob, Map};
 
-use super::segment::{self, ReadMap, SharedBlob, WriteMap};
+use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
 
 /// A segment's name in its daemon.
@@ -157,11 +157,8 @@ impl Pool {
         } else {
             SLAB_BYTES
         };
-        let wanted = capacity.saturating_add(slab);
-        inner.make_room(wanted, self.limit);
-        if inner.used.saturating_add(wanted) > self.limit {
-            let (used, limit) = (inner.used, self.limit);
-            return Ok(Err(Exhausted { wanted, used, limit }));
+        if let Err(exhausted) = inner.make_room(capacity.saturating_add(slab), self.limit) {
+            return Ok(Err(exhausted));
         }
         let memory = segment::create(capacity)?;
         let lent = memory.try_clone()?;
@@ -217,10 +214,8 @@ impl Pool {
             id
         } else {
             let capacity = room.max(SLAB_BYTES);
-            inner.make_room(capacity, self.limit);
-            if inner.used.saturating_add(capacity) > self.limit {
-                let (used, limit) = (inner.used, self.limit);
-                return Ok(Err(Exhausted { wanted: capacity, used, limit }));
+            if let Err(exhausted) = inner.make_room(capacity, self.limit) {
+                return Ok(Err(exhausted));
             }
             let memory = segment::create(capacity)?;
             let map = WriteMap::new(&memory, capacity)?;
@@ -275,7 +270,7 @@ impl Pool {
             segment.map.insert(map).clone()
         };
         let bytes = map.bytes(offset, len).expect("a blob lies in its segment");
-        Ok(Some(Arc::new(SharedBlob(bytes))))
+        Ok(Some(Arc::new(Map::from(bytes))))
     }
 
     /// The memory of a segment and its length, for a reader that does not have it yet.
@@ -330,7 +325,7 @@ impl Pool {
         let own: Vec<SegmentId> = inner
             .segments
             .iter()
-            .filter(|(_, segment)| matches!(segment.writer, Writer::Peer(writer) if writer == peer))
+            .filter(|(_, segment)| segment.is_of(peer))
             .map(|(id, _)| *id)
             .collect();
         for id in own {
@@ -392,15 +387,18 @@ impl Inner {
         id
     }
 
-    /// Retires warm segments until there is room, as far as there are any.
-    fn make_room(&mut self, wanted: u64, limit: u64) {
+    /// Retires warm segments until there is room.
+    fn make_room(&mut self, wanted: u64, limit: u64) -> Result<(), Exhausted> {
         while self.used.saturating_add(wanted) > limit {
             let warm = self.segments.iter().find(|(_, segment)| {
                 segment.blobs == 0 && !segment.is_lent && !matches!(segment.writer, Writer::Gone)
             });
-            let Some((&id, _)) = warm else { break };
+            let Some((&id, _)) = warm else {
+                return Err(Exhausted { wanted, used: self.used, limit });
+            };
             self.retire(id);
         }
+        Ok(())
     }
 
     /// Closes a segment. Its bytes count until nobody has it mapped.

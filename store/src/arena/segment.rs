@@ -11,7 +11,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rustix::fs::{FileType, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
-use tssd_format::Blob;
 
 /// What a segment that others read is sealed with: no new map writes, no byte goes.
 const SEALS: SealFlags =
@@ -197,23 +196,5 @@ impl AsRef<[u8]> for Committed {
         // committed, the seals keep everybody else from writing or cutting it, and the pool gives it to
         // its writer again only when the lease that holds it is handed back.
         unsafe { std::slice::from_raw_parts(start.as_ptr(), self.range.len()) }
-    }
-}
-
-/// An archive in a segment. What is proven of it is proven of a copy: another process wrote it.
-#[derive(Clone, Debug)]
-pub(crate) struct SharedBlob(pub(crate) Bytes);
-
-impl Blob for SharedBlob {
-    fn size(&self) -> io::Result<u64> {
-        self.0.size()
-    }
-
-    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-        self.0.read_exact_at(target, offset)
-    }
-
-    fn bytes(&self) -> Option<&Bytes> {
-        Some(&self.0)
     }
 }

@@ -1,6 +1,5 @@
 //! A pool as a volume: what the daemon itself reads and writes of it.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use tssd_format::Blob;
@@ -8,7 +7,7 @@ use tssd_format::Blob;
 use super::pool::Pool;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
-use crate::volume::{Part, Reservation, Volume, split};
+use crate::volume::{Part, Reservation, Volume, directly_below, split};
 
 /// The blobs of a pool, by name. What is written here lies in segments of the daemon.
 #[derive(Clone)]
@@ -38,10 +37,7 @@ impl Volume for ArenaVolume {
     fn list(&self, name: &str) -> Result<Vec<String>> {
         let prefix = format!("{name}/");
         let names = self.0.names(&prefix);
-        let below = names.iter().filter_map(|name| name.strip_prefix(&*prefix));
-        let parts: BTreeSet<&str> =
-            below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part)).collect();
-        Ok(parts.into_iter().map(str::to_owned).collect())
+        Ok(directly_below(&prefix, names.iter().map(String::as_str)))
     }
 
     fn remove_folder(&self, _name: &str) -> Result<()> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use super::DaemonOptions;
-use super::metrics::{Counters, Reader};
+use super::counters::{Counters, Reader};
 use super::tiers::Tiers;
 use crate::arena::{Exhausted, PeerId, Pool};
 use crate::controller::{LocalController, archives, folder};

@@ -46,8 +46,19 @@ struct Session {
     sharing: tokio::sync::Mutex<()>,
 }
 
-/// The right to send memory.
-type Sharing<'a> = tokio::sync::MutexGuard<'a, ()>;
+/// What a request is answered with.
+struct Answer<'a> {
+    reply: Reply,
+    fds: Vec<OwnedFd>,
+    /// The right to send memory of segments, kept until it is sent.
+    sharing: Option<tokio::sync::MutexGuard<'a, ()>>,
+}
+
+impl From<Reply> for Answer<'_> {
+    fn from(reply: Reply) -> Self {
+        Self { reply, fds: Vec::new(), sharing: None }
+    }
+}
 
 /// None is one that waits for room.
 type Contributions = BTreeMap<u64, Option<Contribution>>;
@@ -234,14 +245,7 @@ impl Session {
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
-            Ok(Request::Locate { key, selector }) => {
-                let located = self.locate(number, key, selector).await;
-                located.map(|(answer, fds, sharing)| (answer, fds, Some(sharing)))
-            }
-            Ok(request) => {
-                let handled = self.handle(request, frame.data).await;
-                handled.map(|(answer, fds)| (answer, fds, None))
-            }
+            Ok(request) => self.handle(number, request, frame.data).await,
             Err(error) => Err(not_understood(&error)),
         };
         let failed = answered.as_ref().err().map(Error::kind);
@@ -251,9 +255,11 @@ impl Session {
             Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
         }
         *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
-        let (answer, fds, _sharing) = answered
-            .unwrap_or_else(|error| (Reply::Failed(Failure::from(error)), Vec::new(), None));
-        self.reply(number, answer, fds).await;
+        let Answer { reply, fds, sharing } =
+            answered.unwrap_or_else(|error| Reply::Failed(Failure::from(error)).into());
+        self.reply(number, reply, fds).await;
+        // Memory that others are to send goes after this.
+        drop(sharing);
     }
 
     async fn reply(&self, number: u64, answer: Reply, fds: Vec<OwnedFd>) {
@@ -261,7 +267,7 @@ impl Session {
         let _ = self.outgoing.send(reply(number, &answer, fds)).await;
     }
 
-    async fn handle(&self, request: Request, data: Vec<u8>) -> Result<(Reply, Vec<OwnedFd>)> {
+    async fn handle(&self, number: u64, request: Request, data: Vec<u8>) -> Result<Answer<'_>> {
         let controller = &self.house.controller;
         let answer = match request {
             Request::Hello(_) => {
@@ -280,7 +286,9 @@ impl Session {
                 self.withdraw(contribution).await?;
                 Reply::Done
             }
-            Request::Locate { .. } => unreachable!("it is answered with its memory"),
+            Request::Locate { key, selector } => {
+                return self.locate(number, &Key::new(key)?, selector).await;
+            }
             Request::Versions { key } => {
                 Reply::Versions(controller.versions(&Key::new(key)?).await?)
             }
@@ -314,10 +322,10 @@ impl Session {
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
             Request::Status => Reply::Status(self.house.status()),
         };
-        Ok((answer, Vec::new()))
+        Ok(answer.into())
     }
 
-    async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<(Reply, Vec<OwnedFd>)> {
+    async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<Answer<'_>> {
         proposal.timeout = proposal.timeout.min(LONGEST);
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
@@ -333,7 +341,8 @@ impl Session {
         };
         let contribution = self.house.number();
         self.contributions().insert(contribution, Some(open));
-        Ok((Reply::Begun(Begun { contribution, id, epoch, number, committed, room }), fds))
+        let reply = Reply::Begun(Begun { contribution, id, epoch, number, committed, room });
+        Ok(Answer { reply, fds, sharing: None })
     }
 
     /// Room for the last archive of a contribution, and its memory if the client does not have it yet.
@@ -354,12 +363,7 @@ impl Session {
     }
 
     /// Room for another archive of a contribution, whose last one is complete.
-    async fn extend(
-        &self,
-        contribution: u64,
-        file_len: u64,
-        data: &[u8],
-    ) -> Result<(Reply, Vec<OwnedFd>)> {
+    async fn extend(&self, contribution: u64, file_len: u64, data: &[u8]) -> Result<Answer<'_>> {
         let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
         let mut open = taken.ok_or_else(|| unknown(contribution))?;
         let extended = async {
@@ -372,7 +376,7 @@ impl Session {
             Ok((room, fds)) => match self.contributions().get_mut(&contribution) {
                 Some(waiting) => {
                     *waiting = Some(open);
-                    return Ok((Reply::Room(room), fds));
+                    return Ok(Answer { reply: Reply::Room(room), fds, sharing: None });
                 }
                 None => unknown(contribution),
             },
@@ -492,13 +496,8 @@ impl Session {
 
     /// A version, with the memory of its segments that the client does not have yet, and the right to send
     /// that.
-    async fn locate(
-        &self,
-        number: u64,
-        key: String,
-        selector: Selector,
-    ) -> Result<(Reply, Vec<OwnedFd>, Sharing<'_>)> {
-        let mut leased = self.house.lease(self.peer, &Key::new(key)?, selector).await?;
+    async fn locate(&self, number: u64, key: &Key, selector: Selector) -> Result<Answer<'_>> {
+        let mut leased = self.house.lease(self.peer, key, selector).await?;
         let mut segments: Vec<SegmentId> =
             leased.archives.values().map(|span| span.segment).collect();
         segments.push(leased.manifest.segment);
@@ -519,7 +518,7 @@ impl Session {
         }
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
-        Ok((Reply::Leased(leased), fds, sharing))
+        Ok(Answer { reply: Reply::Leased(leased), fds, sharing: Some(sharing) })
     }
 
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.

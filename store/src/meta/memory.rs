@@ -1,13 +1,14 @@
 //! Records in this process.
 
 use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use async_trait::async_trait;
 
 use super::{MetaStore, Turns};
 use crate::error::Result;
+use crate::volume::directly_below;
 
 #[derive(Debug, Default)]
 pub(crate) struct MemoryMeta {
@@ -39,11 +40,8 @@ impl MetaStore for MemoryMeta {
     async fn list(&self, name: &str) -> Result<Vec<String>> {
         let prefix = if name.is_empty() { String::new() } else { format!("{name}/") };
         let records = self.records();
-        let below =
-            records.range(prefix.clone()..).map_while(|(name, _)| name.strip_prefix(&*prefix));
-        let parts: BTreeSet<&str> =
-            below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part)).collect();
-        Ok(parts.into_iter().map(str::to_owned).collect())
+        let names = records.range(prefix.clone()..).map(|(name, _)| name.as_str());
+        Ok(directly_below(&prefix, names))
     }
 
     async fn delete(&self, name: &str) -> Result<()> {

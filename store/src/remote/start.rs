@@ -10,9 +10,9 @@ use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
 use super::{RemoteController, unreachable};
-use crate::daemon::socket_of;
 use crate::disk::{self, Lock};
 use crate::error::{Error, Result};
+use crate::socket::{beside, socket_of};
 
 /// For how long a daemon is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -76,7 +76,7 @@ impl Starter<'_> {
         let at = |error| Error::io(self.socket.display(), error);
         match (&self.lock, &mut self.child) {
             (None, _) => {
-                self.lock = Lock::take(&self.beside("start")).map_err(at)?;
+                self.lock = Lock::take(&beside(self.socket, "start")).map_err(at)?;
                 if self.lock.is_none() {
                     sleep(WAIT).await;
                 }
@@ -100,7 +100,7 @@ impl Starter<'_> {
 
     /// Starts a process that has nothing of ours but the environment.
     fn start(&self) -> Result<Child> {
-        let path = self.beside("log");
+        let path = beside(self.socket, "log");
         let log = File::create(&path).map_err(|error| Error::io(path.display(), error))?;
         let program = program();
         let mut command = Command::new(&program);
@@ -124,7 +124,7 @@ impl Starter<'_> {
 
     /// What the daemon has written before it failed, if anything.
     fn reason(&self) -> String {
-        let path = self.beside("log");
+        let path = beside(self.socket, "log");
         let (Some(_), Ok(Some(log))) = (&self.child, disk::read(&path)) else {
             return String::new();
         };
@@ -135,13 +135,6 @@ impl Starter<'_> {
             "" => format!("; its log `{}` is empty", path.display()),
             text => format!("; its log `{}`: {text}", path.display()),
         }
-    }
-
-    fn beside(&self, extension: &str) -> PathBuf {
-        let mut path = self.socket.as_os_str().to_owned();
-        path.push(".");
-        path.push(extension);
-        path.into()
     }
 }
 

@@ -1,13 +1,13 @@
 //! Blobs in this process.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tssd_format::{Blob, Fill, Filled};
 
-use super::{Part, Reservation, Volume, split};
+use super::{Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 
@@ -55,11 +55,8 @@ impl Volume for MemoryVolume {
     fn list(&self, name: &str) -> Result<Vec<String>> {
         let prefix = format!("{name}/");
         let blobs = self.blobs();
-        let below =
-            blobs.range(prefix.clone()..).map_while(|(name, _)| name.strip_prefix(&*prefix));
-        let parts: BTreeSet<&str> =
-            below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part)).collect();
-        Ok(parts.into_iter().map(str::to_owned).collect())
+        let names = blobs.range(prefix.clone()..).map(|(name, _)| name.as_str());
+        Ok(directly_below(&prefix, names))
     }
 
     fn remove_folder(&self, _name: &str) -> Result<()> {

@@ -11,8 +11,10 @@ mod open;
 mod small;
 mod verify;
 
+use tssd_tests::race::rows;
+
 fn main() {
-    let rows: [(&str, fn()); 7] = [
+    rows(&[
         ("open", open::as_safetensors),
         ("million", open::a_million),
         ("encode", encode::into_warm_memory),
@@ -20,13 +22,5 @@ fn main() {
         ("small", small::save_and_load),
         ("lookup", lookup::one_of_many),
         ("compress", compress::bfloat16),
-    ];
-    // Cargo passes options as well.
-    let wanted: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    for (name, run) in rows {
-        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
-            run();
-        }
-    }
+    ]);
 }

@@ -9,21 +9,15 @@ mod sharded;
 mod tiny;
 mod views;
 
+use tssd_tests::race::rows;
+
 fn main() {
-    let rows: [(&str, fn()); 6] = [
+    rows(&[
         ("put", copies::put),
         ("get", copies::get),
         ("views", views::of_one_version),
         ("tiny", tiny::put_and_get),
         ("plan", plans::many_ranks),
         ("sharded", sharded::four_to_two),
-    ];
-    // Cargo passes options as well.
-    let wanted: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    for (name, run) in rows {
-        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
-            run();
-        }
-    }
+    ]);
 }

@@ -1,0 +1,37 @@
+//! What a daemon counts, for whoever watches it.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard};
+
+use crate::error::ErrorKind;
+
+/// What is counted since the start.
+#[derive(Default)]
+pub(super) struct Counters(Mutex<Counts>);
+
+#[derive(Clone, Default)]
+pub(super) struct Counts {
+    pub(super) connections: u64,
+    pub(super) turned_away: u64,
+    pub(super) puts: u64,
+    pub(super) bytes_put: u64,
+    pub(super) gets: u64,
+    pub(super) bytes_leased: u64,
+    pub(super) published: u64,
+    /// Requests by what they ask for and what came of them.
+    pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
+}
+
+/// What a reader has read last of a key.
+pub(super) struct Reader {
+    pub(super) peer: u64,
+    pub(super) pid: u32,
+    pub(super) key: String,
+    pub(super) version: u64,
+}
+
+impl Counters {
+    pub(super) fn count(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().expect("nobody panics while counting")
+    }
+}

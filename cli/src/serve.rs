@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::json;
-use tssd_store::DaemonOptions;
 use tssd_store::blocking::Daemon;
+use tssd_store::{Credentials, DaemonOptions};
 
 use crate::console::Console;
 use crate::exit::Exit;
@@ -46,6 +46,19 @@ pub(crate) struct Args {
     /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
     #[arg(long, value_name = "ADDR")]
     metrics: Option<SocketAddr>,
+    /// Let clients of other hosts connect at this address too (tls://ADDR), with the next three; without
+    /// them (tcp://ADDR) it is one of this host alone, and whoever can connect to it may
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// This daemon's certificate, in PEM, and those between it and the authority's
+    #[arg(long, value_name = "FILE", requires_all = ["key", "client_ca"])]
+    cert: Option<PathBuf>,
+    /// Its private key, in PEM
+    #[arg(long, value_name = "FILE", requires_all = ["cert", "client_ca"])]
+    key: Option<PathBuf>,
+    /// The certificate of the authority that clients' certificates must come from, in PEM
+    #[arg(long, value_name = "FILE", requires_all = ["cert", "key"])]
+    client_ca: Option<PathBuf>,
     /// Stay when nobody needs the daemon, also if a client has started it
     #[arg(long, env = "TSSD_STAY", value_parser = clap::builder::FalseyValueParser::new())]
     stay: bool,
@@ -74,6 +87,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.allow_uids.clone_from(&args.allow_uid);
     options.socket_group = args.socket_group.as_deref().map(group).transpose()?;
     options.metrics = args.metrics;
+    options.listen = args.listen;
+    if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
+        let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());
+        options.credentials = Some(Credentials { ca, cert, key });
+    }
     options.linger = args.linger.filter(|_| !args.stay).map(Duration::from_secs);
     if let Some(Size(limit)) = args.memory_limit {
         options.memory_limit = limit;
@@ -83,7 +101,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let model = limit / (keep + 1);
     let daemon = Daemon::bind(options).map_err(|error| failure(&error))?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
-    let metrics = daemon.metrics();
+    let (metrics, address) = (daemon.metrics(), daemon.address());
     let mut line = format!(
         "serving unix:{socket} (process {pid}, version {}): {} of memory, a model of up to {} with {} \
          kept",
@@ -92,6 +110,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(model),
         keep,
     );
+    if let Some(address) = &address {
+        line = format!("{line}, for other hosts {address}");
+    }
     if let Some(metrics) = metrics {
         line = format!("{line}, metrics at http://{metrics}/metrics");
     }
@@ -102,6 +123,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "memory_limit": limit,
         "keep": keep,
         "model_limit": model,
+        "address": address,
         "metrics": metrics.map(|address| address.to_string()),
     });
     console.report(line, &json)?;

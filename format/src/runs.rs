@@ -69,6 +69,11 @@ impl Runs {
         Self { run, loops }
     }
 
+    /// One run of so many bytes.
+    pub fn run(bytes: u64) -> Self {
+        Self { run: bytes, loops: Vec::new() }
+    }
+
     /// The runs that lay a strided tensor out row-major.
     pub fn to_row_major(itemsize: u64, shape: &[u64], source: &[u64]) -> Self {
         Self::new(itemsize, shape, source, &row_major_strides(shape))

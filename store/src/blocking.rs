@@ -15,6 +15,7 @@ use crate::get::{GetOptions, GetReport, Target};
 use crate::key::Key;
 use crate::put::{PutOptions, PutReport};
 use crate::status::DaemonStatus;
+use crate::store::ConnectOptions;
 
 /// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
 ///
@@ -54,6 +55,15 @@ impl Store {
     /// See there; `Io` if the system gives no threads.
     pub fn connect(url: &str) -> Result<Self> {
         Self::opened(crate::Store::connect(url))
+    }
+
+    /// See [`crate::Store::connect_with`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn connect_with(url: &str, options: &ConnectOptions) -> Result<Self> {
+        Self::opened(crate::Store::connect_with(url, options))
     }
 
     /// See [`crate::Store::create`].
@@ -280,6 +290,11 @@ impl Daemon {
     /// Where it listens.
     pub fn socket(&self) -> &Path {
         self.daemon.socket()
+    }
+
+    /// Where clients of other hosts connect, if they can: as an address of a store.
+    pub fn address(&self) -> Option<String> {
+        self.daemon.address()
     }
 
     /// Where metrics are answered, if they are.

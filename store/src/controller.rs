@@ -21,7 +21,7 @@ use crate::ledger::{
     Version, VersionId, WriterSet,
 };
 use crate::status::DaemonStatus;
-use crate::volume::Part;
+use crate::volume::{Archived, Part};
 
 pub(crate) use local::{LocalController, Place, archives, digest, folder};
 pub(crate) use proof::DIVERGENT;
@@ -138,7 +138,7 @@ pub(crate) struct Located {
     pub(crate) id: VersionId,
     pub(crate) manifest: Arc<dyn Blob>,
     /// The archives, by the names that the manifest gives them.
-    pub(crate) archives: BTreeMap<String, Arc<dyn Blob>>,
+    pub(crate) archives: BTreeMap<String, Archived>,
     /// Dropped when the last view of these bytes is.
     pub(crate) lease: Arc<dyn Any + Send + Sync>,
 }

@@ -5,6 +5,8 @@ mod house;
 mod http;
 mod metrics;
 mod place;
+mod reading;
+mod registry;
 mod session;
 mod tiers;
 
@@ -14,17 +16,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::task::JoinSet;
 
 use self::house::House;
 pub use self::place::default_memory_limit;
 use self::place::listen;
+use self::session::Guest;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::{Credentials, Identity};
 use crate::socket::{beside, socket_of};
 
-/// How many connections there are at most.
+/// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;
+
+/// If no descriptors are left, or the like: some will be.
+const SCARCE: Duration = Duration::from_millis(50);
 
 /// How long sessions have to end when the daemon does.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -50,6 +58,11 @@ pub struct DaemonOptions {
     pub socket_group: Option<u32>,
     /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
     pub metrics: Option<SocketAddr>,
+    /// Where clients of other hosts connect, by TCP; none: they do not. Without credentials it is an address
+    /// of this host alone, and whoever can connect to it may.
+    pub listen: Option<SocketAddr>,
+    /// What the daemon proves itself with to other hosts, and whom it believes.
+    pub credentials: Option<Credentials>,
     /// How long after its last client has left it ends, unless it holds a version that would be lost
     /// then; none: it stays.
     pub linger: Option<Duration>,
@@ -60,6 +73,9 @@ pub struct Daemon {
     listener: UnixListener,
     house: Arc<House>,
     metrics: Option<TcpListener>,
+    /// Where other hosts connect.
+    far: Option<TcpListener>,
+    identity: Identity,
     options: Arc<DaemonOptions>,
     /// Held as long as the daemon lives, however it ends.
     _locks: Vec<Lock>,
@@ -87,6 +103,8 @@ impl DaemonOptions {
             allow_uids: Vec::new(),
             socket_group: None,
             metrics: None,
+            listen: None,
+            credentials: None,
             linger: None,
         }
     }
@@ -118,7 +136,8 @@ impl Daemon {
     /// # Errors
     ///
     /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
-    /// metrics, or the socket's group could not reach it; `Io` if the system does not let it.
+    /// metrics, or connect without a proof of who they are, if credentials cannot be read, or if the socket's
+    /// group could not reach it; `Io` if the system does not let it.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
@@ -140,17 +159,30 @@ impl Daemon {
             Some(address) => Some(http::bind(address).await?),
             None => None,
         };
+        let identity = options.credentials.as_ref().map(Identity::read).transpose()?;
+        let identity = identity.unwrap_or_default();
+        let far = match options.listen {
+            Some(address) => Some(listen_far(address, &identity).await?),
+            None => None,
+        };
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
         let house = Arc::new(House::open(&options).await?);
         tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
-        Ok(Self { listener, house, metrics, options: Arc::new(options), _locks: locks })
+        let options = Arc::new(options);
+        Ok(Self { listener, house, metrics, far, identity, options, _locks: locks })
     }
 
     /// Where it listens.
     pub fn socket(&self) -> &Path {
         &self.options.socket
+    }
+
+    /// Where clients of other hosts connect, if they can: as an address of a store.
+    pub fn address(&self) -> Option<String> {
+        let address = self.far.as_ref()?.local_addr().ok()?;
+        Some(self.identity.endpoint(address).to_string())
     }
 
     /// Where metrics are answered, if they are.
@@ -166,11 +198,11 @@ impl Daemon {
     /// `Io` if the system takes the socket away.
     pub async fn serve(self, stop: impl Future<Output = ()>) -> Result<()> {
         // It ends with this: that the daemon is ending is told until it has.
-        let mut watched = tokio::task::JoinSet::new();
+        let mut watched = JoinSet::new();
         if let Some(listener) = self.metrics {
             watched.spawn(http::serve(listener, self.house.clone()));
         }
-        let mut sessions = tokio::task::JoinSet::new();
+        let (mut sessions, mut far_sessions) = (JoinSet::new(), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
         let mut unneeded = std::pin::pin!(self.house.unneeded(self.options.linger));
         loop {
@@ -178,27 +210,67 @@ impl Daemon {
                 () = &mut stop => break,
                 () = &mut unneeded => break,
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
+                Some(_) = far_sessions.join_next(), if !far_sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {
                         let (house, options) = (self.house.clone(), self.options.clone());
-                        sessions.spawn(session::run(house, stream, options));
+                        if let Some(guest) = Guest::near(stream) {
+                            sessions.spawn(session::run(house, guest, options));
+                        }
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
-                    // No descriptors are left, or the like: some will be.
-                    Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
-                }
+                    Err(_) => tokio::time::sleep(SCARCE).await,
+                },
+                accepted = accept(self.far.as_ref()) => match accepted {
+                    Ok((stream, address)) if far_sessions.len() < MAX_PEERS => {
+                        let (house, options) = (self.house.clone(), self.options.clone());
+                        let identity = self.identity.clone();
+                        far_sessions.spawn(async move {
+                            match Guest::far(stream, address, &identity).await {
+                                Some(guest) => session::run(house, guest, options).await,
+                                None => house.counters.count().turned_away += 1,
+                            }
+                        });
+                    }
+                    Ok(_) => self.house.counters.count().turned_away += 1,
+                    Err(_) => tokio::time::sleep(SCARCE).await,
+                },
             }
         }
         tracing::info!("ending");
         // Who comes later finds nobody.
         let _ = crate::disk::remove(&self.options.socket);
-        drop(self.listener);
+        drop((self.listener, self.far));
         self.house.close();
-        let all = async { while sessions.join_next().await.is_some() {} };
+        let all = async {
+            while sessions.join_next().await.is_some() {}
+            while far_sessions.join_next().await.is_some() {}
+        };
         // Whoever takes longer is cut off.
         let _ = tokio::time::timeout(DRAIN, all).await;
         Ok(())
     }
+}
+
+/// The next connection; never, if nobody listens.
+async fn accept(listener: Option<&TcpListener>) -> std::io::Result<(TcpStream, SocketAddr)> {
+    match listener {
+        Some(listener) => listener.accept().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Listens for other hosts, if it is safe.
+async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListener> {
+    if !identity.is_some() && !address.ip().is_loopback() {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format_args!(
+                "{address} can be reached from other hosts: that needs --cert, --key and --client-ca, or                  an address of this host alone, such as 127.0.0.1"
+            ),
+        ));
+    }
+    TcpListener::bind(address).await.map_err(|error| Error::io(address, error))
 }
 
 /// Takes a directory for this daemon alone, and says in it where the daemon is.

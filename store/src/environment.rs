@@ -39,3 +39,12 @@ pub(crate) async fn wait<T: Send + 'static>(
         .await
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }
+
+/// Runs something that takes long on this thread, whose other tasks go elsewhere if they can.
+pub(crate) fn in_place<T>(work: impl FnOnce() -> T) -> T {
+    use tokio::runtime::{Handle, RuntimeFlavor};
+    match Handle::current().runtime_flavor() {
+        RuntimeFlavor::MultiThread => tokio::task::block_in_place(work),
+        _ => work(),
+    }
+}

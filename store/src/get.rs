@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
 use tssd_format::{
-    Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, ShardPlace,
-    StateDict, Tensor, TensorMeta, TensorReference, Value, numel,
+    Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
+    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, numel,
 };
 
 use self::target::{check, split};
@@ -22,6 +22,7 @@ use crate::ledger::VersionId;
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
 use crate::version::OpenVersion;
+use crate::volume::{Job, Proof};
 
 /// How a state dict is read. The default reads the newest version, whole.
 #[derive(Clone, Debug, Default)]
@@ -201,8 +202,9 @@ impl<'a> Read<'a> {
         writer: Option<u32>,
     ) -> Result<Tensor> {
         let references = &*self.version.tensor(fqn, writer)?;
-        if region.is_none() && is_whole(references) {
-            let TensorReference { meta, storage, byte_offset, .. } = &references[0];
+        let TensorReference { meta, storage, byte_offset, .. } = &references[0];
+        let is_far = storage.is_some_and(|storage| self.version.far(storage).is_some());
+        if region.is_none() && is_whole(references) && !is_far {
             let span = *byte_offset..byte_offset + meta.span_bytes();
             let bytes = storage
                 .map(|storage| self.version.view(storage, span, self.unverified))
@@ -266,16 +268,33 @@ impl<'a> Read<'a> {
             let len = self.version.storage_len(storage);
             Ok((storage, self.version.view(storage, 0..len, self.unverified)?))
         };
+        let (far, near): (Vec<u32>, Vec<u32>) =
+            storages.into_iter().partition(|storage| self.version.far(*storage).is_some());
         // Small ones are looked at sooner than handed to another thread.
-        let (small, large): (Vec<u32>, Vec<u32>) = storages
-            .into_iter()
-            .partition(|storage| self.version.storage_len(*storage) < SMALL_BYTES);
+        let (small, large): (Vec<u32>, Vec<u32>) =
+            near.into_iter().partition(|storage| self.version.storage_len(*storage) < SMALL_BYTES);
         let mut views: BTreeMap<u32, Bytes> = parallel::map(large, load)?.into_iter().collect();
+        views.extend(self.pulled(far)?);
         for storage in small {
             views.extend([load(storage)?]);
         }
         self.transferred += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
         Ok(views)
+    }
+
+    /// Storages that are elsewhere, in new memory.
+    fn pulled(&self, storages: Vec<u32>) -> Result<Vec<(u32, Bytes)>> {
+        let whole = |storage: u32| Copy {
+            storage,
+            source: 0,
+            target: 0,
+            runs: Runs::run(self.version.storage_len(storage)),
+        };
+        let copies: Vec<Vec<Copy>> = storages.iter().map(|storage| vec![whole(*storage)]).collect();
+        let memories = storages.iter().map(|storage| memory(self.version.storage_len(*storage)));
+        let mut memories: Vec<Vec<u8>> = memories.collect::<Result<_>>()?;
+        self.pull(copies.iter().zip(memories.iter_mut().map(Vec::as_mut_slice)))?;
+        Ok(storages.into_iter().zip(memories.into_iter().map(Bytes::from)).collect())
     }
 
     /// Tensors in new memory, one for each wish.
@@ -312,14 +331,38 @@ impl<'a> Read<'a> {
         let plan = self.plan(&requests)?;
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
-        let jobs: Vec<_> = plan.iter().zip(targets).collect();
-        let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
-            copies.iter().try_for_each(|copy| self.copy(copy, target))
+        let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
+        let run = |(copies, target): (&Vec<Copy>, &mut &mut [u8])| {
+            copies.iter().filter(is_near).try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
-        let copied = parallel::map(jobs, run);
+        let copied = parallel::map(plan.iter().zip(&mut targets).collect(), run);
+        let filled = copied.and_then(|_| self.pull(plan.iter().zip(targets)));
         self.copying += started.elapsed();
-        copied.map(drop).map_err(Error::target_modified)
+        filled.map_err(Error::target_modified)
+    }
+
+    /// Fills targets with what is elsewhere.
+    fn pull<'t>(&self, work: impl Iterator<Item = (&'t Vec<Copy>, &'t mut [u8])>) -> Result<()> {
+        let Some(holder) = self.version.holder() else { return Ok(()) };
+        let mut verified = 0;
+        let mut jobs = Vec::new();
+        for (copies, target) in work {
+            let mut boxes = Vec::new();
+            for copy in copies {
+                if let Some(far) = self.version.far(copy.storage) {
+                    self.version.boxes(far, copy, self.unverified, &mut boxes);
+                }
+            }
+            let proven = boxes.iter().filter(|each| each.proof != Proof::None);
+            verified += proven.map(|each| each.runs.total_bytes()).sum::<u64>();
+            if !boxes.is_empty() {
+                jobs.push(Job { target, boxes });
+            }
+        }
+        holder.pull(jobs)?;
+        self.version.count_verified(verified);
+        Ok(())
     }
 
     fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {

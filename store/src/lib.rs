@@ -29,6 +29,8 @@ mod daemon;
 #[cfg(target_os = "linux")]
 mod link;
 #[cfg(target_os = "linux")]
+mod net;
+#[cfg(target_os = "linux")]
 mod remote;
 #[cfg(target_os = "linux")]
 mod socket;
@@ -59,9 +61,11 @@ pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
+#[cfg(target_os = "linux")]
+pub use net::Credentials;
 pub use opened::Opened;
 pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutReport, Replicas};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
-pub use store::{Store, Subscription};
+pub use store::{ConnectOptions, Store, Subscription};
 pub use version::VERSION_ATTRS;

@@ -1,19 +1,19 @@
-//! Frames over a Unix socket, with descriptors.
+//! Frames over a connection, with descriptors where it carries them.
+
+mod net;
+mod unix;
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, IoSlice};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
-use tokio::io::Interest;
+use async_trait::async_trait;
 use tokio::net::UnixStream;
 
+use crate::net::AsyncDuplex;
 use crate::wire::{Frame, HEADER_BYTES, Header, Limits};
 
 /// A frame that has begun to come or to go is complete within this time, or the peer is lost.
@@ -23,14 +23,34 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// idle connection holds no more than the first.
 const BLOCKS: std::ops::RangeInclusive<usize> = 4 << 10..=64 << 10;
 
+/// Where bytes go out.
+#[async_trait]
+trait Outlet: Send + Sync {
+    /// Sends some bytes of these parts, which are not all empty, and descriptors with the first one; says
+    /// how many.
+    async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize>;
+
+    /// Sends bytes if the system takes all of them at once. Says whether it has.
+    fn send_now(&self, bytes: &[u8]) -> bool;
+
+    /// Ends the connection, both ways.
+    fn close(&self);
+}
+
+/// Where bytes come in.
+#[async_trait]
+trait Inlet: Send {
+    /// Receives some bytes, and descriptors; says how many bytes, 0 at the end.
+    async fn receive(&mut self, block: &mut [u8], fds: &mut VecDeque<OwnedFd>)
+    -> io::Result<usize>;
+}
+
 /// One end that sends.
-#[derive(Clone, Debug)]
-pub(crate) struct Sender(Arc<UnixStream>);
+pub(crate) struct Sender(Box<dyn Outlet>);
 
 /// The same end, receiving.
-#[derive(Debug)]
 pub(crate) struct Receiver {
-    stream: Arc<UnixStream>,
+    inlet: Box<dyn Inlet>,
     /// Bytes that have come and belong to the next frame.
     bytes: Vec<u8>,
     /// Descriptors that have come, which belong to the next frames in turn.
@@ -39,10 +59,19 @@ pub(crate) struct Receiver {
     limits: Limits,
 }
 
-/// Both directions of a connection, to a peer whose frames are within these limits.
+/// Both directions of a connection within a host, to a peer whose frames are within these limits.
 pub(crate) fn split(stream: UnixStream, limits: Limits) -> (Sender, Receiver) {
     let stream = Arc::new(stream);
-    (Sender(stream.clone()), Receiver { stream, bytes: Vec::new(), fds: VecDeque::new(), limits })
+    (Sender(Box::new(stream.clone())), Receiver::new(Box::new(stream), limits))
+}
+
+/// As [`split`], of a connection to another host and the socket below it.
+pub(crate) fn split_net(
+    (stream, socket): (Box<dyn AsyncDuplex>, TcpStream),
+    limits: Limits,
+) -> (Sender, Receiver) {
+    let (inlet, outlet) = tokio::io::split(stream);
+    (Sender(Box::new(net::Out(outlet, socket))), Receiver::new(Box::new(inlet), limits))
 }
 
 impl Sender {
@@ -53,47 +82,34 @@ impl Sender {
 
     /// Sends a frame without descriptors if the system takes it at once. Says whether it has.
     pub(crate) fn send_now(&self, frame: &Frame) -> bool {
-        let bytes = [&frame.header().to_bytes()[..], &frame.head, &frame.data].concat();
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        rustix::net::send(&*self.0, &bytes, flags).is_ok_and(|sent| sent == bytes.len())
+        self.0.send_now(&[&frame.header().to_bytes()[..], &frame.head, &frame.data].concat())
     }
 
     /// Ends the connection, both ways.
     pub(crate) fn close(&self) {
-        // It may be closed already.
-        let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
+        self.0.close();
     }
 
-    async fn send_all(&self, frame: &Frame) -> io::Result<()> {
+    async fn send_all(&mut self, frame: &Frame) -> io::Result<()> {
         let header = frame.header().to_bytes();
         let mut fds: Vec<_> = frame.fds.iter().map(AsFd::as_fd).collect();
         let mut sent = 0;
         let len = header.len() + frame.head.len() + frame.data.len();
         while sent < len {
-            let parts = [&header[..], &frame.head, &frame.data];
-            let rest = skip(parts, sent);
-            let rest = rest.map(IoSlice::new);
-            let part = self
-                .0
-                .async_io(Interest::WRITABLE, || {
-                    let mut space = [MaybeUninit::uninit(); fd_space()];
-                    let mut control = SendAncillaryBuffer::new(&mut space);
-                    if !fds.is_empty() {
-                        let pushed = control.push(SendAncillaryMessage::ScmRights(&fds));
-                        debug_assert!(pushed, "there is space for as many as a frame has");
-                    }
-                    Ok(rustix::net::sendmsg(&self.0, &rest, &mut control, SendFlags::NOSIGNAL)?)
-                })
-                .await?;
+            let rest = skip([&header[..], &frame.head, &frame.data], sent);
+            sent += self.0.send(&rest.map(IoSlice::new), &fds).await?;
             // They have gone with the first bytes.
             fds.clear();
-            sent += part;
         }
         Ok(())
     }
 }
 
 impl Receiver {
+    fn new(inlet: Box<dyn Inlet>, limits: Limits) -> Self {
+        Self { inlet, bytes: Vec::new(), fds: VecDeque::new(), limits }
+    }
+
     /// From now on the peer's frames are within these limits.
     pub(crate) fn limit(&mut self, limits: Limits) {
         self.limits = limits;
@@ -127,7 +143,7 @@ impl Receiver {
             return Err(invalid("fewer descriptors have come than the frame says"));
         }
         let fds = self.fds.drain(..count).collect();
-        Ok(Frame { kind: header.kind, number: header.number, head, data, fds })
+        Ok(Frame { kind: header.kind, number: header.number, head, data: data.into(), fds })
     }
 
     async fn fill_to(&mut self, len: usize) -> io::Result<()> {
@@ -142,25 +158,9 @@ impl Receiver {
     /// Receives what there is, of so many bytes that are missing and some more; says how many have
     /// come, and 0 at the end.
     async fn fill(&mut self, missing: usize) -> io::Result<usize> {
-        let (stream, fds) = (&self.stream, &mut self.fds);
         let start = self.bytes.len();
         self.bytes.resize(start + missing.clamp(*BLOCKS.start(), *BLOCKS.end()), 0);
-        let block = &mut self.bytes[start..];
-        let received = stream
-            .async_io(Interest::READABLE, || {
-                let mut space = [MaybeUninit::uninit(); fd_space()];
-                let mut control = RecvAncillaryBuffer::new(&mut space);
-                let flags = RecvFlags::CMSG_CLOEXEC;
-                let into = &mut [IoSliceMut::new(block)];
-                let message = rustix::net::recvmsg(stream, into, &mut control, flags)?;
-                for message in control.drain() {
-                    if let RecvAncillaryMessage::ScmRights(more) = message {
-                        fds.extend(more);
-                    }
-                }
-                Ok(message.bytes)
-            })
-            .await;
+        let received = self.inlet.receive(&mut self.bytes[start..], &mut self.fds).await;
         self.bytes.truncate(start + received.as_ref().map_or(0, |received| *received));
         // What nobody has announced is not kept.
         if self.fds.len() > 2 * usize::from(self.limits.fds) {
@@ -177,11 +177,6 @@ fn skip(parts: [&[u8]; 3], mut bytes: usize) -> [&[u8]; 3] {
         bytes -= skipped;
         &part[skipped..]
     })
-}
-
-/// Room for the descriptors of a frame.
-const fn fd_space() -> usize {
-    rustix::cmsg_space!(ScmRights(64))
 }
 
 async fn deadline<T>(
@@ -210,7 +205,7 @@ mod tests {
     }
 
     fn frame(data: usize) -> Frame {
-        let (head, data) = (b"{}".to_vec(), vec![7; data]);
+        let (head, data) = (b"{}".to_vec(), vec![7; data].into());
         Frame { kind: FrameKind::Reply, number: 9, head, data, fds: Vec::new() }
     }
 

@@ -1,21 +1,25 @@
 //! A controller in a daemon of this host, and what of its memory this process has mapped.
 
 mod calls;
+mod lines;
 mod maps;
 mod room;
 mod start;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use tokio::net::UnixStream;
 use tssd_format::{Blob, Map};
 
 use self::calls::{Answer, Calls};
+use self::lines::{Dial, Lines};
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
@@ -24,11 +28,17 @@ use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
+use crate::link::{Receiver, Sender, split, split_net};
+use crate::net::{Duplex, Endpoint, Identity, SILENCE};
 use crate::status::DaemonStatus;
-use crate::wire::{Begin, Hello, Notice, Protocol, Reply, Request};
+use crate::volume::{Archived, Far};
+use crate::wire::{Begin, Hello, Limits, Location, Notice, Protocol, Reply, Request};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
 const PATIENCE: Duration = Duration::from_mins(1);
+
+/// No manifest is longer: it is read into memory at once.
+const MAX_MANIFEST: usize = 4 << 30;
 
 /// A controller in a daemon.
 #[derive(Clone)]
@@ -38,6 +48,8 @@ pub(crate) struct RemoteController(Arc<Client>);
 struct Client {
     calls: Calls,
     maps: Arc<Maps>,
+    /// For the bytes that are not in this host's memory.
+    lines: Arc<Lines>,
 }
 
 impl RemoteController {
@@ -47,28 +59,75 @@ impl RemoteController {
         Self::greet(connected.map_err(|error| unreachable(socket, &error))?, socket).await
     }
 
-    async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
-        let maps = Arc::new(Maps::default());
-        let calls = Calls::start(stream, maps.clone());
-        let hello = Hello {
-            protocol: Protocol::OWN,
-            client: concat!("tssd-store ", env!("CARGO_PKG_VERSION")).to_owned(),
+    /// Connects to the daemon of another host.
+    pub(crate) async fn reach(
+        endpoint: &Endpoint,
+        identity: &Identity,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let link = split_net(endpoint.connect(identity, timeout).await?, Limits::FAR_DAEMON);
+        let dial = {
+            let (endpoint, identity) = (endpoint.clone(), identity.clone());
+            Box::new(move || endpoint.dial(&identity, timeout))
         };
-        let answer = calls.call(&Request::Hello(hello), Vec::new(), PATIENCE).await?;
+        Self::start(link, Limits::FAR_CLIENT, dial, &|error| endpoint.unreachable(error)).await
+    }
+
+    async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
+        let dial = {
+            let socket = socket.to_owned();
+            Box::new(move || dial(&socket))
+        };
+        let link = split(stream, Limits::DAEMON);
+        Self::start(link, Limits::CLIENT, dial, &|error| unreachable(socket, error)).await
+    }
+
+    /// Says hello.
+    async fn start(
+        link: (Sender, Receiver),
+        limits: Limits,
+        dial: Dial,
+        unreachable: &(dyn Fn(&dyn std::fmt::Display) -> Error + Sync),
+    ) -> Result<Self> {
+        let maps = Arc::new(Maps::default());
+        let calls = Calls::start(link, limits, maps.clone());
+        let answer = calls.call(&Request::Hello(hello()), Bytes::new(), PATIENCE).await?;
         match answer.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
-                Ok(Self(Arc::new(Client { calls, maps })))
+                let lines = Arc::new(Lines::new(dial));
+                Ok(Self(Arc::new(Client { calls, maps, lines })))
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
-                Err(unreachable(socket, &format_args!("it speaks protocol {theirs}, not {own}")))
+                Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
             }
             other => Err(unexpected(&other)),
         }
     }
 
     async fn call(&self, request: Request) -> Result<Reply> {
-        Ok(self.0.calls.call(&request, Vec::new(), PATIENCE).await?.reply)
+        Ok(self.0.calls.call(&request, Bytes::new(), PATIENCE).await?.reply)
+    }
+}
+
+impl Client {
+    fn open(&self, place: Location) -> Result<Archived> {
+        Ok(match place {
+            Location::Span(span) => Archived::Near(Arc::new(Map::from(self.maps.bytes(span)?))),
+            Location::Blob { blob, len } => {
+                Archived::Far(Far { holder: self.lines.clone(), blob: blob.into(), len })
+            }
+        })
+    }
+
+    /// A manifest is read at once, whole.
+    fn manifest(&self, place: Location) -> Result<Arc<dyn Blob>> {
+        let opened = self.open(place)?;
+        let Some(far) = opened.far() else { return Ok(opened.to_blob()) };
+        let len = usize::try_from(far.len).ok().filter(|len| *len <= MAX_MANIFEST);
+        let mut bytes = vec![0; len.ok_or_else(|| broken("its manifest is longer than can be"))?];
+        far.read_exact_at(&mut bytes, 0).map_err(|error| Error::io("manifest", error))?;
+        Ok(Arc::new(Bytes::from(bytes)))
     }
 }
 
@@ -88,7 +147,7 @@ impl Controller for RemoteController {
         let file_len = proposal.file_len;
         let patience = proposal.timeout.saturating_add(PATIENCE);
         let request = Request::Begin(Begin { key: key.to_string(), proposal });
-        let Answer { reply, owed } = self.0.calls.call(&request, Vec::new(), patience).await?;
+        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
         let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
         let contribution =
             RemoteContribution::new(self.0.clone(), &begun, file_len, patience, owed);
@@ -103,15 +162,15 @@ impl Controller for RemoteController {
 
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
         let request = Request::Locate { key: key.to_string(), selector };
-        let Answer { reply, owed } = self.0.calls.call(&request, Vec::new(), PATIENCE).await?;
+        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
         let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-        let maps = self.0.maps.clone();
+        let client = self.0.clone();
         // What has come for the first time is mapped with all its pages: that takes long.
         let (manifest, archives) = wait(move || {
-            let blob =
-                |span| maps.bytes(span).map(|bytes| Arc::new(Map::from(bytes)) as Arc<dyn Blob>);
-            let named = leased.archives.into_iter().map(|(name, span)| Ok((name, blob(span)?)));
-            Ok((blob(leased.manifest)?, named.collect::<Result<BTreeMap<_, _>>>()?))
+            let named = leased.archives.into_iter();
+            let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
+            let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
+            Ok((client.manifest(leased.manifest)?, archives))
         })
         .await?;
         Ok(Located { id: leased.id, manifest, archives, lease: Arc::new(owed) })
@@ -132,7 +191,7 @@ impl Controller for RemoteController {
     ) -> Result<Option<VersionInfo>> {
         let request = Request::Newer { key: key.to_string(), seen, patience };
         let all = patience.saturating_add(PATIENCE);
-        match self.0.calls.call(&request, Vec::new(), all).await?.reply {
+        match self.0.calls.call(&request, Bytes::new(), all).await?.reply {
             Reply::Newer(version) => Ok(version),
             other => Err(unexpected(&other)),
         }
@@ -194,6 +253,25 @@ fn done(reply: Reply) -> Result<()> {
 fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Error {
     let socket = socket.display();
     Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
+}
+
+fn dial(socket: &Path) -> Result<Box<dyn Duplex>> {
+    let failed = |error| unreachable(socket, &error);
+    let stream = BlockingStream::connect(socket).map_err(failed)?;
+    stream.set_read_timeout(Some(SILENCE)).map_err(failed)?;
+    stream.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+    Ok(Box::new(stream))
+}
+
+/// What is said first.
+fn hello() -> Hello {
+    let client = concat!("tssd-store ", env!("CARGO_PKG_VERSION")).to_owned();
+    Hello { protocol: Protocol::OWN, client }
+}
+
+/// A daemon that breaks the protocol.
+fn broken(text: &str) -> Error {
+    Error::new(ErrorKind::Unreachable, format_args!("the daemon breaks the protocol: {text}"))
 }
 
 /// A reply to another question.

@@ -49,8 +49,11 @@ pub struct Memory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PeerStatus {
-    /// Its process.
+    /// Its process; 0 for one that has come by TCP.
     pub pid: u32,
+    /// Where that is.
+    #[serde(default)]
+    pub address: Option<String>,
     /// Which program and version it says it is.
     pub client: String,
     /// For how long it has been there.
@@ -65,15 +68,22 @@ pub struct LeaseStatus {
     pub key: String,
     /// The number of the version.
     pub version: u64,
-    /// The process that reads.
+    /// The process that reads; 0 for one that has come by TCP.
     pub pid: u32,
-    /// For how long it has.
+    /// Where that is.
+    #[serde(default)]
+    pub address: Option<String>,
+    /// For how long it has read.
     pub age: Duration,
 }
 
 impl fmt::Display for LeaseStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { key, version, pid, age } = self;
-        write!(f, "process {pid} (`{key}` version {version}, for {:.1} s)", age.as_secs_f64())
+        let Self { key, version, pid, address, age } = self;
+        match address {
+            None => write!(f, "process {pid}")?,
+            Some(address) => f.write_str(address)?,
+        }
+        write!(f, " (`{key}` version {version}, for {:.1} s)", age.as_secs_f64())
     }
 }

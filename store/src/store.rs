@@ -11,7 +11,7 @@ use tssd_format::{Region, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
 use crate::disk;
-use crate::environment::{SystemEnvironment, wait};
+use crate::environment::{SystemEnvironment, in_place, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
 use crate::key::Key;
@@ -24,6 +24,11 @@ use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
+#[cfg(target_os = "linux")]
+use crate::{
+    net::{Credentials, Identity},
+    remote::RemoteController,
+};
 
 /// A store of state dicts: in this process's memory, or in a directory that several processes share.
 ///
@@ -73,6 +78,42 @@ const SUBSCRIPTION: Duration = Duration::from_mins(10);
 /// Of how many keys' versions something is known.
 const MAX_KNOWN: usize = 16;
 
+/// How a store is reached that is not in this process.
+#[derive(Clone, Debug)]
+pub struct ConnectOptions {
+    /// What this side proves itself with to a daemon of another host, and whom it believes.
+    #[cfg(target_os = "linux")]
+    pub credentials: Option<Credentials>,
+    /// For how long an answer is waited for.
+    pub timeout: Duration,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> Self {
+        Self {
+            #[cfg(target_os = "linux")]
+            credentials: None,
+            timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+impl ConnectOptions {
+    /// With the credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name, if all do.
+    pub fn from_environment() -> Self {
+        #[cfg(target_os = "linux")]
+        {
+            let path = |name| std::env::var_os(name).filter(|path| !path.is_empty());
+            let files = (path("TSSD_CA"), path("TSSD_CERT"), path("TSSD_KEY"));
+            let (Some(ca), Some(cert), Some(key)) = files else { return Self::default() };
+            let (ca, cert, key) = (ca.into(), cert.into(), key.into());
+            Self { credentials: Some(Credentials { ca, cert, key }), ..Self::default() }
+        }
+        #[cfg(not(target_os = "linux"))]
+        Self::default()
+    }
+}
+
 impl Store {
     /// A store in this process's memory. It ends with its last clone.
     pub fn memory() -> Self {
@@ -120,12 +161,25 @@ impl Store {
     /// - `unix:NAME`: the user's of that name, which is started if there is none: `tssd serve`, by the
     ///   program that `TSSD_BIN` names or the one on the `PATH`. It ends a minute after its last client
     ///   has left, unless it holds a version;
+    /// - `tls://HOST:PORT`: the daemon of another host that listens there (`tssd serve --listen`), with the
+    ///   credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name;
+    /// - `tcp://HOST:PORT`: a daemon of this host, in the open;
     /// - `memory:`: a new one in this process.
     ///
     /// # Errors
     ///
-    /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address.
+    /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address, or credentials that
+    /// cannot be read; `Refused` for a way in the open that leads off this host.
     pub async fn connect(url: &str) -> Result<Self> {
+        Self::connect_with(url, &ConnectOptions::from_environment()).await
+    }
+
+    /// As [`Store::connect`], in a way that is said and not taken from the environment.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::connect`].
+    pub async fn connect_with(url: &str, options: &ConnectOptions) -> Result<Self> {
         match Address::of(url)? {
             Address::Memory => Ok(Self::memory()),
             Address::Directory(path) => match claimed_by(path)? {
@@ -133,7 +187,16 @@ impl Store {
                 None => Self::open_directory(path),
             },
             Address::Socket(path) => Self::daemon(path).await,
+            Address::Host(url) => Self::host(url, options).await,
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    async fn host(url: &str, options: &ConnectOptions) -> Result<Self> {
+        let identity = options.credentials.as_ref().map(Identity::read).transpose()?;
+        let identity = identity.unwrap_or_default();
+        let reached = RemoteController::reach(&url.parse()?, &identity, options.timeout).await?;
+        Ok(Self::new(reached))
     }
 
     #[cfg(target_os = "linux")]
@@ -141,9 +204,15 @@ impl Store {
         // A name has no folders.
         let controller = match socket.to_str().filter(|name| !name.contains('/')) {
             Some(name) => crate::remote::join(name).await?,
-            None => crate::remote::RemoteController::connect(socket).await?,
+            None => RemoteController::connect(socket).await?,
         };
         Ok(Self::new(controller))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    async fn host(url: &str, _options: &ConnectOptions) -> Result<Self> {
+        let text = format_args!("`{url}`: only Linux reaches daemons of other hosts so far");
+        Err(Error::new(ErrorKind::Invalid, text))
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -161,9 +230,7 @@ impl Store {
     pub async fn create(url: &str) -> Result<Self> {
         match Address::of(url)? {
             Address::Directory(path) if claimed_by(path)?.is_none() => Self::directory(path),
-            Address::Directory(_) | Address::Memory | Address::Socket(_) => {
-                Self::connect(url).await
-            }
+            _ => Self::connect(url).await,
         }
     }
 
@@ -322,9 +389,13 @@ impl Store {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let version = self.version(key, options.version).await?;
-        let mut read = Read::new(&version, &self.0.plans, options);
-        read.fill_targets(targets, options.writer)?;
-        Ok(read.report())
+        let mut fill = || {
+            let mut read = Read::new(&version, &self.0.plans, options);
+            read.fill_targets(targets, options.writer)?;
+            Ok(read.report())
+        };
+        // The memory is the caller's: no other thread may have it when the future is dropped.
+        if version.holder().is_some() { in_place(fill) } else { fill() }
     }
 
     /// Reads one tensor, whole.
@@ -567,6 +638,7 @@ enum Address<'a> {
     Memory,
     Directory(&'a Path),
     Socket(&'a Path),
+    Host(&'a str),
 }
 
 impl<'a> Address<'a> {
@@ -579,10 +651,11 @@ impl<'a> Address<'a> {
             Some(("memory", "")) => Ok(Self::Memory),
             Some(("file", rest)) => Ok(Self::Directory(path(rest))),
             Some(("unix", rest)) => Ok(Self::Socket(path(rest))),
-            Some((scheme @ ("tls" | "s3" | "gs" | "az" | "http" | "https"), _)) => Err(Error::new(
+            Some(("tls" | "tcp", _)) => Ok(Self::Host(url)),
+            Some((scheme @ ("s3" | "gs" | "az" | "http" | "https"), _)) => Err(Error::new(
                 ErrorKind::Invalid,
                 format_args!(
-                    "`{url}`: {scheme}: addresses cannot be reached yet; use unix: or a directory"
+                    "`{url}`: {scheme}: addresses cannot be reached yet; use tls:, unix: or a directory"
                 ),
             )),
             _ => Ok(Self::Directory(Path::new(url))),

@@ -9,14 +9,16 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, CHUNK_BYTES, Container, Error as FormatError,
-    ErrorKind as FormatKind, Key, Node, ObjectPath, Step, StorageReference, TensorReference,
+    Archive, AttrValue, Attrs, CHUNK_BYTES, Container, Error as FormatError,
+    ErrorKind as FormatKind, Key, Node, ObjectPath, Runs, Step, StorageReference, TensorReference,
     Unpack, ZSTD_LEVEL_ATTR, copy, copy_and_checksum,
 };
 
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
+use crate::plan::Copy;
+use crate::volume::{Archived, Boxed, Far, Holder, Proof};
 
 /// What is known of a version, without its bytes: it stays true whoever has them.
 pub(crate) struct Contents {
@@ -40,7 +42,7 @@ pub(crate) struct Contents {
 pub(crate) struct OpenVersion {
     contents: Arc<Contents>,
     /// Its archives, in the order of the manifest.
-    blobs: Arc<[Arc<dyn Blob>]>,
+    archives: Arc<[Archived]>,
     lease: Arc<dyn Any + Send + Sync>,
     /// Of the get that it is opened for.
     span: tracing::Span,
@@ -164,9 +166,9 @@ impl OpenVersion {
             Some(known) => known,
             None => Arc::new(Contents::read(&located)?),
         };
-        let mut blobs = Vec::with_capacity(located.archives.len());
+        let mut archives = Vec::with_capacity(located.archives.len());
         for shard in contents.manifest.shards() {
-            let blob = located.archives.get(&shard.name).ok_or_else(|| {
+            let archive = located.archives.get(&shard.name).ok_or_else(|| {
                 let name = &shard.name;
                 Error::new(
                     ErrorKind::Corrupt,
@@ -174,12 +176,14 @@ impl OpenVersion {
                 )
             })?;
             if !is_known {
-                shard.prove(blob).map_err(|error| Error::format(contents.name(), error))?;
+                shard
+                    .prove(&archive.to_blob())
+                    .map_err(|error| Error::format(contents.name(), error))?;
             }
-            blobs.push(blob.clone());
+            archives.push(archive.clone());
         }
         let span = tracing::Span::current();
-        Ok(Self { contents, blobs: blobs.into(), lease: located.lease, span })
+        Ok(Self { contents, archives: archives.into(), lease: located.lease, span })
     }
 
     /// What is said of reads from it is said in this.
@@ -192,6 +196,55 @@ impl OpenVersion {
         &self.contents
     }
 
+    /// Whoever holds its archives, as far as they are elsewhere.
+    pub(crate) fn holder(&self) -> Option<&Arc<dyn Holder>> {
+        self.archives.iter().find_map(|archive| archive.far().map(|far| &far.holder))
+    }
+
+    fn archive(&self, reference: &StorageReference) -> &Archived {
+        &self.archives[native(u64::from(reference.shard))]
+    }
+
+    /// Whoever holds a storage elsewhere, if it is raw: then boxes of it can be had alone.
+    pub(crate) fn far(&self, storage: u32) -> Option<&Far> {
+        let reference = &self.stored(storage).reference;
+        self.archive(reference).far().filter(|_| reference.packing.is_none())
+    }
+
+    /// The boxes of raw bytes that a copy from a storage elsewhere is made of: whole chunks are proven by
+    /// whoever gets them, parts of chunks by the holder.
+    pub(crate) fn boxes(&self, far: &Far, copy: &Copy, unverified: bool, boxes: &mut Vec<Boxed>) {
+        let reference = &self.stored(copy.storage).reference;
+        let boxed = |source: u64, target: u64, runs: Runs, proof: Proof| Boxed {
+            blob: far.blob.clone(),
+            source: reference.offset + source,
+            target,
+            runs,
+            proof: if unverified { Proof::None } else { proof },
+        };
+        if !copy.runs.loops().is_empty() {
+            boxes.push(boxed(copy.source, copy.target, copy.runs.clone(), Proof::Holder));
+            return;
+        }
+        let range = copy.source..copy.source + copy.runs.run_bytes();
+        for chunk in reference.chunks(&range) {
+            let whole = reference.chunk(chunk);
+            let part = whole.start.max(range.start)..whole.end.min(range.end);
+            let proof = if part == whole {
+                Proof::Chunk(reference.crcs[native(chunk)])
+            } else {
+                Proof::Holder
+            };
+            let target = copy.target + (part.start - range.start);
+            boxes.push(boxed(part.start, target, Runs::run(part.end - part.start), proof));
+        }
+    }
+
+    /// What was proven elsewhere is counted too.
+    pub(crate) fn count_verified(&self, bytes: u64) {
+        self.verified.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
     pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
         let bytes = self.bytes(storage, range, unverified)?;
@@ -201,7 +254,7 @@ impl OpenVersion {
     /// Raw bytes of a storage, proven unless `unverified`: a view where they are in memory as they are.
     pub(crate) fn bytes(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
         let reference = &self.stored(storage).reference;
-        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let blob = self.archive(reference).blob();
         let chunks = reference.chunks(&range);
         if reference.packing.is_some() {
             let failed = |error: FormatError| Error::format(self.name(), error);
@@ -243,7 +296,7 @@ impl OpenVersion {
         unverified: bool,
     ) -> Result<()> {
         let Stored { reference, verified } = self.stored(storage);
-        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let blob = self.archive(reference).blob();
         let mapped = blob.bytes().filter(|_| reference.packing.is_none());
         let Some(mapped) = mapped else {
             target.copy_from_slice(&self.bytes(storage, range, unverified)?);
@@ -278,7 +331,7 @@ impl OpenVersion {
     /// The stored bytes of a chunk. Those that are in memory are proven once.
     fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
         let Stored { reference, verified } = self.stored(storage);
-        let blob = &*self.blobs[native(u64::from(reference.shard))];
+        let blob = self.archive(reference).blob();
         let place = reference.stored_chunk(chunk);
         if let Some(mapped) = blob.bytes() {
             let stored = mapped.slice(native(place.start)..native(place.end));

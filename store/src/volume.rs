@@ -1,6 +1,7 @@
 //! Where archives are: bytes by name. A volume never sees a tensor.
 
 mod directory;
+mod far;
 mod memory;
 
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use crate::error::Result;
 use crate::ledger::Durability;
 
 pub(crate) use directory::DirectoryVolume;
+pub(crate) use far::{Archived, Boxed, Far, Holder, Job, Proof};
 pub(crate) use memory::MemoryVolume;
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.

@@ -3,9 +3,13 @@
 
 mod frame;
 mod message;
+mod range;
 
-pub(crate) use frame::{Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS};
-pub(crate) use message::{
-    Archives, Begin, Begun, Failure, Hello, Leased, Notice, Protocol, Reply, Request, Room,
-    SharedSegment, Welcome,
+pub(crate) use frame::{
+    Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS, MAX_WRITE,
 };
+pub(crate) use message::{
+    Begin, Begun, Failure, Hello, Leased, Location, Notice, Protocol, Reply, Request, Room,
+    SharedSegment, Sum, Welcome,
+};
+pub(crate) use range::{MAX_READ, Piece, Range};

@@ -14,6 +14,7 @@ use tssd_store::blocking::{Daemon, Store};
 pub struct Served {
     folder: TempDir,
     metrics: SocketAddr,
+    address: String,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -35,10 +36,11 @@ impl Served {
         let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);
         options.root = root;
         options.metrics = Some((Ipv4Addr::LOCALHOST, 0).into());
+        options.listen = Some((Ipv4Addr::LOCALHOST, 0).into());
         let daemon = Daemon::bind(options).unwrap();
-        let metrics = daemon.metrics().unwrap();
+        let (metrics, address) = (daemon.metrics().unwrap(), daemon.address().unwrap());
         let thread = thread::spawn(move || daemon.serve(stopped).unwrap());
-        Self { folder, metrics, stop: Some(stop), thread: Some(thread) }
+        Self { folder, metrics, address, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Where it listens.
@@ -54,6 +56,16 @@ impl Served {
     /// Its address.
     pub fn url(&self) -> String {
         format!("unix:{}", self.socket().display())
+    }
+
+    /// Its address by TCP.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// A store over a connection of its own that shares no memory.
+    pub fn connect_far(&self) -> Store {
+        Store::connect(&self.address).unwrap()
     }
 
     /// A store over a connection of its own.

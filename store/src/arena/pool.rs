@@ -85,8 +85,10 @@ struct Segment {
 
 enum Writer {
     Peer(PeerId),
-    /// The daemon, which has written it up to a place.
-    Daemon(WriteMap, u64),
+    /// The daemon, which has written small blobs into it, up to a place.
+    Slab(WriteMap, u64),
+    /// The daemon, one blob at a time; it has no map while it writes.
+    Own(Option<WriteMap>),
     Gone,
 }
 
@@ -101,6 +103,49 @@ pub(crate) struct Lent {
     pub(crate) capacity: u64,
     /// The memory, if the writer has not mapped it yet.
     pub(crate) memory: Option<OwnedFd>,
+}
+
+/// A blob that the daemon writes itself. Dropped, its memory is given back.
+pub(crate) struct Writing {
+    pool: Arc<Pool>,
+    /// None once it is published.
+    segment: Option<SegmentId>,
+    /// None only if it could not be made.
+    map: Option<WriteMap>,
+    len: u64,
+}
+
+impl Writing {
+    /// Its memory.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let len = usize::try_from(self.len).expect("it is in memory");
+        self.map.as_mut().expect("it was made").range_mut(0..len)
+    }
+
+    /// It is complete: gives it a name.
+    pub(crate) fn publish(mut self, name: &str) -> io::Result<()> {
+        let mut inner = self.pool.inner();
+        let id = self.segment.expect("it is published once");
+        inner.publish(id, name, self.len, |segment| segment.is_lent)?;
+        let segment = inner.segments.get_mut(&id).expect("it is in use");
+        segment.writer = Writer::Own(self.map.take());
+        drop(inner);
+        self.segment = None;
+        Ok(())
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        let Some(id) = self.segment else { return };
+        let mut inner = self.pool.inner();
+        if let Some(segment) = inner.segments.get_mut(&id) {
+            segment.writer = Writer::Own(self.map.take());
+            segment.is_lent = false;
+        }
+        drop(inner);
+        self.pool.freed.notify_waiters();
+    }
 }
 
 /// There is no room now.
@@ -135,38 +180,37 @@ impl Pool {
     /// A segment for a writer: a warm one of its own if there is one, else a new one.
     pub(crate) fn lend(&self, peer: PeerId, len: u64) -> io::Result<Result<Lent, Exhausted>> {
         let mut inner = self.inner();
-        let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
-            return Ok(Err(Exhausted { wanted: len, used: inner.used, limit: self.limit }));
+        let prepared =
+            inner.prepare(len, self.limit, |segment| segment.is_of(peer), || Writer::Peer(peer))?;
+        let (id, is_new) = match prepared {
+            Ok(prepared) => prepared,
+            Err(exhausted) => return Ok(Err(exhausted)),
         };
-        let fits = |(_, segment): &(&SegmentId, &Segment)| {
-            segment.is_warm_of(peer)
-                && segment.capacity >= len
-                && segment.capacity <= capacity.saturating_mul(2)
+        let Segment { memory, capacity, .. } = &inner.segments[&id];
+        let memory = if is_new { Some(memory.try_clone()?) } else { None };
+        Ok(Ok(Lent { segment: id, capacity: *capacity, memory }))
+    }
+
+    /// A segment for the daemon itself, to write a blob of this many bytes into.
+    pub(crate) fn write_own(self: &Arc<Self>, len: u64) -> io::Result<Result<Writing, Exhausted>> {
+        let mut inner = self.inner();
+        let is_own = |segment: &Segment| matches!(segment.writer, Writer::Own(_));
+        let prepared = inner.prepare(len, self.limit, is_own, || Writer::Own(None))?;
+        let id = match prepared {
+            Ok((id, _)) => id,
+            Err(exhausted) => return Ok(Err(exhausted)),
         };
-        let warm = inner.segments.iter().filter(fits).min_by_key(|(_, segment)| segment.capacity);
-        if let Some((&id, _)) = warm {
-            let segment = inner.segments.get_mut(&id).expect("it was just found");
-            segment.is_lent = true;
-            let capacity = segment.capacity;
-            inner.recycled += 1;
-            return Ok(Ok(Lent { segment: id, capacity, memory: None }));
+        let segment = inner.segments.get_mut(&id).expect("it was just found or made");
+        let Writer::Own(map) = &mut segment.writer else { unreachable!("it is the daemon's") };
+        let (map, capacity) = (map.take(), segment.capacity);
+        let memory = if map.is_some() { None } else { Some(segment.memory.try_clone()?) };
+        drop(inner);
+        // Given back by its drop from here on.
+        let mut writing = Writing { pool: self.clone(), segment: Some(id), map, len };
+        if let Some(memory) = memory {
+            writing.map = Some(WriteMap::new(&memory, capacity)?);
         }
-        // The manifest goes into a slab: there must be room for one.
-        let slab = if inner.segments.values().any(|segment| segment.slab_end().is_some()) {
-            0
-        } else {
-            SLAB_BYTES
-        };
-        if let Err(exhausted) = inner.make_room(capacity.saturating_add(slab), self.limit) {
-            return Ok(Err(exhausted));
-        }
-        let memory = segment::create(capacity)?;
-        let lent = memory.try_clone()?;
-        let id = inner.add(Segment::new(memory, capacity, Writer::Peer(peer)));
-        if let Some(segment) = inner.segments.get_mut(&id) {
-            segment.is_lent = true;
-        }
-        Ok(Ok(Lent { segment: id, capacity, memory: Some(lent) }))
+        Ok(Ok(writing))
     }
 
     /// A writer has filled a segment that it was lent: the blob has a name now.
@@ -177,17 +221,7 @@ impl Pool {
         name: &str,
         len: u64,
     ) -> io::Result<()> {
-        let mut inner = self.inner();
-        let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
-        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
-        if len > segment.capacity {
-            return Err(io::Error::other("the segment is shorter"));
-        }
-        segment::seal(&segment.memory)?;
-        segment.is_lent = false;
-        segment.blobs += 1;
-        inner.blobs.insert(name.to_owned(), Span { segment: id, offset: 0, len });
-        Ok(())
+        self.inner().publish(id, name, len, |segment| segment.is_lent_to(peer))
     }
 
     /// A writer gives back what it was lent, unused.
@@ -220,10 +254,10 @@ impl Pool {
             let memory = segment::create(capacity)?;
             let map = WriteMap::new(&memory, capacity)?;
             segment::seal(&memory)?;
-            inner.add(Segment::new(memory, capacity, Writer::Daemon(map, 0)))
+            inner.add(Segment::new(memory, capacity, Writer::Slab(map, 0)))
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
-        let Writer::Daemon(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
+        let Writer::Slab(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
         let offset = *end;
         let start = usize::try_from(offset).map_err(io::Error::other)?;
         map.range_mut(start..start + bytes.len()).copy_from_slice(bytes);
@@ -363,7 +397,7 @@ impl Pool {
     /// What the pool holds now.
     pub(crate) fn status(&self) -> Memory {
         let inner = self.inner();
-        let warm = |segment: &&Segment| segment.blobs == 0 && !segment.is_lent;
+        let warm = |segment: &&Segment| segment.is_warm();
         Memory {
             limit: self.limit,
             used: inner.used,
@@ -378,6 +412,63 @@ impl Pool {
 }
 
 impl Inner {
+    /// A segment of somebody for so many bytes, now lent, and whether it is new.
+    fn prepare(
+        &mut self,
+        len: u64,
+        limit: u64,
+        is_own: impl Fn(&Segment) -> bool,
+        writer: impl FnOnce() -> Writer,
+    ) -> io::Result<Result<(SegmentId, bool), Exhausted>> {
+        let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
+            return Ok(Err(Exhausted { wanted: len, used: self.used, limit }));
+        };
+        let fits = |(_, segment): &(&SegmentId, &Segment)| {
+            is_own(segment)
+                && segment.is_warm()
+                && segment.capacity >= len
+                && segment.capacity <= capacity.saturating_mul(2)
+        };
+        let warm = self.segments.iter().filter(fits).min_by_key(|(_, segment)| segment.capacity);
+        if let Some((&id, _)) = warm {
+            self.segments.get_mut(&id).expect("it was just found").is_lent = true;
+            self.recycled += 1;
+            return Ok(Ok((id, false)));
+        }
+        // The manifest goes into a slab: there must be room for one.
+        let slab = if self.segments.values().any(|segment| segment.slab_end().is_some()) {
+            0
+        } else {
+            SLAB_BYTES
+        };
+        if let Err(exhausted) = self.make_room(capacity.saturating_add(slab), limit) {
+            return Ok(Err(exhausted));
+        }
+        let mut segment = Segment::new(segment::create(capacity)?, capacity, writer());
+        segment.is_lent = true;
+        Ok(Ok((self.add(segment), true)))
+    }
+
+    /// Gives the blob a name that a writer has filled a segment with.
+    fn publish(
+        &mut self,
+        id: SegmentId,
+        name: &str,
+        len: u64,
+        is_lent: impl Fn(&Segment) -> bool,
+    ) -> io::Result<()> {
+        let segment = self.segments.get_mut(&id).filter(|segment| is_lent(segment));
+        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
+        if len > segment.capacity {
+            return Err(io::Error::other("the segment is shorter"));
+        }
+        segment::seal(&segment.memory)?;
+        segment.is_lent = false;
+        segment.blobs += 1;
+        self.blobs.insert(name.to_owned(), Span { segment: id, offset: 0, len });
+        Ok(())
+    }
+
     fn add(&mut self, segment: Segment) -> SegmentId {
         let id = self.next;
         self.next += 1;
@@ -390,9 +481,10 @@ impl Inner {
     /// Retires warm segments until there is room.
     fn make_room(&mut self, wanted: u64, limit: u64) -> Result<(), Exhausted> {
         while self.used.saturating_add(wanted) > limit {
-            let warm = self.segments.iter().find(|(_, segment)| {
-                segment.blobs == 0 && !segment.is_lent && !matches!(segment.writer, Writer::Gone)
-            });
+            let warm = self
+                .segments
+                .iter()
+                .find(|(_, segment)| segment.is_warm() && !matches!(segment.writer, Writer::Gone));
             let Some((&id, _)) = warm else {
                 return Err(Exhausted { wanted, used: self.used, limit });
             };
@@ -457,8 +549,8 @@ impl Segment {
         matches!(self.writer, Writer::Peer(writer) if writer == peer)
     }
 
-    fn is_warm_of(&self, peer: PeerId) -> bool {
-        self.is_of(peer) && self.blobs == 0 && !self.is_lent
+    fn is_warm(&self) -> bool {
+        self.blobs == 0 && !self.is_lent
     }
 
     fn is_lent_to(&self, peer: PeerId) -> bool {
@@ -468,14 +560,14 @@ impl Segment {
     /// Up to where the daemon has written it, if it does.
     fn slab_end(&self) -> Option<u64> {
         match self.writer {
-            Writer::Daemon(_, end) => Some(end),
-            Writer::Peer(_) | Writer::Gone => None,
+            Writer::Slab(_, end) => Some(end),
+            Writer::Peer(_) | Writer::Own(_) | Writer::Gone => None,
         }
     }
 
     /// An empty slab is written from its beginning again.
     fn rewind_slab(&mut self) {
-        if let Writer::Daemon(_, end) = &mut self.writer
+        if let Writer::Slab(_, end) = &mut self.writer
             && self.blobs == 0
         {
             *end = 0;

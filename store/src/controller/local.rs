@@ -25,7 +25,7 @@ use crate::ledger::{
 };
 use crate::ledgers::Ledgers;
 use crate::status::DaemonStatus;
-use crate::volume::Volume;
+use crate::volume::{Archived, Volume};
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
 const PROOF_PATIENCE: Duration = Duration::from_secs(2);
@@ -558,7 +558,7 @@ fn locate(
     let mut archives = BTreeMap::new();
     for name in names {
         let Some(blob) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
-        archives.insert(name, blob);
+        archives.insert(name, Archived::Near(blob));
     }
     // What is open stays readable whatever the ledger does.
     Ok(Some(Located { id, manifest, archives, lease: Arc::new(()) }))

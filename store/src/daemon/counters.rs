@@ -18,6 +18,8 @@ pub(super) struct Counts {
     pub(super) gets: u64,
     pub(super) bytes_leased: u64,
     pub(super) published: u64,
+    /// Bytes that went to other hosts.
+    pub(super) bytes_read: u64,
     /// Requests by what they ask for and what came of them.
     pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
 }

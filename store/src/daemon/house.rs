@@ -1,38 +1,44 @@
 //! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
+use tssd_format::Blob;
 
 use super::DaemonOptions;
 use super::counters::{Counters, Reader};
+use super::reading::Reading;
+use super::registry::{Grant, Registry};
 use super::tiers::Tiers;
-use crate::arena::{Exhausted, PeerId, Pool};
-use crate::controller::{LocalController, archives, folder};
+use crate::arena::{Exhausted, PeerId, Pool, Span};
+use crate::controller::LocalController;
 use crate::environment::SystemEnvironment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Command, LeaseId, Outcome, Selector, VersionId};
+use crate::ledger::{LeaseId, Selector};
 use crate::ledgers::OwnedLedgers;
 use crate::meta::DirectoryMeta;
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
-use crate::volume::DirectoryVolume;
-use crate::wire::{Archives, Leased};
+use crate::volume::{DirectoryVolume, Volume};
 
-/// For how long a lease gives the right to new reads.
-const LEASE: Duration = Duration::from_mins(10);
+/// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
+const COPIES: usize = 256 << 10;
 
 /// Of how many keys it is known what a reader got last.
 const MAX_READ: usize = 16;
 
 pub(super) struct House {
-    pub(super) controller: LocalController,
+    pub(super) registry: Arc<dyn Registry>,
     pub(super) pool: Arc<Pool>,
     pub(super) tiers: Tiers,
     pub(super) counters: Counters,
+    pub(super) reading: Reading,
+    /// How many kilobytes of copies may be on their way to other hosts.
+    pub(super) copies: Arc<Semaphore>,
     inner: Mutex<Inner>,
     next: AtomicU64,
     started: Instant,
@@ -49,18 +55,28 @@ struct Inner {
 
 struct Peer {
     pid: u32,
+    /// Where it is, if it is not of this host.
+    address: Option<SocketAddr>,
     client: String,
     since: Instant,
     /// The number of the version that it got last, of each of a few keys.
     read: BTreeMap<Key, u64>,
 }
 
+/// A version that a peer has been given, and where its bytes are.
+pub(super) struct Leased {
+    pub(super) grant: Grant,
+    pub(super) manifest: Span,
+    pub(super) archives: BTreeMap<String, Span>,
+}
+
 /// A lease that a peer holds.
 struct Held {
     peer: PeerId,
     key: Key,
-    version: VersionId,
     number: u64,
+    /// What it holds, by its names in the volume.
+    names: Vec<String>,
     since: Instant,
 }
 
@@ -83,10 +99,12 @@ impl House {
         );
         controller.recover().await?;
         Ok(Self {
-            controller,
+            registry: Arc::new(controller),
             pool,
             tiers,
             counters: Counters::default(),
+            reading: Reading::default(),
+            copies: Arc::new(Semaphore::new(COPIES)),
             inner: Mutex::default(),
             next: AtomicU64::new(1),
             started: Instant::now(),
@@ -129,15 +147,16 @@ impl House {
             let _ = present.wait_for(|count| *count == 0).await;
             let came = present.wait_for(|count| *count > 0);
             if tokio::time::timeout(linger, came).await.is_err()
-                && matches!(self.controller.holds_memory().await, Ok(false))
+                && matches!(self.registry.holds_memory().await, Ok(false))
             {
                 return;
             }
         }
     }
 
-    pub(super) fn join(&self, peer: PeerId, pid: u32, client: String) {
-        let joined = Peer { pid, client, since: Instant::now(), read: BTreeMap::new() };
+    pub(super) fn join(&self, peer: PeerId, origin: (u32, Option<SocketAddr>), client: String) {
+        let (pid, address) = origin;
+        let joined = Peer { pid, address, client, since: Instant::now(), read: BTreeMap::new() };
         let mut inner = self.inner();
         inner.peers.insert(peer, joined);
         self.present.send_replace(inner.peers.len());
@@ -152,22 +171,28 @@ impl House {
         key: &Key,
         selector: Selector,
     ) -> Result<Leased> {
-        let lease = LeaseId(self.controller.random());
-        let command = Command::Lease {
-            selector,
-            lease,
-            holder: holder(peer),
-            ttl: LEASE,
-            now: self.controller.now(),
+        let grant = self.registry.lease(peer, key, selector).await?;
+        let place = |name: &String| {
+            self.tiers.span(name)?.ok_or_else(|| {
+                let text = format_args!("key `{key}`: version {} lacks `{name}`", grant.number);
+                Error::new(ErrorKind::Corrupt, text)
+            })
         };
-        let leased = self.controller.apply(key, command).await?;
-        let Outcome::Leased { id, number, manifest, .. } = leased else {
-            unreachable!("a lease does not lead to {leased:?}")
+        let placed = grant.archives.iter().map(|(file, name)| Ok((file.clone(), place(name)?)));
+        let placed: Result<BTreeMap<_, _>> = placed.collect();
+        let (manifest, archives) = match place(&grant.manifest).and_then(|it| Ok((it, placed?))) {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.registry.release(key, grant.lease).await;
+                return Err(error);
+            }
         };
-        let held = Held { peer, key: key.clone(), version: id, number, since: Instant::now() };
+        let number = grant.number;
+        let names = grant.names().cloned().collect();
+        let held = Held { peer, key: key.clone(), number, names, since: Instant::now() };
         {
             let mut inner = self.inner();
-            inner.leases.insert(lease, held);
+            inner.leases.insert(grant.lease, held);
             if let Some(reader) = inner.peers.get_mut(&peer) {
                 if reader.read.len() >= MAX_READ && !reader.read.contains_key(key) {
                     reader.read.pop_first();
@@ -175,27 +200,11 @@ impl House {
                 reader.read.insert(key.clone(), number);
             }
         }
-        let state = self.controller.state(key).await?;
-        let span = |name: &str| {
-            self.tiers.span(name)?.ok_or_else(|| {
-                let text = format_args!("key `{key}`: version {number} lacks `{name}`");
-                Error::new(ErrorKind::Corrupt, text)
-            })
-        };
-        let version = state.versions().find(|version| version.id == id);
-        let version = version.expect("the lease holds it");
-        let folder = folder(key, version);
-        let named = archives(version).into_iter().map(|name| {
-            let span = span(&format!("{folder}/{name}"))?;
-            Ok((name, span))
-        });
-        let archives = named.collect::<Result<Archives>>()?;
-        let manifest = span(&manifest.name)?;
         let mut counts = self.counters.count();
         counts.gets += 1;
-        counts.bytes_leased += archives.values().map(|span| span.len).sum::<u64>();
+        counts.bytes_leased += archives.values().map(|span: &Span| span.len).sum::<u64>();
         drop(counts);
-        Ok(Leased { lease, id, manifest, archives, segments: Vec::new() })
+        Ok(Leased { grant, manifest, archives })
     }
 
     /// A reader hands a lease back: nothing sees the version through it any more.
@@ -208,40 +217,33 @@ impl House {
             inner.leases.remove(&lease).map(|held| held.key)
         };
         if let Some(key) = key {
-            self.settle(&key, Command::Release { lease }).await;
+            self.registry.release(&key, lease).await;
         }
     }
 
-    /// A peer is lost. What it read cannot be written again: nobody says that it is not seen any more.
-    pub(super) async fn lose(&self, peer: PeerId) {
-        let lost: Vec<(Key, VersionId)> = {
+    /// A peer is lost. If it has this host's memory, what it read cannot be written again: nobody says
+    /// that it is not seen any more.
+    pub(super) async fn lose(&self, peer: PeerId, is_near: bool) {
+        let lost: Vec<(LeaseId, Held)> = {
             let mut inner = self.inner();
             inner.peers.remove(&peer);
             self.present.send_replace(inner.peers.len());
-            let lost = inner.leases.extract_if(.., |_, held| held.peer == peer);
-            lost.map(|(_, held)| (held.key, held.version)).collect()
+            inner.leases.extract_if(.., |_, held| held.peer == peer).collect()
         };
-        for (key, version) in &lost {
-            let Ok(state) = self.controller.state(key).await else { continue };
-            let Some(version) = state.versions().find(|each| each.id == *version) else { continue };
-            let folder = folder(key, version);
-            for name in archives(version) {
-                self.pool.suspect(&format!("{folder}/{name}"));
-            }
-            if let Some(manifest) = version.manifest() {
-                self.pool.suspect(&manifest.name);
-            }
+        for name in lost.iter().flat_map(|(_, held)| &held.names).filter(|_| is_near) {
+            self.pool.suspect(name);
         }
-        for (key, _) in lost {
-            self.settle(&key, Command::HolderGone { holder: holder(peer) }).await;
+        for (lease, held) in lost {
+            self.registry.release(&held.key, lease).await;
         }
     }
 
-    /// Gives a command that cannot be refused, and carries out what is owed then.
-    async fn settle(&self, key: &Key, command: Command) {
-        // Both are in memory; what fails all the same stays owed.
-        let _ = self.controller.apply(key, command).await;
-        let _ = self.controller.reclaim_owed(key).await;
+    /// Something that others may read, by its name.
+    pub(super) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
+        self.tiers.open(name)?.ok_or_else(|| {
+            let text = format_args!("`{name}` is not there (any more): locate its version again");
+            Error::new(ErrorKind::NotFound, text)
+        })
     }
 
     /// Why there is no room, and who could make some.
@@ -286,6 +288,7 @@ impl House {
         let inner = self.inner();
         let peer = |peer: &Peer| PeerStatus {
             pid: peer.pid,
+            address: peer.address.map(|address| address.to_string()),
             client: peer.client.clone(),
             age: peer.since.elapsed(),
         };
@@ -302,16 +305,15 @@ impl House {
 
 impl Inner {
     fn lease_statuses(&self) -> impl Iterator<Item = LeaseStatus> {
-        self.leases.values().map(|held| LeaseStatus {
-            key: held.key.to_string(),
-            version: held.number,
-            pid: self.peers.get(&held.peer).map_or(0, |peer| peer.pid),
-            age: held.since.elapsed(),
+        self.leases.values().map(|held| {
+            let peer = self.peers.get(&held.peer);
+            LeaseStatus {
+                key: held.key.to_string(),
+                version: held.number,
+                pid: peer.map_or(0, |peer| peer.pid),
+                address: peer.and_then(|peer| peer.address).map(|address| address.to_string()),
+                age: held.since.elapsed(),
+            }
         })
     }
-}
-
-/// How a peer is called in ledgers.
-fn holder(peer: PeerId) -> String {
-    peer.to_string()
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};
 
 use super::house::House;
-use crate::controller::{Controller, VersionInfo};
+use crate::controller::VersionInfo;
 use crate::error::{ErrorKind, Result};
 
 /// How many keys and how many readers are shown at most: a scrape stays short whatever is stored.
@@ -12,11 +12,11 @@ const MAX_SERIES: usize = 100;
 
 /// Everything, in the text format 0.0.4.
 pub(super) async fn page(house: &House) -> Result<String> {
-    let keys = house.controller.keys("").await?;
+    let keys = house.registry.keys("").await?;
     let mut versions = 0;
     let mut heads: BTreeMap<String, VersionInfo> = BTreeMap::new();
     for key in &keys {
-        let mut visible = house.controller.versions(key).await?;
+        let mut visible = house.registry.versions(key).await?;
         versions += visible.len();
         heads.extend(visible.pop().map(|head| (key.to_string(), head)));
     }

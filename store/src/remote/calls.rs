@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::net::UnixStream;
+use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 
 use super::maps::Maps;
 use crate::error::{Error, ErrorKind, Result};
-use crate::link::{self, Receiver, Sender};
+use crate::link::{Receiver, Sender};
 use crate::wire::{Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
@@ -19,6 +19,8 @@ pub(super) struct Calls {
     outgoing: mpsc::UnboundedSender<Frame>,
     waiting: Arc<Waiting>,
     next: AtomicU64,
+    /// What the daemon takes.
+    limits: Limits,
 }
 
 /// Who waits for an answer.
@@ -44,7 +46,7 @@ impl Owed {
             Reply::Begun(begun) => {
                 let withdraw = Request::Withdraw { contribution: begun.contribution };
                 // Nobody waits for the answer: no call has the number 0.
-                frame(FrameKind::Request, 0, &withdraw, Vec::new())
+                frame(FrameKind::Request, 0, &withdraw, Bytes::new(), Limits::CLIENT)
             }
             _ => return Self(None),
         };
@@ -68,27 +70,30 @@ impl Drop for Owed {
 
 impl Calls {
     /// Starts the tasks that send and receive.
-    pub(super) fn start(stream: UnixStream, maps: Arc<Maps>) -> Self {
-        let (sender, receiver) = link::split(stream, Limits::DAEMON);
+    pub(super) fn start(
+        (sender, receiver): (Sender, Receiver),
+        limits: Limits,
+        maps: Arc<Maps>,
+    ) -> Self {
         let (outgoing, frames) = mpsc::unbounded_channel();
         let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
         tokio::spawn(send(sender, frames, waiting.clone()));
         tokio::spawn(receive(receiver, waiting.clone(), maps, outgoing.downgrade()));
-        Self { outgoing, waiting, next: AtomicU64::new(1) }
+        Self { outgoing, waiting, next: AtomicU64::new(1), limits }
     }
 
     /// Asks, and waits for the answer for so long.
     pub(super) async fn call(
         &self,
         request: &Request,
-        data: Vec<u8>,
+        data: Bytes,
         patience: Duration,
     ) -> Result<Answer> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         let is_open = self.waiting.with(|callers| drop(callers.insert(number, answer)));
         let called = Called { waiting: &self.waiting, number };
-        let frame = frame(FrameKind::Request, number, request, data)?;
+        let frame = frame(FrameKind::Request, number, request, data, self.limits)?;
         if is_open.is_none() || self.outgoing.send(frame).is_err() {
             return Err(lost());
         }
@@ -216,19 +221,20 @@ async fn receive(
 }
 
 fn notice(said: &Notice) -> Result<Frame> {
-    frame(FrameKind::Notice, 0, said, Vec::new())
+    frame(FrameKind::Notice, 0, said, Bytes::new(), Limits::CLIENT)
 }
 
 fn frame(
     kind: FrameKind,
     number: u64,
     head: &impl serde::Serialize,
-    data: Vec<u8>,
+    data: Bytes,
+    limits: Limits,
 ) -> Result<Frame> {
     let head = serde_json::to_vec(head)
         .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
     let frame = Frame { kind, number, head, data, fds: Vec::new() };
-    if frame.is_within(Limits::CLIENT) {
+    if frame.is_within(limits) {
         return Ok(frame);
     }
     let (head, data) = (frame.head.len(), frame.data.len());

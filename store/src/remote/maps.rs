@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use bytes::Bytes;
 
+use super::broken;
 use crate::arena::{ReadMap, SegmentId, Span, WriteMap, check_lent, check_shared};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::wire::{Begun, Reply, Room};
 
 /// Segments by their names: those to read, and those to write that are not being written.
@@ -128,9 +129,4 @@ impl Maps {
     pub(super) fn is_all_unmapped(&self) -> bool {
         self.inner().gone.values().all(|map| map.strong_count() == 0)
     }
-}
-
-/// A daemon that breaks the protocol.
-fn broken(text: &str) -> Error {
-    Error::new(ErrorKind::Unreachable, format_args!("the daemon breaks the protocol: {text}"))
 }

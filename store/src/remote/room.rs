@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 
 use super::calls::Owed;
 use super::{Client, PATIENCE, unexpected};
@@ -13,7 +14,7 @@ use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
 use crate::volume::{Part, split};
-use crate::wire::{Begun, Reply, Request, Room};
+use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room};
 
 /// Dropped before it is decided, it is withdrawn.
 pub(super) struct RemoteContribution {
@@ -32,6 +33,8 @@ enum Memory {
     /// It is stored already.
     None,
     Own(Vec<u8>),
+    /// As well, and sent before it is committed.
+    Sent(Vec<u8>),
     Segment(SegmentId, WriteMap),
 }
 
@@ -63,6 +66,7 @@ impl RemoteContribution {
             .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
         self.memory = match room {
             Room::Inline => Memory::Own(vec![0; self.file_len]),
+            Room::Frames => Memory::Sent(vec![0; self.file_len]),
             Room::Segment { segment, capacity } => {
                 let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
@@ -73,16 +77,33 @@ impl RemoteContribution {
         Ok(())
     }
 
-    /// Nobody writes any more.
-    fn close(&mut self) -> Vec<u8> {
+    /// Nobody writes any more: what is still to be sent.
+    fn close(&mut self) -> Bytes {
         match std::mem::replace(&mut self.memory, Memory::None) {
-            Memory::None => Vec::new(),
-            Memory::Own(bytes) => bytes,
+            Memory::None => Bytes::new(),
+            Memory::Own(bytes) | Memory::Sent(bytes) => bytes.into(),
             Memory::Segment(segment, map) => {
                 self.client.maps.keep(segment, map);
-                Vec::new()
+                Bytes::new()
             }
         }
+    }
+
+    /// The archive is complete: sends what goes ahead; returns what goes with the word that it is.
+    async fn complete(&mut self) -> Result<Bytes> {
+        let is_sent = matches!(self.memory, Memory::Sent(_));
+        let mut bytes = self.close();
+        let mut offset = 0;
+        while is_sent && !bytes.is_empty() {
+            let part = bytes.split_to(bytes.len().min(MAX_WRITE as usize));
+            let len = u64::try_from(part.len()).unwrap_or(u64::MAX);
+            let request = Request::Write { contribution: self.contribution, offset };
+            match self.client.calls.call(&request, part, PATIENCE).await?.reply {
+                Reply::Done => offset += len,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(bytes)
     }
 }
 
@@ -91,7 +112,7 @@ impl Contribution for RemoteContribution {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         match &mut self.memory {
             Memory::None => Vec::new(),
-            Memory::Own(bytes) => split(bytes, lens),
+            Memory::Own(bytes) | Memory::Sent(bytes) => split(bytes, lens),
             Memory::Segment(_, map) => split(map.range_mut(0..self.file_len), lens),
         }
     }
@@ -100,7 +121,7 @@ impl Contribution for RemoteContribution {
         if matches!(self.memory, Memory::None) {
             return Ok(());
         }
-        let data = self.close();
+        let data = self.complete().await?;
         let request = Request::Extend { contribution: self.contribution, file_len };
         match self.client.calls.call(&request, data, self.patience).await?.reply {
             Reply::Room(room) => self.enter(room, file_len).await,
@@ -109,7 +130,7 @@ impl Contribution for RemoteContribution {
     }
 
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
-        let data = self.close();
+        let data = self.complete().await?;
         let request = Request::Commit { contribution: self.contribution, digest };
         let called = self.client.calls.call(&request, data, PATIENCE).await;
         // Whatever came of it, the daemon has decided.
@@ -124,7 +145,7 @@ impl Contribution for RemoteContribution {
         self.close();
         self.owed.settle();
         let request = Request::Withdraw { contribution: self.contribution };
-        let call = self.client.calls.call(&request, Vec::new(), PATIENCE);
+        let call = self.client.calls.call(&request, Bytes::new(), PATIENCE);
         // What has become of the version comes before what that has led to.
         match call.await {
             Err(reason) if error.refusal().is_none() && reason.refusal().is_some() => reason,

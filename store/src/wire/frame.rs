@@ -4,6 +4,8 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 
+use bytes::Bytes;
+
 /// Length of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 24;
 
@@ -25,6 +27,12 @@ impl Limits {
     /// From a daemon.
     pub(crate) const DAEMON: Self = Self { head: MAX_HEAD, data: MAX_DATA, fds: MAX_FDS };
 
+    /// From a client of another host.
+    pub(crate) const FAR_CLIENT: Self = Self { data: MAX_WRITE, ..Self::CLIENT };
+
+    /// To another host.
+    pub(crate) const FAR_DAEMON: Self = Self { fds: 0, ..Self::DAEMON };
+
     /// From a client: what it sends takes the memory of all.
     pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: INLINE, fds: 0 };
 
@@ -34,6 +42,10 @@ impl Limits {
 
 /// Archives of at most this many bytes come as data of a frame.
 pub(crate) const INLINE: u32 = 256 << 10;
+
+/// Archives that are longer come from another host as data of several frames, of at most this many
+/// bytes.
+pub(crate) const MAX_WRITE: u32 = 1 << 20;
 
 /// The most descriptors of one frame.
 pub(crate) const MAX_FDS: u8 = 64;
@@ -152,7 +164,7 @@ pub(crate) struct Frame {
     pub(crate) kind: FrameKind,
     pub(crate) number: u64,
     pub(crate) head: Vec<u8>,
-    pub(crate) data: Vec<u8>,
+    pub(crate) data: Bytes,
     pub(crate) fds: Vec<OwnedFd>,
 }
 

@@ -15,6 +15,7 @@ use crate::controller::{Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
 use crate::status::DaemonStatus;
+use crate::wire::Range;
 
 /// A version of the protocol: those of one major number understand each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,6 +67,11 @@ pub(crate) enum Request {
         contribution: u64,
         digest: Digest,
     },
+    /// Bytes of the archive of a contribution whose room is frames: the data of the frame.
+    Write {
+        contribution: u64,
+        offset: u64,
+    },
     /// Take one back, and say why it failed.
     Withdraw {
         contribution: u64,
@@ -74,6 +80,14 @@ pub(crate) enum Request {
     Locate {
         key: String,
         selector: Selector,
+    },
+    /// Bytes of a blob: the data of the reply.
+    Read {
+        blob: String,
+        ranges: Vec<Range>,
+        /// Whether the daemon is to prove the chunks that these are of, and to sum what it sends.
+        #[serde(default)]
+        prove: bool,
     },
     /// The visible versions of a key.
     Versions {
@@ -122,8 +136,10 @@ impl Request {
             Self::Begin(_) => "begin",
             Self::Extend { .. } => "extend",
             Self::Commit { .. } => "commit",
+            Self::Write { .. } => "write",
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
+            Self::Read { .. } => "read",
             Self::Versions { .. } => "versions",
             Self::Newer { .. } => "newer",
             Self::Keys { .. } => "keys",
@@ -165,6 +181,8 @@ pub(crate) enum Reply {
     Room(Room),
     Progress(Progress),
     Leased(Leased),
+    /// The bytes come as data.
+    Read(Sum),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
     Keys(Vec<String>),
@@ -200,6 +218,8 @@ pub(crate) enum Room {
     /// In the client's memory: it is the data of the commit.
     #[default]
     Inline,
+    /// In the daemon's memory: it comes as data of writes.
+    Frames,
     /// In a segment, whose memory comes with the reply if the client does not have it yet.
     Segment { segment: SegmentId, capacity: u64 },
 }
@@ -209,14 +229,32 @@ pub(crate) enum Room {
 pub(crate) struct Leased {
     pub(crate) lease: LeaseId,
     pub(crate) id: VersionId,
-    pub(crate) manifest: Span,
+    pub(crate) manifest: Location,
     pub(crate) archives: Archives,
     /// The segments whose memory comes with the reply, in the order of its descriptors.
     pub(crate) segments: Vec<SharedSegment>,
 }
 
 /// Archives by the names that the manifest gives them.
-pub(crate) type Archives = BTreeMap<String, Span>;
+pub(crate) type Archives = BTreeMap<String, Location>;
+
+/// Where a blob is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Location {
+    /// In a segment that the client has.
+    Span(Span),
+    /// Elsewhere: it is read by this name.
+    Blob { blob: String, len: u64 },
+}
+
+/// What the bytes of a reply add up to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sum {
+    /// Their CRC-32, if the daemon has proven the chunks that they are of.
+    #[serde(default)]
+    pub(crate) crc32: Option<u32>,
+}
 
 /// A segment whose memory comes along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -80,7 +80,12 @@ pub(crate) fn put_one(store: &Store, dict: &StateDict) {
     store.put_state_dict(&key(), dict, &PutOptions::default()).unwrap();
 }
 
-fn get_into(store: &Store, dict: &StateDict, mut memory: &mut [u8], options: &GetOptions) {
+pub(crate) fn get_into(
+    store: &Store,
+    dict: &StateDict,
+    mut memory: &mut [u8],
+    options: &GetOptions,
+) {
     let mut targets = Vec::new();
     for (path, leaf) in dict.leaves() {
         let Value::Tensor(tensor) = leaf else { continue };

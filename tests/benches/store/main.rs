@@ -5,6 +5,7 @@
 mod copies;
 mod house;
 mod plans;
+mod pull;
 mod sharded;
 mod tiny;
 mod views;
@@ -12,12 +13,16 @@ mod views;
 use tssd_tests::race::rows;
 
 fn main() {
+    if pull::is_child() {
+        return;
+    }
     rows(&[
         ("put", copies::put),
         ("get", copies::get),
         ("views", views::of_one_version),
         ("tiny", tiny::put_and_get),
         ("plan", plans::many_ranks),
+        ("pull", pull::over_loopback),
         ("sharded", sharded::four_to_two),
     ]);
 }

@@ -1,0 +1,116 @@
+//! Who decides for the sessions of a daemon what versions there are.
+
+use std::collections::BTreeMap;
+
+use async_trait::async_trait;
+
+use crate::arena::PeerId;
+use crate::controller::{Controller, LocalController, Place, Progress, Proposal, archives, folder};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::ledger::{Command, Digest, LeaseId, Outcome, Selector, VersionId};
+
+/// A controller whose parts a daemon calls one by one, for those who are connected.
+#[async_trait]
+pub(super) trait Registry: Controller {
+    /// Opens a version for a writer, or joins one; waits for others that are in the way, as long as it
+    /// is wanted. Returns also what the writer has committed to it before.
+    async fn open(
+        &self,
+        key: &Key,
+        proposal: &Proposal,
+        is_wanted: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(Place, Option<Digest>)>;
+
+    /// Commits a contribution, whose archives have these lengths in bytes.
+    async fn commit(&self, place: &Place, digest: Digest, lens: &[u64]) -> Result<Progress>;
+
+    /// Why a put failed: what has become of the version comes before what that has led to.
+    async fn reason(&self, place: &Place, error: Error) -> Error;
+
+    /// Takes back what is not committed, up to so many archives.
+    async fn withdraw(&self, place: &Place, count: usize);
+
+    /// A visible version, which stays for this holder until it is released.
+    async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<Grant>;
+
+    /// A holder hands a lease back.
+    async fn release(&self, key: &Key, lease: LeaseId);
+
+    /// Whether there is a version, or a part of one, that ends with this daemon.
+    async fn holds_memory(&self) -> Result<bool>;
+}
+
+/// A lease, and the names of what it holds.
+#[derive(Clone, Debug)]
+pub(super) struct Grant {
+    pub(super) lease: LeaseId,
+    pub(super) id: VersionId,
+    pub(super) number: u64,
+    /// The name of the manifest in the volume.
+    pub(super) manifest: String,
+    /// The names of the archives in the volume, by those that the manifest gives them.
+    pub(super) archives: BTreeMap<String, String>,
+}
+
+impl Grant {
+    /// The names of all that it holds.
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+        self.archives.values().chain([&self.manifest])
+    }
+}
+
+/// For how long a lease gives the right to new reads.
+const LEASE: std::time::Duration = std::time::Duration::from_mins(10);
+
+/// The ledgers of this daemon.
+#[async_trait]
+impl Registry for LocalController {
+    async fn open(
+        &self,
+        key: &Key,
+        proposal: &Proposal,
+        is_wanted: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(Place, Option<Digest>)> {
+        LocalController::open(self, key, proposal, is_wanted).await
+    }
+
+    async fn commit(&self, place: &Place, digest: Digest, lens: &[u64]) -> Result<Progress> {
+        LocalController::commit(self, place, digest, lens).await
+    }
+
+    async fn reason(&self, place: &Place, error: Error) -> Error {
+        LocalController::reason(self, place, error).await
+    }
+
+    async fn withdraw(&self, place: &Place, count: usize) {
+        LocalController::withdraw(self, place, count).await;
+    }
+
+    async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<Grant> {
+        let (lease, now) = (LeaseId(self.random()), self.now());
+        let holder = holder.to_string();
+        let command = Command::Lease { selector, lease, holder, ttl: LEASE, now };
+        let leased = self.apply(key, command).await?;
+        let Outcome::Leased { id, number, manifest, .. } = leased else {
+            unreachable!("a lease does not lead to {leased:?}")
+        };
+        let state = self.state(key).await?;
+        let version = state.versions().find(|version| version.id == id);
+        let version = version.expect("the lease holds it");
+        let folder = folder(key, version);
+        let named = archives(version).into_iter();
+        let archives = named.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
+        Ok(Grant { lease, id, number, manifest: manifest.name, archives })
+    }
+
+    async fn release(&self, key: &Key, lease: LeaseId) {
+        // Both are in memory; what fails all the same stays owed.
+        let _ = self.apply(key, Command::Release { lease }).await;
+        let _ = self.reclaim_owed(key).await;
+    }
+
+    async fn holds_memory(&self) -> Result<bool> {
+        LocalController::holds_memory(self).await
+    }
+}

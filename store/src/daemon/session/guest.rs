@@ -1,0 +1,139 @@
+//! Who connects: a process of this host, which shares its memory, or somebody elsewhere.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+
+use rustix::process::{Pid, PidfdFlags};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::net::{TcpStream, UnixStream};
+
+use super::HANDSHAKE;
+use crate::daemon::DaemonOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::link::{self, Receiver, Sender};
+use crate::net::Identity;
+use crate::wire::Limits;
+
+/// A connection that has come.
+pub(in crate::daemon) struct Guest {
+    pub(super) sender: Sender,
+    pub(super) receiver: Receiver,
+    pub(super) origin: Origin,
+}
+
+/// Where somebody is.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Origin {
+    /// On this host.
+    Process { pid: Pid, uid: u32 },
+    /// Anywhere: it has proven who it is, unless this host is all there is.
+    Address(SocketAddr),
+}
+
+impl Guest {
+    /// A process that has connected to the socket.
+    pub(in crate::daemon) fn near(stream: UnixStream) -> Option<Self> {
+        let credentials = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+        let (sender, receiver) = link::split(stream, Limits::STRANGER);
+        let origin = Origin::Process { pid: credentials.pid, uid: credentials.uid.as_raw() };
+        Some(Self { sender, receiver, origin })
+    }
+
+    /// Somebody who has connected by TCP, and proves in time who that is.
+    pub(in crate::daemon) async fn far(
+        stream: TcpStream,
+        address: SocketAddr,
+        identity: &Identity,
+    ) -> Option<Self> {
+        let accepted = identity.accept(stream, HANDSHAKE).await;
+        let accepted =
+            accepted.inspect_err(|error| tracing::warn!(%address, %error, "turned away")).ok()?;
+        let (sender, receiver) = link::split_net(accepted, Limits::STRANGER);
+        Some(Self { sender, receiver, origin: Origin::Address(address) })
+    }
+}
+
+impl Origin {
+    /// Whether it may connect.
+    pub(super) fn allow(self, options: &DaemonOptions) -> Result<()> {
+        match self {
+            Self::Process { uid, .. } if !options.admits(uid) => {
+                let text =
+                    format_args!("processes of user {uid} may not connect; serve with --allow-uid");
+                Err(Error::new(ErrorKind::Refused, text))
+            }
+            Self::Process { .. } | Self::Address(_) => Ok(()),
+        }
+    }
+
+    /// Whether it shares this host's memory.
+    pub(super) fn is_near(self) -> bool {
+        matches!(self, Self::Process { .. })
+    }
+
+    /// What its frames have at most, once it has said hello.
+    pub(super) fn limits(self) -> Limits {
+        if self.is_near() { Limits::CLIENT } else { Limits::FAR_CLIENT }
+    }
+
+    /// Its process; 0 for one of another host.
+    pub(super) fn pid(self) -> u32 {
+        match self {
+            Self::Process { pid, .. } => pid.as_raw_nonzero().get().cast_unsigned(),
+            Self::Address(_) => 0,
+        }
+    }
+
+    pub(super) fn address(self) -> Option<SocketAddr> {
+        match self {
+            Self::Process { .. } => None,
+            Self::Address(address) => Some(address),
+        }
+    }
+
+    /// A handle on its process; none if it has ended, or is not of this host.
+    pub(super) fn process(self) -> Option<OwnedFd> {
+        match self {
+            Self::Process { pid, .. } => {
+                rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK).ok()
+            }
+            Self::Address(_) => None,
+        }
+    }
+}
+
+/// Returns when a process has ended.
+#[expect(unsafe_code, reason = "the runtime watches a descriptor that is ours")]
+pub(super) async fn exited(process: OwnedFd) {
+    // SAFETY: an `OwnedFd` has one descriptor, which is open as long as it lives, and gives no access
+    // by which it could be replaced.
+    let process = unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) };
+    if let Ok(process) = process {
+        let _ = process.readable().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_the_same_user_and_of_root_may_connect() {
+        let own = rustix::process::geteuid().as_raw();
+        let other = own + 7;
+        let mut options = DaemonOptions::at("socket", 0);
+        let pid = rustix::process::getpid();
+        let allow = |uid: u32, options: &DaemonOptions| Origin::Process { pid, uid }.allow(options);
+        assert!(allow(own, &options).is_ok() && allow(0, &options).is_ok());
+        assert!(allow(other, &options).is_err());
+        // Who is not of the group cannot connect.
+        options.socket_group = Some(1);
+        assert!(allow(other, &options).is_ok());
+        options.allow_uids = vec![other];
+        assert!(allow(other, &options).is_ok());
+        let error = allow(other + 1, &options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.to_string().contains(&(other + 1).to_string()), "{error}");
+    }
+}

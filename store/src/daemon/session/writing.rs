@@ -1,0 +1,267 @@
+//! Contributions of one connection: where their archives are written, and what becomes of them.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Answer, LONGEST, Session};
+use crate::arena::{Exhausted, Pool, SegmentId, Writing};
+use crate::controller::{Place, Progress, Proposal};
+use crate::environment::wait;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Digest, Durability};
+use crate::wire::{Begun, INLINE, Reply, Room};
+
+/// None is one that waits for room.
+pub(super) type Contributions = BTreeMap<u64, Option<Contribution>>;
+
+pub(super) struct Contribution {
+    place: Place,
+    committed: Option<Digest>,
+    /// The lengths of its archives; the last one is being written.
+    lens: Vec<u64>,
+    memory: Memory,
+    /// Until when room for another one is waited for.
+    timeout: Duration,
+}
+
+/// Where an archive is written.
+enum Memory {
+    /// In the client's: it comes as data of the frame that completes it.
+    Inline,
+    /// In a segment that is lent to the client.
+    Lent(SegmentId),
+    /// In one of the daemon's, where it comes as data of so many bytes so far.
+    Own(Writing, u64),
+}
+
+fn unknown(contribution: u64) -> Error {
+    let text = format_args!("contribution {contribution} is none of this connection's");
+    Error::new(ErrorKind::Invalid, text)
+}
+
+impl Session {
+    pub(super) async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<Answer<'_>> {
+        proposal.timeout = proposal.timeout.min(LONGEST);
+        let deadline = Instant::now() + proposal.timeout;
+        let file_len = proposal.file_len;
+        self.house.tiers.check(proposal.durability)?;
+        let is_wanted = || !self.outgoing.is_closed();
+        let (place, committed) = self.house.registry.open(key, &proposal, &is_wanted).await?;
+        let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
+        let mut open = Contribution {
+            place,
+            committed,
+            lens: vec![file_len],
+            memory: Memory::Inline,
+            timeout,
+        };
+        let (room, fds) = match self.room(&mut open, deadline).await {
+            Ok(room) => room,
+            Err(error) => return Err(self.cancel(open, error).await),
+        };
+        let contribution = self.house.number();
+        self.contributions().insert(contribution, Some(open));
+        let reply = Reply::Begun(Begun { contribution, id, epoch, number, committed, room });
+        Ok(Answer { fds, ..reply.into() })
+    }
+
+    /// Room for the last archive of a contribution, and its memory if the client does not have it yet.
+    async fn room(
+        &self,
+        open: &mut Contribution,
+        deadline: Instant,
+    ) -> Result<(Room, Vec<OwnedFd>)> {
+        let len = open.lens.last().copied().unwrap_or_default();
+        open.memory = Memory::Inline;
+        if open.committed.is_some() || len <= INLINE.into() {
+            return Ok((Room::Inline, Vec::new()));
+        }
+        if !self.origin.is_near() {
+            let writing = self.in_memory(deadline, |pool| pool.write_own(len)).await?;
+            open.memory = Memory::Own(writing, 0);
+            return Ok((Room::Frames, Vec::new()));
+        }
+        let lent = self.in_memory(deadline, |pool| pool.lend(self.peer, len)).await?;
+        open.memory = Memory::Lent(lent.segment);
+        let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
+        Ok((room, lent.memory.into_iter().collect()))
+    }
+
+    /// Bytes of an archive that comes in frames.
+    pub(super) fn write(&self, contribution: u64, offset: u64, data: &[u8]) -> Result<()> {
+        let mut open = self.contributions();
+        let open = open.get_mut(&contribution).and_then(Option::as_mut);
+        let open = open.ok_or_else(|| unknown(contribution))?;
+        let Memory::Own(writing, come) = &mut open.memory else {
+            return Err(Error::new(ErrorKind::Invalid, "its room is not in frames"));
+        };
+        let start = usize::try_from(offset).ok();
+        let range = start.and_then(|start| Some(start..start.checked_add(data.len())?));
+        let target = range.and_then(|range| writing.bytes_mut().get_mut(range));
+        let target = target.ok_or_else(|| {
+            let text =
+                format_args!("{} bytes at {offset} of an archive that ends before", data.len());
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        target.copy_from_slice(data);
+        *come = come.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
+        Ok(())
+    }
+
+    /// Room for another archive of a contribution, whose last one is complete.
+    pub(super) async fn extend(
+        &self,
+        contribution: u64,
+        file_len: u64,
+        data: &[u8],
+    ) -> Result<Answer<'_>> {
+        let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
+        let mut open = taken.ok_or_else(|| unknown(contribution))?;
+        let extended = async {
+            self.publish(&mut open, data).await?;
+            open.lens.push(file_len);
+            let deadline = Instant::now() + open.timeout;
+            self.room(&mut open, deadline).await
+        };
+        let error = match extended.await {
+            Ok((room, fds)) => match self.contributions().get_mut(&contribution) {
+                Some(waiting) => {
+                    *waiting = Some(open);
+                    return Ok(Answer { fds, ..Reply::Room(room).into() });
+                }
+                None => unknown(contribution),
+            },
+            Err(error) => error,
+        };
+        self.contributions().remove(&contribution);
+        Err(self.cancel(open, error).await)
+    }
+
+    /// Does something that needs memory; waits for it until the deadline if there is none.
+    async fn in_memory<T>(
+        &self,
+        deadline: Instant,
+        mut work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, Exhausted>>,
+    ) -> Result<T> {
+        let pool = &self.house.pool;
+        loop {
+            let mut freed = std::pin::pin!(pool.freed.notified());
+            freed.as_mut().enable();
+            let exhausted = match work(pool).map_err(|error| Error::io("memory", error))? {
+                Ok(done) => return Ok(done),
+                Err(exhausted) => exhausted,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || exhausted.wanted > exhausted.limit {
+                return Err(self.house.no_room(&exhausted));
+            }
+            tokio::select! {
+                () = freed => {}
+                () = tokio::time::sleep(left) => {}
+                () = self.outgoing.closed() => return Err(self.house.no_room(&exhausted)),
+                () = self.house.closed() => return Err(self.house.no_room(&exhausted)),
+            }
+        }
+    }
+
+    /// Takes a contribution, to decide it; none if it waits for room: then it is not to get any.
+    fn take(&self, contribution: u64) -> Result<Option<Contribution>> {
+        self.contributions().remove(&contribution).ok_or_else(|| unknown(contribution))
+    }
+
+    pub(super) async fn commit(
+        &self,
+        contribution: u64,
+        digest: Digest,
+        data: &[u8],
+    ) -> Result<Progress> {
+        let mut open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
+        let committed = async {
+            self.publish(&mut open, data).await?;
+            let progress = self.house.registry.commit(&open.place, digest, &open.lens).await?;
+            // A contribution that was committed before is no other put.
+            if open.committed.is_none() {
+                let mut counts = self.house.counters.count();
+                counts.puts += 1;
+                counts.bytes_put += open.lens.iter().sum::<u64>();
+                counts.published += u64::from(progress.visible);
+            }
+            Ok(progress)
+        };
+        match committed.await {
+            Ok(progress) => Ok(progress),
+            Err(error) => Err(self.cancel(open, error).await),
+        }
+    }
+
+    /// Gives the last archive its name.
+    async fn publish(&self, open: &mut Contribution, data: &[u8]) -> Result<()> {
+        if open.committed.is_some() {
+            return Ok(());
+        }
+        let path = open.place.path(open.lens.len() - 1);
+        let len = open.lens.last().copied().unwrap_or_default();
+        let all = |come: u64| {
+            let text = format!("an archive of {come} bytes where {len} were announced");
+            if come == len { Ok(()) } else { Err(Error::new(ErrorKind::Invalid, text)) }
+        };
+        let failed = |error| Error::io(&path, error);
+        match std::mem::replace(&mut open.memory, Memory::Inline) {
+            Memory::Lent(segment) => {
+                let published = self.house.pool.publish(self.peer, segment, &path, len);
+                if let Err(error) = published {
+                    open.memory = Memory::Lent(segment);
+                    return Err(failed(error));
+                }
+            }
+            Memory::Own(writing, come) => {
+                all(come)?;
+                writing.publish(&path).map_err(failed)?;
+            }
+            Memory::Inline => {
+                all(u64::try_from(data.len()).unwrap_or(u64::MAX))?;
+                let deadline = Instant::now() + open.timeout;
+                self.in_memory(deadline, |pool| pool.write(&path, data)).await?;
+            }
+        }
+        if open.place.durability == Durability::Disk {
+            let (tiers, started) = (self.house.tiers.clone(), Instant::now());
+            wait(move || tiers.persist(&path)).await?;
+            let seconds = started.elapsed().as_secs_f64();
+            tracing::debug!(peer = self.peer, bytes = len, seconds, "on disk");
+        }
+        Ok(())
+    }
+
+    pub(super) async fn withdraw(&self, contribution: u64) -> Result<()> {
+        let Some(open) = self.take(contribution)? else { return Ok(()) };
+        let (key, id, number) = (open.place.key.clone(), open.place.id, open.place.number);
+        let withdrawn =
+            Error::new(ErrorKind::Refused, format_args!("version {number} of `{key}` ({id})"));
+        let reason = self.cancel(open, withdrawn).await;
+        // Why the put failed, if the ledger knows more than the client.
+        if reason.refusal().is_some() { Err(reason) } else { Ok(()) }
+    }
+
+    /// Takes a contribution back, and says why it failed.
+    async fn cancel(&self, open: Contribution, error: Error) -> Error {
+        let error = self.house.registry.reason(&open.place, error).await;
+        if let Memory::Lent(segment) = open.memory {
+            self.house.pool.give_back(self.peer, segment);
+        }
+        self.house.registry.withdraw(&open.place, open.lens.len()).await;
+        error
+    }
+
+    /// Withdraws all that is not decided.
+    pub(super) async fn withdraw_all(&self) {
+        let open = std::mem::take(&mut *self.contributions());
+        for contribution in open.into_values().flatten() {
+            let Contribution { place, lens, .. } = contribution;
+            self.house.registry.withdraw(&place, lens.len()).await;
+        }
+    }
+}

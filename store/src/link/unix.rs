@@ -1,0 +1,72 @@
+//! A Unix socket: descriptors come along.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown,
+};
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+use super::{Inlet, Outlet};
+
+#[async_trait]
+impl Outlet for Arc<UnixStream> {
+    async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+        self.async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); fd_space()];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !fds.is_empty() {
+                let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
+                debug_assert!(pushed, "there is space for as many as a frame has");
+            }
+            Ok(rustix::net::sendmsg(&**self, parts, &mut control, SendFlags::NOSIGNAL)?)
+        })
+        .await
+    }
+
+    fn send_now(&self, bytes: &[u8]) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::send(&**self, bytes, flags).is_ok_and(|sent| sent == bytes.len())
+    }
+
+    fn close(&self) {
+        // It may be closed already.
+        let _ = rustix::net::shutdown(&**self, Shutdown::Both);
+    }
+}
+
+#[async_trait]
+impl Inlet for Arc<UnixStream> {
+    async fn receive(
+        &mut self,
+        block: &mut [u8],
+        fds: &mut VecDeque<OwnedFd>,
+    ) -> io::Result<usize> {
+        self.async_io(Interest::READABLE, || {
+            let mut space = [MaybeUninit::uninit(); fd_space()];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            let into = &mut [IoSliceMut::new(block)];
+            let message = rustix::net::recvmsg(&**self, into, &mut control, flags)?;
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(more) = message {
+                    fds.extend(more);
+                }
+            }
+            Ok(message.bytes)
+        })
+        .await
+    }
+}
+
+/// Room for the descriptors of a frame.
+const fn fd_space() -> usize {
+    rustix::cmsg_space!(ScmRights(64))
+}

@@ -1,0 +1,301 @@
+//! Bytes of archives that a daemon holds for others: read over connections of their own, straight into
+//! memory.
+//!
+//! Each thread has a connection, on which several requests are under way: a request is the credit for
+//! its bytes, so no more comes than was asked for.
+
+use std::collections::VecDeque;
+use std::io::{self, BufReader, Read, Write};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::{hello, unexpected};
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::Duplex;
+use crate::volume::{Boxed, Holder, Job, Proof};
+use crate::wire::{
+    FrameKind, HEADER_BYTES, Header, Limits, MAX_READ, Piece, Protocol, Range, Reply, Request, Sum,
+};
+
+/// How many connections there are at most: more do not make a network faster.
+const MAX_LINES: usize = 8;
+
+/// How many bytes are asked for ahead.
+const WINDOW: u64 = 2 * MAX_READ;
+
+/// What is received at once: small enough to be in the cache still when it is summed.
+const BLOCK: usize = 256 << 10;
+
+/// The ranges of a request have at most so many bytes of JSON; a range without loops, and each loop, has
+/// at most so many.
+const MAX_TEXT: usize = 60_000;
+const RANGE_TEXT: usize = 48;
+const LOOP_TEXT: usize = 44;
+
+/// An answer has come completely within this time.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// How a connection is made.
+pub(super) type Dial = Box<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
+
+/// Connections to a daemon. Those that are not in use stay open.
+pub(super) struct Lines {
+    dial: Dial,
+    idle: Mutex<Vec<Line>>,
+}
+
+/// One connection.
+struct Line {
+    stream: BufReader<Box<dyn Duplex>>,
+    next: u64,
+}
+
+/// A request that is under way.
+struct Batch {
+    number: u64,
+    bytes: u64,
+    prove: bool,
+    /// Each with the place of its job, and how it is proven.
+    pieces: Vec<(usize, Piece, Proof)>,
+}
+
+impl Lines {
+    pub(super) fn new(dial: Dial) -> Self {
+        Self { dial, idle: Mutex::default() }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<Line>> {
+        self.idle.lock().expect("nobody panics while holding the connections")
+    }
+
+    /// Does something on a connection, which is kept if it went well.
+    fn with<T>(&self, work: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
+        let idle = self.idle().pop();
+        let mut line = match idle {
+            Some(line) => line,
+            None => Line::open((self.dial)()?)?,
+        };
+        let done = work(&mut line)?;
+        self.idle().push(line);
+        Ok(done)
+    }
+}
+
+impl Holder for Lines {
+    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(MAX_LINES).min(jobs.len());
+        let queue = Mutex::new(jobs.into_iter());
+        let next = || queue.lock().expect("nobody panics while holding the queue").next();
+        let run = |_: usize| match next() {
+            Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
+            None => Ok(()),
+        };
+        crate::parallel::map((0..threads).collect(), run).map(drop)
+    }
+
+    fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
+        let len = u64::try_from(target.len()).map_err(io::Error::other)?;
+        let whole = Boxed {
+            blob: blob.into(),
+            source: offset,
+            target: 0,
+            runs: tssd_format::Runs::run(len),
+            proof: Proof::None,
+        };
+        self.pull(vec![Job { target, boxes: vec![whole] }]).map_err(io::Error::other)
+    }
+}
+
+/// The jobs of a thread, and what of them is not asked for yet.
+struct Pulling<'a, 'n> {
+    next_job: &'n dyn Fn() -> Option<Job<'a>>,
+    targets: Vec<&'a mut [u8]>,
+    boxes: VecDeque<(usize, Boxed)>,
+    /// Of the first box, if it has begun.
+    pieces: VecDeque<Piece>,
+}
+
+impl<'a, 'n> Pulling<'a, 'n> {
+    fn new(first: Job<'a>, next_job: &'n dyn Fn() -> Option<Job<'a>>) -> Self {
+        let mut pulling =
+            Self { next_job, targets: Vec::new(), boxes: VecDeque::new(), pieces: VecDeque::new() };
+        pulling.take(first);
+        pulling
+    }
+
+    fn take(&mut self, job: Job<'a>) {
+        let place = self.targets.len();
+        self.targets.push(job.target);
+        self.boxes.extend(job.boxes.into_iter().map(|each| (place, each)));
+    }
+
+    /// The next box that is not empty.
+    fn first(&mut self) -> Option<&(usize, Boxed)> {
+        while self.pieces.is_empty() {
+            while self.boxes.is_empty() {
+                let job = (self.next_job)()?;
+                self.take(job);
+            }
+            let (_, first) = &self.boxes[0];
+            self.pieces = Piece::cut(first.source, first.target, &first.runs, MAX_READ).into();
+            if self.pieces.is_empty() {
+                self.boxes.pop_front();
+            }
+        }
+        self.boxes.front()
+    }
+
+    /// As many bytes as go into one request, and what is asked for them; none if all is asked for.
+    fn batch(&mut self, number: u64) -> Option<(Batch, Request)> {
+        let (_, first) = self.first()?;
+        let blob = first.blob.clone();
+        let mut batch = Batch { number, bytes: 0, prove: false, pieces: Vec::new() };
+        let (mut ranges, mut text): (Vec<Range>, usize) = (Vec::new(), 0);
+        while let Some((place, each)) = self.first().filter(|(_, each)| each.blob == blob) {
+            let (place, proof) = (*place, each.proof);
+            let piece = self.pieces.front().expect("it has one");
+            let bytes = piece.range.bytes_in(u64::MAX).unwrap_or(u64::MAX);
+            let longer = text + RANGE_TEXT + LOOP_TEXT * piece.range.2.len();
+            if !ranges.is_empty()
+                && (batch.bytes.saturating_add(bytes) > MAX_READ || longer > MAX_TEXT)
+            {
+                break;
+            }
+            let piece = self.pieces.pop_front().expect("it has one");
+            if self.pieces.is_empty() {
+                self.boxes.pop_front();
+            }
+            batch.bytes += bytes;
+            batch.prove |= proof == Proof::Holder;
+            match ranges.last_mut() {
+                Some(last) if last.continues(&piece.range) => last.1 += piece.range.1,
+                _ => {
+                    ranges.push(piece.range.clone());
+                    text = longer;
+                }
+            }
+            batch.pieces.push((place, piece, proof));
+        }
+        let request = Request::Read { blob: blob.to_string(), ranges, prove: batch.prove };
+        Some((batch, request))
+    }
+}
+
+impl Line {
+    /// Says hello.
+    fn open(stream: Box<dyn Duplex>) -> Result<Self> {
+        let mut line = Self { stream: BufReader::with_capacity(64 << 10, stream), next: 1 };
+        line.ask(&Request::Hello(hello()))?;
+        let (_, reply, _) = line.answer()?;
+        match reply {
+            Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => Ok(line),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn ask(&mut self, request: &Request) -> Result<()> {
+        let head = serde_json::to_vec(request)
+            .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
+        let head_len = u32::try_from(head.len()).unwrap_or(u32::MAX);
+        let number = self.next;
+        self.next += 1;
+        let header = Header { kind: FrameKind::Request, fds: 0, head_len, data_len: 0, number };
+        let stream = self.stream.get_mut();
+        let bytes = [&header.to_bytes()[..], &head].concat();
+        stream.write_all(&bytes).and_then(|()| stream.flush()).map_err(|error| lost(&error))
+    }
+
+    /// The next answer: to which request, and how many bytes come as its data.
+    fn answer(&mut self) -> Result<(u64, Reply, u32)> {
+        let mut header = [0; HEADER_BYTES];
+        self.stream.read_exact(&mut header).map_err(|error| lost(&error))?;
+        let header = Header::parse(&header, Limits::FAR_DAEMON).map_err(|error| lost(&error))?;
+        let mut head = vec![0; usize::try_from(header.head_len).unwrap_or_default()];
+        self.stream.read_exact(&mut head).map_err(|error| lost(&error))?;
+        let reply = serde_json::from_slice(&head).map_err(|error| lost(&error))?;
+        match reply {
+            Reply::Failed(failure) => Err(failure.into()),
+            reply => Ok((header.number, reply, header.data_len)),
+        }
+    }
+
+    /// Fills the targets of jobs, until there are no more.
+    fn pull(&mut self, mut pulling: Pulling<'_, '_>) -> Result<()> {
+        let mut asked: VecDeque<Batch> = VecDeque::new();
+        let mut credit = WINDOW;
+        loop {
+            while credit >= MAX_READ
+                && let Some((batch, request)) = pulling.batch(self.next)
+            {
+                self.ask(&request)?;
+                credit -= batch.bytes;
+                asked.push_back(batch);
+            }
+            if asked.is_empty() {
+                return Ok(());
+            }
+            let until = Instant::now() + PATIENCE;
+            let (number, reply, len) = self.answer()?;
+            let Reply::Read(sum) = reply else { return Err(unexpected(&reply)) };
+            let place = asked.iter().position(|batch| batch.number == number);
+            let batch = place.and_then(|place| asked.remove(place));
+            let batch = batch.filter(|batch| batch.bytes == u64::from(len));
+            let batch = batch.ok_or_else(|| lost(&"it answers what was not asked"))?;
+            self.receive(&batch, sum, &mut pulling.targets, until)?;
+            credit += batch.bytes;
+        }
+    }
+
+    /// Receives the bytes of an answer where they belong, and proves them.
+    fn receive(
+        &mut self,
+        batch: &Batch,
+        sum: Sum,
+        targets: &mut [&mut [u8]],
+        until: Instant,
+    ) -> Result<()> {
+        let mut all = crc32fast::Hasher::new();
+        for (place, piece, proof) in &batch.pieces {
+            let target = &mut *targets[*place];
+            let len = usize::try_from(piece.range.1).expect("it fits the target");
+            let mut own = crc32fast::Hasher::new();
+            piece.for_each_target(|at| {
+                let at = usize::try_from(at).expect("it lies in the target");
+                for block in target[at..at + len].chunks_mut(BLOCK) {
+                    self.stream.read_exact(block).map_err(|error| lost(&error))?;
+                    if matches!(proof, Proof::Chunk(_)) {
+                        own.update(block);
+                    }
+                    if batch.prove {
+                        all.update(block);
+                    }
+                    if Instant::now() > until {
+                        return Err(lost(&format_args!("it sends too slowly, for {PATIENCE:?}")));
+                    }
+                }
+                Ok(())
+            })?;
+            if let Proof::Chunk(crc32) = proof
+                && own.finalize() != *crc32
+            {
+                let (start, end) = (piece.range.0, piece.range.0 + piece.range.span());
+                return Err(corrupt(&format_args!("bytes {start}..{end} of an archive")));
+            }
+        }
+        if batch.prove && sum.crc32 != Some(all.finalize()) {
+            return Err(corrupt(&"bytes of an archive"));
+        }
+        Ok(())
+    }
+}
+
+fn lost(error: &dyn std::fmt::Display) -> Error {
+    let text = format_args!("the daemon that holds the bytes is lost: {error}; get them again");
+    Error::new(ErrorKind::Unreachable, text)
+}
+
+fn corrupt(what: &dyn std::fmt::Display) -> Error {
+    let text = format_args!("{what} that came do not have their checksum; get them again");
+    Error::new(ErrorKind::Corrupt, text)
+}

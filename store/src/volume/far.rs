@@ -1,0 +1,99 @@
+//! Archives whose bytes another host holds: they are read in boxes, straight into memory.
+
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tssd_format::{Blob, Runs};
+
+use crate::error::Result;
+
+/// Whoever holds archives elsewhere, and gives exactly the bytes that are asked for. Calls wait.
+pub(crate) trait Holder: Send + Sync {
+    /// Fills memory. What it holds after an error is not proven.
+    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()>;
+
+    /// Reads bytes of a blob as they come: whoever asks proves them.
+    fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()>;
+}
+
+/// Memory, and the boxes of bytes that it is filled with.
+pub(crate) struct Job<'a> {
+    pub(crate) target: &'a mut [u8],
+    pub(crate) boxes: Vec<Boxed>,
+}
+
+/// A box of bytes of a blob.
+pub(crate) struct Boxed {
+    pub(crate) blob: Arc<str>,
+    /// Where it begins in the blob, and in the memory.
+    pub(crate) source: u64,
+    pub(crate) target: u64,
+    pub(crate) runs: Runs,
+    pub(crate) proof: Proof,
+}
+
+/// How it is known that the bytes of a box are those that were put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Proof {
+    /// They are a whole chunk, which has this checksum.
+    Chunk(u32),
+    /// The holder proves the chunks that they are of, and sums what it sends.
+    Holder,
+    /// Nobody asks.
+    None,
+}
+
+/// An archive that is held elsewhere.
+#[derive(Clone)]
+pub(crate) struct Far {
+    pub(crate) holder: Arc<dyn Holder>,
+    pub(crate) blob: Arc<str>,
+    pub(crate) len: u64,
+}
+
+impl Blob for Far {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.len)
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
+        self.holder.read_exact_at(&self.blob, target, offset)
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        None
+    }
+}
+
+/// An archive that is open, wherever it is.
+#[derive(Clone)]
+pub(crate) enum Archived {
+    Near(Arc<dyn Blob>),
+    Far(Far),
+}
+
+impl Archived {
+    pub(crate) fn blob(&self) -> &dyn Blob {
+        match self {
+            Self::Near(blob) => &**blob,
+            Self::Far(far) => far,
+        }
+    }
+
+    /// The same, to be kept.
+    pub(crate) fn to_blob(&self) -> Arc<dyn Blob> {
+        match self {
+            Self::Near(blob) => blob.clone(),
+            Self::Far(far) => Arc::new(far.clone()),
+        }
+    }
+
+    /// If its bytes are elsewhere, where.
+    pub(crate) fn far(&self) -> Option<&Far> {
+        match self {
+            Self::Near(_) => None,
+            Self::Far(far) => Some(far),
+        }
+    }
+}

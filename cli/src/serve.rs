@@ -46,10 +46,17 @@ pub(crate) struct Args {
     /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
     #[arg(long, value_name = "ADDR")]
     metrics: Option<SocketAddr>,
-    /// Let clients of other hosts connect at this address too (tls://ADDR), with the next three; without
-    /// them (tcp://ADDR) it is one of this host alone, and whoever can connect to it may
+    /// Let clients of other hosts connect at this address too (`tls://ADDR`), with the next three; without
+    /// them (`tcp://ADDR`) it is one of this host alone, and whoever can connect to it may
     #[arg(long, value_name = "ADDR")]
     listen: Option<SocketAddr>,
+    /// Let the daemon at this address decide (`tls://HOST:PORT`): what is put here stays here, and the daemons
+    /// of other hosts read it where this one listens
+    #[arg(long, value_name = "URL", requires = "listen", conflicts_with = "root")]
+    controller: Option<String>,
+    /// The name by which other daemons reach this one, if that is not the address of --listen
+    #[arg(long, value_name = "HOST:PORT", requires = "controller")]
+    advertise: Option<String>,
     /// This daemon's certificate, in PEM, and those between it and the authority's
     #[arg(long, value_name = "FILE", requires_all = ["key", "client_ca"])]
     cert: Option<PathBuf>,
@@ -88,6 +95,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.socket_group = args.socket_group.as_deref().map(group).transpose()?;
     options.metrics = args.metrics;
     options.listen = args.listen;
+    options.controller.clone_from(&args.controller);
+    options.advertise.clone_from(&args.advertise);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());
         options.credentials = Some(Credentials { ca, cert, key });

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tssd_format::{ObjectPath, Region, StateDict, Tensor, Value};
+use tssd_format::{ObjectPath, Region, ShardPlace, StateDict, Tensor, Value};
 
 use crate::controller::VersionInfo;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::get::{GetOptions, GetReport, Target};
 use crate::key::Key;
 use crate::put::{PutOptions, PutReport};
 use crate::status::DaemonStatus;
-use crate::store::ConnectOptions;
+use crate::store::{ConnectOptions, PrefetchReport};
 
 /// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
 ///
@@ -123,6 +123,7 @@ blocking! {
     delete(key: &Key, version: Option<u64>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
+    prefetch(key: &Key, wanted: &[(String, Option<ShardPlace>)], options: &GetOptions) -> PrefetchReport;
     pin(key: &Key, version: Option<u64>, label: &str) -> u64;
     unpin(key: &Key, label: &str) -> ();
     pins(key: &Key) -> BTreeMap<String, u64>;

@@ -64,6 +64,15 @@ pub(crate) trait Controller: Send + Sync {
     /// The labels of a key, each with the number of the version that it holds.
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>>;
 
+    /// Copies a version into the memory of this host's daemon: those of its archives that are named, or all.
+    /// Says its number, its identity, and how many bytes came.
+    async fn prefetch(
+        &self,
+        key: &Key,
+        selector: Selector,
+        archives: Option<Vec<String>>,
+    ) -> Result<(u64, VersionId, u64)>;
+
     /// How the daemon is, if there is one.
     async fn status(&self) -> Result<DaemonStatus>;
 }

@@ -1,6 +1,8 @@
 //! A daemon: one controller and one arena, for all processes of a host.
 
 mod counters;
+mod delegate;
+mod elsewhere;
 mod house;
 mod http;
 mod metrics;
@@ -25,7 +27,7 @@ use self::place::listen;
 use self::session::Guest;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Credentials, Identity};
+use crate::net::{Credentials, Endpoint, Identity};
 use crate::socket::{beside, socket_of};
 
 /// How many connections there are at most from this host, and as many from elsewhere.
@@ -63,6 +65,11 @@ pub struct DaemonOptions {
     pub listen: Option<SocketAddr>,
     /// What the daemon proves itself with to other hosts, and whom it believes.
     pub credentials: Option<Credentials>,
+    /// The daemon that decides, in place of this one: `tls://HOST:PORT`. Archives stay here; the others read
+    /// them where this one listens.
+    pub controller: Option<String>,
+    /// `HOST:PORT`, by which other hosts reach this daemon, if that is not the address that it listens at.
+    pub advertise: Option<String>,
     /// How long after its last client has left it ends, unless it holds a version that would be lost
     /// then; none: it stays.
     pub linger: Option<Duration>,
@@ -105,6 +112,8 @@ impl DaemonOptions {
             metrics: None,
             listen: None,
             credentials: None,
+            controller: None,
+            advertise: None,
             linger: None,
         }
     }
@@ -168,7 +177,11 @@ impl Daemon {
         // What listens nowhere any more was left by a daemon that was killed.
         crate::disk::remove(socket).map_err(at)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
-        let house = Arc::new(House::open(&options).await?);
+        let controller = match &options.controller {
+            Some(url) => Some((url.parse()?, own_endpoint(&options, far.as_ref(), &identity)?)),
+            None => None,
+        };
+        let house = Arc::new(House::open(&options, identity.clone(), controller).await?);
         tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
         let options = Arc::new(options);
         Ok(Self { listener, house, metrics, far, identity, options, _locks: locks })
@@ -249,6 +262,30 @@ impl Daemon {
         // Whoever takes longer is cut off.
         let _ = tokio::time::timeout(DRAIN, all).await;
         Ok(())
+    }
+}
+
+/// How other daemons reach this one.
+fn own_endpoint(
+    options: &DaemonOptions,
+    listener: Option<&TcpListener>,
+    identity: &Identity,
+) -> Result<Endpoint> {
+    let invalid = |text: &str| Error::new(ErrorKind::Invalid, text);
+    if options.root.is_some() {
+        let text = "what must last belongs to the daemon that decides: serve that one with --root";
+        return Err(invalid(text));
+    }
+    let address = listener.and_then(|listener| listener.local_addr().ok()).ok_or_else(|| {
+        invalid("others could not read what is put here: --controller needs --listen")
+    })?;
+    match &options.advertise {
+        Some(place) if identity.is_some() => format!("tls://{place}").parse(),
+        Some(place) => format!("tcp://{place}").parse(),
+        None if address.ip().is_unspecified() => {
+            Err(invalid("say by which name others reach this daemon: --advertise HOST:PORT"))
+        }
+        None => Ok(identity.endpoint(address)),
     }
 }
 

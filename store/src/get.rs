@@ -228,6 +228,30 @@ impl<'a> Read<'a> {
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
+    /// The archives that leaves are in, or the parts of them that are wanted.
+    pub(crate) fn archives_of(
+        &mut self,
+        wanted: &[(String, Option<ShardPlace>)],
+        writer: Option<u32>,
+    ) -> Result<BTreeSet<String>> {
+        let leaf = |(fqn, _): &(String, _)| self.version.tensor(fqn, writer);
+        let leaves: Vec<Arc<[TensorReference]>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
+        let mut requests = Vec::with_capacity(wanted.len());
+        for ((fqn, place), references) in wanted.iter().zip(&leaves) {
+            let global_shape = plan::global_shape(&references[0]);
+            let (region, asked) = match place {
+                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
+                None => (Region::whole(&global_shape), global_shape),
+            };
+            let meta = self.meta(&references[0], region.shape())?;
+            let wanted = Wanted { region, global_shape: asked.into(), meta };
+            requests.push(Request { fqn: fqn.clone(), references, wanted });
+        }
+        let plan = self.plan(&requests)?;
+        let copies = plan.iter().flatten();
+        Ok(self.version.archives_of(copies.map(|copy| copy.storage)))
+    }
+
     /// Fills the caller's tensors; allocates nothing of their size.
     pub(crate) fn fill_targets(
         &mut self,
@@ -332,11 +356,12 @@ impl<'a> Read<'a> {
         let copies = plan.iter().flatten();
         self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
         let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
-        let run = |(copies, target): (&Vec<Copy>, &mut &mut [u8])| {
+        let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
             copies.iter().filter(is_near).try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
-        let copied = parallel::map(plan.iter().zip(&mut targets).collect(), run);
+        let near = plan.iter().zip(targets.iter_mut().map(|target| &mut **target)).collect();
+        let copied = parallel::map(near, run);
         let filled = copied.and_then(|_| self.pull(plan.iter().zip(targets)));
         self.copying += started.elapsed();
         filled.map_err(Error::target_modified)

@@ -67,5 +67,5 @@ pub use opened::Opened;
 pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutReport, Replicas};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
-pub use store::{ConnectOptions, Store, Subscription};
+pub use store::{ConnectOptions, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

@@ -6,11 +6,14 @@
 use std::fmt;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::RecvFlags;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
@@ -58,9 +61,37 @@ struct Configs {
 }
 
 /// A connection of bytes both ways.
-pub(crate) trait Duplex: Read + Write + Send {}
+pub(crate) trait Duplex: Read + Write + Send {
+    /// The socket below it.
+    fn socket(&self) -> BorrowedFd<'_>;
 
-impl<T: Read + Write + Send> Duplex for T {}
+    /// Whether the other side has not ended it, as far as is known.
+    fn is_open(&self) -> bool {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::net::recv(self.socket(), &mut [0; 1], flags) {
+            Ok((come, _)) => come > 0,
+            Err(error) => error == rustix::io::Errno::AGAIN,
+        }
+    }
+}
+
+impl Duplex for TcpStream {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+impl Duplex for UnixStream {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+impl Duplex for StreamOwned<ClientConnection, TcpStream> {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.sock.as_fd()
+    }
+}
 
 /// The same, for tasks.
 pub(crate) trait AsyncDuplex: AsyncRead + AsyncWrite + Send + Sync + Unpin {}

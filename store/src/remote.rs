@@ -18,8 +18,10 @@ use bytes::Bytes;
 use tokio::net::UnixStream;
 use tssd_format::{Blob, Map};
 
-use self::calls::{Answer, Calls};
-use self::lines::{Dial, Lines};
+use self::calls::Calls;
+pub(crate) use self::calls::{Answer, Owed};
+use self::lines::Dial;
+pub(crate) use self::lines::Lines;
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
@@ -32,10 +34,13 @@ use crate::link::{Receiver, Sender, split, split_net};
 use crate::net::{Duplex, Endpoint, Identity, SILENCE};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Far};
-use crate::wire::{Begin, Hello, Limits, Location, Notice, Protocol, Reply, Request};
+use crate::wire::{Begin, Hello, Limits, Location, Notice, Prefetched, Protocol, Reply, Request};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
 const PATIENCE: Duration = Duration::from_mins(1);
+
+/// A version may take so long to come from another host.
+const FETCH: Duration = Duration::from_hours(1);
 
 /// No manifest is longer: it is read into memory at once.
 const MAX_MANIFEST: usize = 4 << 30;
@@ -50,6 +55,9 @@ struct Client {
     maps: Arc<Maps>,
     /// For the bytes that are not in this host's memory.
     lines: Arc<Lines>,
+    instance: u64,
+    /// Whether it is one of another host, or might be.
+    is_far: bool,
 }
 
 impl RemoteController {
@@ -94,8 +102,9 @@ impl RemoteController {
         let answer = calls.call(&Request::Hello(hello()), Bytes::new(), PATIENCE).await?;
         match answer.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
-                let lines = Arc::new(Lines::new(dial));
-                Ok(Self(Arc::new(Client { calls, maps, lines })))
+                let (lines, instance) = (Arc::new(Lines::new(dial)), welcome.instance);
+                let is_far = limits == Limits::FAR_CLIENT;
+                Ok(Self(Arc::new(Client { calls, maps, lines, instance, is_far })))
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
@@ -103,6 +112,21 @@ impl RemoteController {
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Asks, for a daemon that asks for others; a new answer within this time.
+    pub(crate) async fn ask(&self, request: &Request, patience: Duration) -> Result<Answer> {
+        self.0.calls.call(request, Bytes::new(), patience.saturating_add(PATIENCE)).await
+    }
+
+    /// Which start of the daemon it is.
+    pub(crate) fn instance(&self) -> u64 {
+        self.0.instance
+    }
+
+    /// Whether the connection is there still.
+    pub(crate) fn is_open(&self) -> bool {
+        self.0.calls.is_open()
     }
 
     async fn call(&self, request: Request) -> Result<Reply> {
@@ -114,7 +138,7 @@ impl Client {
     fn open(&self, place: Location) -> Result<Archived> {
         Ok(match place {
             Location::Span(span) => Archived::Near(Arc::new(Map::from(self.maps.bytes(span)?))),
-            Location::Blob { blob, len } => {
+            Location::Blob { blob, len, .. } => {
                 Archived::Far(Far { holder: self.lines.clone(), blob: blob.into(), len })
             }
         })
@@ -146,7 +170,7 @@ impl Controller for RemoteController {
     async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
         let file_len = proposal.file_len;
         let patience = proposal.timeout.saturating_add(PATIENCE);
-        let request = Request::Begin(Begin { key: key.to_string(), proposal });
+        let request = Request::Begin(Begin { key: key.to_string(), proposal, keeper: None });
         let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
         let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
         let contribution =
@@ -235,6 +259,24 @@ impl Controller for RemoteController {
         }
     }
 
+    async fn prefetch(
+        &self,
+        key: &Key,
+        selector: Selector,
+        archives: Option<Vec<String>>,
+    ) -> Result<(u64, VersionId, u64)> {
+        if self.0.is_far {
+            let text = "versions are fetched into the daemon of this host: serve one with \
+                        --controller, and connect to that";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let request = Request::Prefetch { key: key.to_string(), selector, archives };
+        match self.ask(&request, FETCH).await?.reply {
+            Reply::Prefetched(Prefetched { number, id, bytes }) => Ok((number, id, bytes)),
+            other => Err(unexpected(&other)),
+        }
+    }
+
     async fn status(&self) -> Result<DaemonStatus> {
         match self.call(Request::Status).await? {
             Reply::Status(status) => Ok(status),
@@ -275,7 +317,7 @@ fn broken(text: &str) -> Error {
 }
 
 /// A reply to another question.
-fn unexpected(reply: &Reply) -> Error {
+pub(crate) fn unexpected(reply: &Reply) -> Error {
     let mut text = format!("{reply:?}");
     text.truncate(text.floor_char_boundary(100));
     Error::new(ErrorKind::Unreachable, format_args!("the daemon answers something else: {text}"))

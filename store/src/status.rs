@@ -52,7 +52,7 @@ pub struct PeerStatus {
     /// Its process; 0 for one that has come by TCP.
     pub pid: u32,
     /// Where that is.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// Which program and version it says it is.
     pub client: String,
@@ -71,7 +71,7 @@ pub struct LeaseStatus {
     /// The process that reads; 0 for one that has come by TCP.
     pub pid: u32,
     /// Where that is.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// For how long it has read.
     pub age: Duration,

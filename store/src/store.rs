@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tracing::Instrument;
-use tssd_format::{Region, StateDict, Tensor};
+use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
 use crate::disk;
@@ -349,6 +349,37 @@ impl Store {
         &self.0.plans
     }
 
+    /// Copies a version into the memory of this host's daemon, while its reader still does something else: the
+    /// get that follows, of the number that is returned, is local. Of the version, what is copied are the
+    /// archives that hold the leaves that are wanted, or the parts of them; all, if none is named. It stays
+    /// there until another version of the key is copied.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if the store is not a daemon's of this host; `Unreachable` if a daemon that has the bytes is
+    /// lost; `Busy` if there is no memory; else as [`Store::get_state_dict`].
+    pub async fn prefetch(
+        &self,
+        key: &Key,
+        wanted: &[(String, Option<ShardPlace>)],
+        options: &GetOptions,
+    ) -> Result<PrefetchReport> {
+        let started = Instant::now();
+        // What is looked at stays there until it is copied.
+        let mut looked_at = None;
+        let (selector, archives) = if wanted.is_empty() {
+            (selector(options.version), None)
+        } else {
+            let version = &*looked_at.insert(self.version(key, options.version).await?);
+            let mut read = Read::new(version, &self.0.plans, options);
+            let archives = read.archives_of(wanted, options.writer)?;
+            (Selector::Id(version.id), Some(archives.into_iter().collect()))
+        };
+        let (version, id, bytes) = self.0.controller.prefetch(key, selector, archives).await?;
+        let seconds = started.elapsed().as_secs_f64();
+        Ok(PrefetchReport { version, id, bytes, seconds })
+    }
+
     /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
     /// piece are views of the store's memory; all bytes are proven against their checksums.
     ///
@@ -599,6 +630,20 @@ impl Store {
     fn known(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Contents>>> {
         self.0.known.lock().expect("nobody panics while holding what is known")
     }
+}
+
+/// What a prefetch has done.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PrefetchReport {
+    /// The number of the version.
+    pub version: u64,
+    /// Its identity.
+    pub id: VersionId,
+    /// How many bytes came from other hosts: those of whole archives.
+    pub bytes: u64,
+    /// How long it took.
+    pub seconds: f64,
 }
 
 /// The versions of a key as they become visible: see [`Store::subscribe`].

@@ -1,7 +1,7 @@
 //! One visible version, open for reading.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -238,6 +238,14 @@ impl OpenVersion {
             let target = copy.target + (part.start - range.start);
             boxes.push(boxed(part.start, target, Runs::run(part.end - part.start), proof));
         }
+    }
+
+    /// The archives that storages are in, by the names that the manifest gives them.
+    pub(crate) fn archives_of(&self, storages: impl Iterator<Item = u32>) -> BTreeSet<String> {
+        let shards: BTreeSet<u32> =
+            storages.map(|storage| self.stored(storage).reference.shard).collect();
+        let files = self.manifest.shards();
+        shards.into_iter().map(|shard| files[native(u64::from(shard))].name.clone()).collect()
     }
 
     /// What was proven elsewhere is counted too.

@@ -7,8 +7,8 @@ use std::thread::{self, JoinHandle};
 
 use tempfile::TempDir;
 use tokio::sync::oneshot;
-use tssd_store::DaemonOptions;
 use tssd_store::blocking::{Daemon, Store};
+use tssd_store::{Credentials, DaemonOptions};
 
 /// A daemon, which ends with this.
 pub struct Served {
@@ -30,13 +30,27 @@ impl Served {
         Self::with(1 << 30, Some(root.to_owned()))
     }
 
+    /// A daemon that proves who it is.
+    pub fn proven(credentials: Credentials) -> Self {
+        Self::bound(1 << 30, |options| options.credentials = Some(credentials))
+    }
+
+    /// A daemon for which another one decides.
+    pub fn under(controller: &Self) -> Self {
+        Self::bound(1 << 30, |options| options.controller = Some(controller.address.clone()))
+    }
+
     fn with(memory_limit: u64, root: Option<PathBuf>) -> Self {
+        Self::bound(memory_limit, |options| options.root = root)
+    }
+
+    fn bound(memory_limit: u64, say: impl FnOnce(&mut DaemonOptions)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
         let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);
-        options.root = root;
         options.metrics = Some((Ipv4Addr::LOCALHOST, 0).into());
         options.listen = Some((Ipv4Addr::LOCALHOST, 0).into());
+        say(&mut options);
         let daemon = Daemon::bind(options).unwrap();
         let (metrics, address) = (daemon.metrics().unwrap(), daemon.address().unwrap());
         let thread = thread::spawn(move || daemon.serve(stopped).unwrap());

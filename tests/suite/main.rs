@@ -17,6 +17,9 @@ mod convert;
 mod daemon;
 /// Foreign and damaged bytes: every change is found, nothing panics.
 mod damage;
+/// Daemons of other hosts: by TCP and TLS, one that decides for others, versions that are fetched.
+#[cfg(target_os = "linux")]
+mod far;
 /// What fuzzing has found, taken by every target again.
 mod fuzz;
 /// Meshes, placements and boxes against naive index sets.

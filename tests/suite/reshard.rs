@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 use tssd_format::{
     Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST, Placement, Region, ShardPlace,
     StateDict, TensorMeta, TensorReference, TensorSlice, Value,
@@ -11,6 +12,7 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
+use tssd_tests::served::Served;
 use tssd_tests::sharding::{counting, elements_of, numbers, places_of, shards_of, spread};
 
 use super::cli::quick_folder;
@@ -239,6 +241,32 @@ proptest! {
             check_get(&Store::directory(folder.path()).unwrap(), &key, &shape, &get, seed);
         }
     }
+}
+
+/// Those of many keys in daemons of their own: what is got in the open is got in ranges.
+#[test]
+fn daemons_of_other_hosts_do_the_same() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let (far, near) = (controller.connect_far(), keeper.connect());
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(150));
+    let counted = std::cell::Cell::new(0);
+    runner
+        .run(&case(3), |(shape, put, get)| {
+            counted.set(counted.get() + 1);
+            let key = Key::new(format!("policy-{}", counted.get())).unwrap();
+            // Every other version is put on the host that does not decide.
+            let stores = if counted.get() % 2 == 0 { [&far, &near] } else { [&near, &far] };
+            for seed in 1..3 {
+                put_all(stores[0], &key, &shape, &put, seed, "job");
+                for store in stores {
+                    check_get(store, &key, &shape, &get, seed);
+                }
+            }
+            stores[0].delete(&key, None).unwrap();
+            Ok(())
+        })
+        .unwrap();
 }
 
 /// The `tssd.layout` of the one version that a store keeps.

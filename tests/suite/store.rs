@@ -59,13 +59,15 @@ enum Place {
     Memory,
     Directory(tempfile::TempDir),
     Daemon(Served),
+    /// A daemon that shares no memory with the store.
+    Host(Served),
 }
 
 impl Place {
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Directory(folder) => Some(folder.path()),
-            Self::Memory | Self::Daemon(_) => None,
+            Self::Memory | Self::Daemon(_) | Self::Host(_) => None,
         }
     }
 
@@ -75,6 +77,7 @@ impl Place {
             Self::Memory => store.clone(),
             Self::Directory(folder) => Store::directory(folder.path()).unwrap(),
             Self::Daemon(served) => served.connect(),
+            Self::Host(served) => served.connect_far(),
         }
     }
 }
@@ -82,11 +85,12 @@ impl Place {
 /// All kinds of store.
 fn stores() -> Vec<(Store, Place)> {
     let folder = tempfile::tempdir().unwrap();
-    let served = Served::new(1 << 30);
+    let (served, host) = (Served::new(1 << 30), Served::new(1 << 30));
     vec![
         (Store::memory().unwrap(), Place::Memory),
         (Store::directory(folder.path()).unwrap(), Place::Directory(folder)),
         (served.connect(), Place::Daemon(served)),
+        (host.connect_far(), Place::Host(host)),
     ]
 }
 

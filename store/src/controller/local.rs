@@ -537,6 +537,16 @@ impl Controller for LocalController {
         Ok(pins.collect())
     }
 
+    async fn prefetch(
+        &self,
+        _key: &Key,
+        _selector: Selector,
+        _archives: Option<Vec<String>>,
+    ) -> Result<(u64, VersionId, u64)> {
+        let text = "the store is this process's own or a directory: there is nothing to fetch";
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+
     async fn status(&self) -> Result<DaemonStatus> {
         let text = "the store is this process's own or a directory: there is no daemon to ask";
         Err(Error::new(ErrorKind::Invalid, text))

@@ -18,8 +18,9 @@ pub(super) struct Counts {
     pub(super) gets: u64,
     pub(super) bytes_leased: u64,
     pub(super) published: u64,
-    /// Bytes that went to other hosts.
+    /// Bytes of archives that went out over connections.
     pub(super) bytes_read: u64,
+    pub(super) bytes_fetched: u64,
     /// Requests by what they ask for and what came of them.
     pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
 }

@@ -37,6 +37,10 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("versions_published_total", "Versions that became visible.", counts.published);
     page.counter("gets_total", "Versions that were given to readers.", counts.gets);
     page.counter("leased_bytes_total", "Bytes of archives that were leased.", counts.bytes_leased);
+    let help = "Bytes of archives that went out over connections.";
+    page.counter("read_bytes_total", help, counts.bytes_read);
+    let help = "Bytes of archives that were copied from other daemons ahead of their readers.";
+    page.counter("fetched_bytes_total", help, counts.bytes_fetched);
     let requests = counts.requests.iter().map(|(&(op, failed), count)| {
         (vec![("op", op.to_owned()), ("outcome", outcome(failed))], count)
     });

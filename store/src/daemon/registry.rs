@@ -9,6 +9,7 @@ use crate::controller::{Controller, LocalController, Place, Progress, Proposal, 
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{Command, Digest, LeaseId, Outcome, Selector, VersionId};
+use crate::net::Endpoint;
 
 /// A controller whose parts a daemon calls one by one, for those who are connected.
 #[async_trait]
@@ -49,6 +50,8 @@ pub(super) struct Grant {
     pub(super) number: u64,
     /// The name of the manifest in the volume.
     pub(super) manifest: String,
+    /// Who has the manifest, and how long it is, if it is not here.
+    pub(super) missing: Option<(Endpoint, u64)>,
     /// The names of the archives in the volume, by those that the manifest gives them.
     pub(super) archives: BTreeMap<String, String>,
 }
@@ -101,7 +104,7 @@ impl Registry for LocalController {
         let folder = folder(key, version);
         let named = archives(version).into_iter();
         let archives = named.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
-        Ok(Grant { lease, id, number, manifest: manifest.name, archives })
+        Ok(Grant { lease, id, number, manifest: manifest.name, missing: None, archives })
     }
 
     async fn release(&self, key: &Key, lease: LeaseId) {

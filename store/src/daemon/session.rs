@@ -1,5 +1,6 @@
 //! One connection of a daemon.
 
+mod fetching;
 mod guest;
 mod writing;
 
@@ -17,15 +18,16 @@ use self::writing::Contributions;
 use super::DaemonOptions;
 use super::house::{House, Leased};
 use super::reading::{gather, total};
-use crate::arena::{PeerId, SegmentId, Span};
+use super::tiers::Place;
+use crate::arena::{PeerId, SegmentId};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
 use crate::wire::{
-    self, Begin, Failure, Frame, FrameKind, Hello, INLINE, Limits, Location, MAX_FDS, MAX_READ,
-    Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
+    self, Begin, Failure, Frame, FrameKind, Hello, INLINE, Limits, Location, MAX_FDS, Notice,
+    Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
 
 /// A client says what it is within this time.
@@ -35,7 +37,7 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 const REQUESTS: usize = 64;
 
 /// How many kilobytes that were asked for are on their way to one client at most.
-const READING: usize = (4 * MAX_READ >> 10) as usize;
+const READING: usize = 16 << 10;
 
 /// For how long a request waits at most, whatever it says.
 const LONGEST: Duration = Duration::from_hours(1);
@@ -116,6 +118,7 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         protocol: Protocol::OWN,
         daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
         pid: std::process::id(),
+        instance: session.house.instance,
         inline: INLINE.into(),
     };
     session.reply(number, Reply::Welcome(welcome).into()).await;
@@ -251,14 +254,14 @@ impl Session {
             Request::Hello(_) => {
                 return Err(Error::new(ErrorKind::Invalid, "hello is said once"));
             }
-            Request::Begin(Begin { key, proposal }) => {
-                return self.begin(&Key::new(key)?, proposal).await;
+            Request::Begin(Begin { key, proposal, keeper }) => {
+                return self.begin(&Key::new(key)?, proposal, keeper).await;
             }
             Request::Extend { contribution, file_len } => {
                 return self.extend(contribution, file_len, data).await;
             }
-            Request::Commit { contribution, digest } => {
-                Reply::Progress(self.commit(contribution, digest, data).await?)
+            Request::Commit { contribution, digest, lens } => {
+                Reply::Progress(self.commit(contribution, digest, lens, data).await?)
             }
             Request::Write { contribution, offset } => {
                 self.write(contribution, offset, data)?;
@@ -273,6 +276,20 @@ impl Session {
             }
             Request::Read { blob, ranges, prove } => {
                 return self.read(blob, ranges, prove).await;
+            }
+            Request::Discard { blobs } => {
+                if self.origin.is_near() {
+                    return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
+                }
+                for name in &blobs {
+                    self.house.let_go(name);
+                }
+                Reply::Done
+            }
+            Request::Prefetch { key, selector, archives } => {
+                let key = Key::new(key)?;
+                let fetched = self.prefetch(&key, selector, archives.as_deref());
+                Reply::Prefetched(fetched.await?)
             }
             Request::Versions { key } => {
                 Reply::Versions(controller.versions(&Key::new(key)?).await?)
@@ -315,25 +332,34 @@ impl Session {
     async fn locate(&self, number: u64, key: &Key, selector: Selector) -> Result<Answer<'_>> {
         let Leased { grant, manifest, archives } =
             self.house.lease(self.peer, key, selector).await?;
-        let location = |name: &str, span: Span| match self.origin {
-            Origin::Process { .. } => Location::Span(span),
-            Origin::Address(_) => Location::Blob { blob: name.to_owned(), len: span.len },
+        let location = |name: &String, place: &Place| match (place, self.origin) {
+            (Place::Here(span), Origin::Process { .. }) => Location::Span(*span),
+            (Place::Here(span), Origin::Address(_)) => {
+                Location::Blob { blob: name.clone(), len: span.len, at: None }
+            }
+            (Place::There(endpoint, len), _) => {
+                Location::Blob { blob: name.clone(), len: *len, at: Some(endpoint.to_string()) }
+            }
         };
-        let located = archives
-            .iter()
-            .map(|(file, span)| (file.clone(), location(&grant.archives[file], *span)));
+        let located = archives.iter();
+        let located =
+            located.map(|(file, place)| (file.clone(), location(&grant.archives[file], place)));
         let mut leased = wire::Leased {
             lease: grant.lease,
             id: grant.id,
-            manifest: location(&grant.manifest, manifest),
+            number: grant.number,
+            manifest: location(&grant.manifest, &Place::Here(manifest)),
             archives: located.collect(),
             segments: Vec::new(),
         };
         if !self.origin.is_near() {
             return Ok(Reply::Leased(leased).into());
         }
-        let mut segments: Vec<SegmentId> = archives.values().map(|span| span.segment).collect();
-        segments.push(manifest.segment);
+        let segments = archives.values().filter_map(|place| match place {
+            Place::Here(span) => Some(span.segment),
+            Place::There(..) => None,
+        });
+        let segments: Vec<SegmentId> = segments.chain([manifest.segment]).collect();
         let sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
@@ -357,20 +383,21 @@ impl Session {
     /// Bytes of a blob. Copies of them are as many as there is credit for, here and for all.
     async fn read(&self, name: String, ranges: Vec<Range>, prove: bool) -> Result<Answer<'_>> {
         let house = self.house.clone();
+        if let Some((endpoint, len)) = house.tiers.elsewhere.place(&name) {
+            let bytes = total(&ranges, len)?;
+            let credits = self.credits(bytes, true).await?;
+            let lines = house.tiers.elsewhere.host(&endpoint);
+            let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
+            return Ok(Answer { data, credits, ..Reply::Read(sum).into() });
+        }
         let blob = {
             let (house, name) = (house.clone(), name.clone());
             wait(move || house.open_blob(&name)).await?
         };
         let size = blob.size().map_err(|error| Error::io(&name, error))?;
         let bytes = total(&ranges, size)?;
-        let kilobytes = u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
-        let credit = self.reading.clone().acquire_many_owned(kilobytes).await;
-        let mut credits = vec![credit.map_err(closed)?];
         let is_copied = ranges.len() > 1 || ranges.iter().any(|range| !range.2.is_empty());
-        if is_copied {
-            let copies = house.copies.clone().acquire_many_owned(kilobytes).await;
-            credits.push(copies.map_err(closed)?);
-        }
+        let credits = self.credits(bytes, is_copied).await?;
         let read = move || {
             if prove {
                 house.reading.prove(&name, &blob, &ranges)?;
@@ -382,6 +409,18 @@ impl Session {
         let (data, sum) = if is_copied || prove { wait(read).await? } else { read()? };
         self.house.counters.count().bytes_read += bytes;
         Ok(Answer { data, credits, ..Reply::Read(sum).into() })
+    }
+
+    /// The right to send so many bytes, here and, if they are a copy, of all.
+    async fn credits(&self, bytes: u64, is_copied: bool) -> Result<Vec<OwnedSemaphorePermit>> {
+        let kilobytes = u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        let own = self.reading.clone().acquire_many_owned(kilobytes).await;
+        let mut credits = vec![own.map_err(closed)?];
+        if is_copied {
+            let copies = self.house.copies.clone().acquire_many_owned(kilobytes).await;
+            credits.push(copies.map_err(closed)?);
+        }
+        Ok(credits)
     }
 
     /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
@@ -440,6 +479,10 @@ mod tests {
             ("frame", seconds(crate::link::PATIENCE)),
             ("longest", seconds(LONGEST)),
             ("drain", seconds(super::super::DRAIN)),
+            ("far_client_data", Limits::FAR_CLIENT.data.into()),
+            ("read", crate::wire::MAX_READ),
+            ("reading", count(READING << 10)),
+            ("copies", count(super::super::house::COPIES << 10)),
             ("requests", count(REQUESTS)),
             ("connections", count(super::super::MAX_PEERS)),
         ];

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use tssd_format::Blob;
 
+use super::elsewhere::Elsewhere;
 use crate::arena::{ArenaVolume, Pool, Span};
 use crate::disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
+use crate::net::Endpoint;
 use crate::volume::{DirectoryVolume, Part, Reservation, Volume};
 
 /// Blobs in memory, and those that are durable in a directory too.
@@ -16,14 +18,38 @@ pub(super) struct Tiers {
     pub(super) pool: Arc<Pool>,
     memory: ArenaVolume,
     directory: Option<DirectoryVolume>,
+    /// What other daemons keep.
+    pub(super) elsewhere: Arc<Elsewhere>,
+}
+
+/// Where a blob is.
+pub(super) enum Place {
+    Here(Span),
+    /// So many bytes that this daemon keeps.
+    There(Endpoint, u64),
+}
+
+impl Place {
+    /// How many bytes it has.
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Self::Here(span) => span.len,
+            Self::There(_, len) => *len,
+        }
+    }
 }
 
 /// A file is copied in parts of this many bytes.
 const PART_BYTES: usize = 16 << 20;
 
 impl Tiers {
-    pub(super) fn new(pool: Arc<Pool>, directory: Option<DirectoryVolume>) -> Self {
-        Self { memory: ArenaVolume(pool.clone()), pool, directory }
+    pub(super) fn new(
+        pool: Arc<Pool>,
+        directory: Option<DirectoryVolume>,
+        elsewhere: Elsewhere,
+    ) -> Self {
+        let elsewhere = Arc::new(elsewhere);
+        Self { memory: ArenaVolume(pool.clone()), pool, directory, elsewhere }
     }
 
     /// The directory, if there is one; the daemon keeps nothing else.
@@ -52,15 +78,18 @@ impl Tiers {
     }
 
     /// Where a blob is; one that is in the directory alone is opened.
-    pub(super) fn span(&self, name: &str) -> Result<Option<Span>> {
+    pub(super) fn place(&self, name: &str) -> Result<Option<Place>> {
         if let Some(span) = self.pool.span(name) {
-            return Ok(Some(span));
+            return Ok(Some(Place::Here(span)));
+        }
+        if let Some((endpoint, len)) = self.elsewhere.place(name) {
+            return Ok(Some(Place::There(endpoint, len)));
         }
         let Some(directory) = &self.directory else { return Ok(None) };
         let path = directory.path(name);
         let failed = |error| Error::io(path.display(), error);
         let Some((file, len)) = disk::open(&path).map_err(failed)? else { return Ok(None) };
-        Ok(Some(self.pool.adopt(name, file.into(), len)))
+        Ok(Some(Place::Here(self.pool.adopt(name, file.into(), len))))
     }
 }
 
@@ -100,14 +129,18 @@ impl Volume for Tiers {
     }
 
     fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
-        match (self.memory.open(name)?, &self.directory) {
-            (None, Some(directory)) => directory.open(name),
-            (found, _) => Ok(found),
+        if let Some(blob) = self.memory.open(name)? {
+            return Ok(Some(blob));
         }
+        if let Some(far) = self.elsewhere.open(name) {
+            return Ok(Some(Arc::new(far)));
+        }
+        self.directory.as_ref().map_or(Ok(None), |directory| directory.open(name))
     }
 
     fn delete(&self, name: &str) -> Result<()> {
         self.memory.delete(name)?;
+        self.elsewhere.discard(name);
         self.directory.as_ref().map_or(Ok(()), |directory| directory.delete(name))
     }
 

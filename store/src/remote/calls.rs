@@ -30,14 +30,14 @@ struct Waiting(Mutex<Option<Callers>>);
 type Callers = BTreeMap<u64, oneshot::Sender<Answer>>;
 
 /// A reply, and what it obliges to.
-pub(super) struct Answer {
-    pub(super) reply: Reply,
-    pub(super) owed: Owed,
+pub(crate) struct Answer {
+    pub(crate) reply: Reply,
+    pub(crate) owed: Owed,
 }
 
 /// What is said to the daemon when this is dropped, if it is anything: that a lease is handed back,
 /// a contribution withdrawn. Whoever stops waiting for an answer says so too.
-pub(super) struct Owed(Option<(mpsc::UnboundedSender<Frame>, Frame)>);
+pub(crate) struct Owed(Option<(mpsc::UnboundedSender<Frame>, Frame)>);
 
 impl Owed {
     fn by(reply: &Reply, outgoing: &mpsc::WeakUnboundedSender<Frame>) -> Self {
@@ -54,7 +54,7 @@ impl Owed {
     }
 
     /// It is done already.
-    pub(super) fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         self.0 = None;
     }
 }
@@ -108,6 +108,11 @@ impl Calls {
             Answer { reply: Reply::Failed(failure), .. } => Err(failure.into()),
             answer => Ok(answer),
         }
+    }
+
+    /// Whether the connection is there still.
+    pub(super) fn is_open(&self) -> bool {
+        self.waiting.with(|_| ()).is_some()
     }
 
     /// Says something that is not answered.

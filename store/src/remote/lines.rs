@@ -9,6 +9,8 @@ use std::io::{self, BufReader, Read, Write};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
 use super::{hello, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Duplex;
@@ -36,10 +38,10 @@ const LOOP_TEXT: usize = 44;
 const PATIENCE: Duration = Duration::from_mins(1);
 
 /// How a connection is made.
-pub(super) type Dial = Box<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
+pub(crate) type Dial = Box<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
 
 /// Connections to a daemon. Those that are not in use stay open.
-pub(super) struct Lines {
+pub(crate) struct Lines {
     dial: Dial,
     idle: Mutex<Vec<Line>>,
 }
@@ -60,7 +62,7 @@ struct Batch {
 }
 
 impl Lines {
-    pub(super) fn new(dial: Dial) -> Self {
+    pub(crate) fn new(dial: Dial) -> Self {
         Self { dial, idle: Mutex::default() }
     }
 
@@ -70,14 +72,43 @@ impl Lines {
 
     /// Does something on a connection, which is kept if it went well.
     fn with<T>(&self, work: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
-        let idle = self.idle().pop();
-        let mut line = match idle {
-            Some(line) => line,
-            None => Line::open((self.dial)()?)?,
+        let mut line = loop {
+            let idle = self.idle().pop();
+            match idle {
+                Some(line) if line.stream.get_ref().is_open() => break line,
+                // The daemon has ended it meanwhile.
+                Some(_) => {}
+                None => break Line::open((self.dial)()?)?,
+            }
         };
         let done = work(&mut line)?;
         self.idle().push(line);
         Ok(done)
+    }
+}
+
+impl Lines {
+    /// Bytes of a blob, with their checksum if they were proven, as they go on to somebody else.
+    pub(crate) fn relay(
+        &self,
+        blob: &str,
+        ranges: Vec<Range>,
+        prove: bool,
+    ) -> Result<(Bytes, Sum)> {
+        let request = Request::Read { blob: blob.to_owned(), ranges, prove };
+        self.with(|line| match line.call(&request)? {
+            (Reply::Read(sum), data) => Ok((data.into(), sum)),
+            (other, _) => Err(unexpected(&other)),
+        })
+    }
+
+    /// The daemon need not keep a blob any more.
+    pub(crate) fn discard(&self, blob: &str) -> Result<()> {
+        let request = Request::Discard { blobs: vec![blob.to_owned()] };
+        self.with(|line| match line.call(&request)? {
+            (Reply::Done, _) => Ok(()),
+            (other, _) => Err(unexpected(&other)),
+        })
     }
 }
 
@@ -186,12 +217,19 @@ impl Line {
     /// Says hello.
     fn open(stream: Box<dyn Duplex>) -> Result<Self> {
         let mut line = Self { stream: BufReader::with_capacity(64 << 10, stream), next: 1 };
-        line.ask(&Request::Hello(hello()))?;
-        let (_, reply, _) = line.answer()?;
-        match reply {
+        match line.call(&Request::Hello(hello()))?.0 {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => Ok(line),
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Asks one thing, and waits for the answer and its data.
+    fn call(&mut self, request: &Request) -> Result<(Reply, Vec<u8>)> {
+        self.ask(request)?;
+        let (_, reply, len) = self.answer()?;
+        let mut data = vec![0; usize::try_from(len).unwrap_or_default()];
+        self.stream.read_exact(&mut data).map_err(|error| lost(&error))?;
+        Ok((reply, data))
     }
 
     fn ask(&mut self, request: &Request) -> Result<()> {

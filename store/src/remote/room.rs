@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::calls::Owed;
-use super::{Client, PATIENCE, unexpected};
+use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
 use crate::controller::{Contribution, Progress};
 use crate::environment::wait;
@@ -67,6 +67,7 @@ impl RemoteContribution {
         self.memory = match room {
             Room::Inline => Memory::Own(vec![0; self.file_len]),
             Room::Frames => Memory::Sent(vec![0; self.file_len]),
+            Room::Kept => return Err(broken("nobody keeps the archive")),
             Room::Segment { segment, capacity } => {
                 let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
@@ -131,7 +132,7 @@ impl Contribution for RemoteContribution {
 
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
         let data = self.complete().await?;
-        let request = Request::Commit { contribution: self.contribution, digest };
+        let request = Request::Commit { contribution: self.contribution, digest, lens: Vec::new() };
         let called = self.client.calls.call(&request, data, PATIENCE).await;
         // Whatever came of it, the daemon has decided.
         self.owed.settle();

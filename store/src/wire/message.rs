@@ -46,6 +46,9 @@ pub(crate) struct Welcome {
     #[serde(default)]
     pub(crate) daemon: String,
     pub(crate) pid: u32,
+    /// Another one after each start.
+    #[serde(default)]
+    pub(crate) instance: u64,
     /// Archives of at most this many bytes are committed as data of a frame.
     pub(crate) inline: u64,
 }
@@ -66,6 +69,9 @@ pub(crate) enum Request {
     Commit {
         contribution: u64,
         digest: Digest,
+        /// The lengths of the archives, if the client keeps them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        lens: Vec<u64>,
     },
     /// Bytes of the archive of a contribution whose room is frames: the data of the frame.
     Write {
@@ -88,6 +94,17 @@ pub(crate) enum Request {
         /// Whether the daemon is to prove the chunks that these are of, and to sum what it sends.
         #[serde(default)]
         prove: bool,
+    },
+    /// Blobs that this daemon keeps for the one that asks, which nobody needs any more.
+    Discard {
+        blobs: Vec<String>,
+    },
+    /// A version, to be copied here: those of its archives that are named, or all.
+    Prefetch {
+        key: String,
+        selector: Selector,
+        #[serde(default)]
+        archives: Option<Vec<String>>,
     },
     /// The visible versions of a key.
     Versions {
@@ -140,6 +157,8 @@ impl Request {
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
+            Self::Discard { .. } => "discard",
+            Self::Prefetch { .. } => "prefetch",
             Self::Versions { .. } => "versions",
             Self::Newer { .. } => "newer",
             Self::Keys { .. } => "keys",
@@ -157,6 +176,9 @@ impl Request {
 pub(crate) struct Begin {
     pub(crate) key: String,
     pub(crate) proposal: Proposal,
+    /// The address of the client, if it is a daemon that keeps the archives itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) keeper: Option<String>,
 }
 
 /// What is not replied to.
@@ -183,6 +205,8 @@ pub(crate) enum Reply {
     Leased(Leased),
     /// The bytes come as data.
     Read(Sum),
+    /// The version that was copied.
+    Prefetched(Prefetched),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
     Keys(Vec<String>),
@@ -209,6 +233,9 @@ pub(crate) struct Begun {
     pub(crate) committed: Option<Digest>,
     #[serde(default)]
     pub(crate) room: Room,
+    /// What the names of the archives begin with, if the client keeps them.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) stem: String,
 }
 
 /// Where an archive is written.
@@ -218,6 +245,8 @@ pub(crate) enum Room {
     /// In the client's memory: it is the data of the commit.
     #[default]
     Inline,
+    /// Where the client keeps it.
+    Kept,
     /// In the daemon's memory: it comes as data of writes.
     Frames,
     /// In a segment, whose memory comes with the reply if the client does not have it yet.
@@ -229,6 +258,8 @@ pub(crate) enum Room {
 pub(crate) struct Leased {
     pub(crate) lease: LeaseId,
     pub(crate) id: VersionId,
+    #[serde(default)]
+    pub(crate) number: u64,
     pub(crate) manifest: Location,
     pub(crate) archives: Archives,
     /// The segments whose memory comes with the reply, in the order of its descriptors.
@@ -244,8 +275,22 @@ pub(crate) type Archives = BTreeMap<String, Location>;
 pub(crate) enum Location {
     /// In a segment that the client has.
     Span(Span),
-    /// Elsewhere: it is read by this name.
-    Blob { blob: String, len: u64 },
+    /// Elsewhere: it is read by this name, here or from the daemon that keeps it.
+    Blob {
+        blob: String,
+        len: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        at: Option<String>,
+    },
+}
+
+/// A version that is here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Prefetched {
+    pub(crate) number: u64,
+    pub(crate) id: VersionId,
+    /// How many bytes came for it.
+    pub(crate) bytes: u64,
 }
 
 /// What the bytes of a reply add up to.

@@ -1,4 +1,4 @@
-//! Which bytes of a blob are read: runs, and loops around them. Spec: `spec/protocol.md`, section 6.
+//! Which bytes of a blob are read: runs, and loops around them. Spec: `spec/protocol.md`, section 9.
 
 use serde::{Deserialize, Serialize};
 use tssd_format::Runs;

@@ -12,6 +12,7 @@ use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability};
+use crate::net::Endpoint;
 use crate::wire::{Begun, INLINE, Reply, Room};
 
 /// None is one that waits for room.
@@ -33,6 +34,8 @@ enum Memory {
     Inline,
     /// In a segment that is lent to the client.
     Lent(SegmentId),
+    /// In that of another daemon.
+    Kept(Endpoint),
     /// In one of the daemon's, where it comes as data of so many bytes so far.
     Own(Writing, u64),
 }
@@ -43,11 +46,17 @@ fn unknown(contribution: u64) -> Error {
 }
 
 impl Session {
-    pub(super) async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<Answer<'_>> {
+    pub(super) async fn begin(
+        &self,
+        key: &Key,
+        mut proposal: Proposal,
+        keeper: Option<String>,
+    ) -> Result<Answer<'_>> {
         proposal.timeout = proposal.timeout.min(LONGEST);
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
         self.house.tiers.check(proposal.durability)?;
+        let keeper = keeper.map(|url| self.keeper(&url, &proposal)).transpose()?;
         let is_wanted = || !self.outgoing.is_closed();
         let (place, committed) = self.house.registry.open(key, &proposal, &is_wanted).await?;
         let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
@@ -58,13 +67,17 @@ impl Session {
             memory: Memory::Inline,
             timeout,
         };
+        let stem = if keeper.is_some() { open.place.stem.clone() } else { String::new() };
+        if let Some(keeper) = keeper {
+            open.memory = Memory::Kept(keeper);
+        }
         let (room, fds) = match self.room(&mut open, deadline).await {
             Ok(room) => room,
             Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
         self.contributions().insert(contribution, Some(open));
-        let reply = Reply::Begun(Begun { contribution, id, epoch, number, committed, room });
+        let reply = Reply::Begun(Begun { contribution, id, epoch, number, committed, room, stem });
         Ok(Answer { fds, ..reply.into() })
     }
 
@@ -75,6 +88,9 @@ impl Session {
         deadline: Instant,
     ) -> Result<(Room, Vec<OwnedFd>)> {
         let len = open.lens.last().copied().unwrap_or_default();
+        if let Memory::Kept(_) = open.memory {
+            return Ok((Room::Kept, Vec::new()));
+        }
         open.memory = Memory::Inline;
         if open.committed.is_some() || len <= INLINE.into() {
             return Ok((Room::Inline, Vec::new()));
@@ -111,6 +127,18 @@ impl Session {
         Ok(())
     }
 
+    /// The daemon that keeps the archives of a contribution.
+    fn keeper(&self, url: &str, proposal: &Proposal) -> Result<Endpoint> {
+        if self.origin.is_near() {
+            return Err(Error::new(ErrorKind::Refused, "only daemons keep archives"));
+        }
+        if proposal.durability == Durability::Disk {
+            let text = "what must last is put on the host of the daemon that decides";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        url.parse()
+    }
+
     /// Room for another archive of a contribution, whose last one is complete.
     pub(super) async fn extend(
         &self,
@@ -141,7 +169,7 @@ impl Session {
     }
 
     /// Does something that needs memory; waits for it until the deadline if there is none.
-    async fn in_memory<T>(
+    pub(super) async fn in_memory<T>(
         &self,
         deadline: Instant,
         mut work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, Exhausted>>,
@@ -176,10 +204,14 @@ impl Session {
         &self,
         contribution: u64,
         digest: Digest,
+        lens: Vec<u64>,
         data: &[u8],
     ) -> Result<Progress> {
         let mut open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
         let committed = async {
+            if let Memory::Kept(_) = open.memory {
+                open.lens = lens;
+            }
             self.publish(&mut open, data).await?;
             let progress = self.house.registry.commit(&open.place, digest, &open.lens).await?;
             // A contribution that was committed before is no other put.
@@ -210,6 +242,12 @@ impl Session {
         };
         let failed = |error| Error::io(&path, error);
         match std::mem::replace(&mut open.memory, Memory::Inline) {
+            Memory::Kept(endpoint) => {
+                for (number, len) in open.lens.iter().enumerate() {
+                    self.house.tiers.elsewhere.note(&open.place.path(number), &endpoint, *len);
+                }
+                return Ok(());
+            }
             Memory::Lent(segment) => {
                 let published = self.house.pool.publish(self.peer, segment, &path, len);
                 if let Err(error) = published {

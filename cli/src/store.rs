@@ -4,12 +4,15 @@ pub(crate) mod get;
 pub(crate) mod head;
 pub(crate) mod ls;
 pub(crate) mod pin;
+pub(crate) mod prefetch;
 pub(crate) mod put;
 pub(crate) mod rm;
 pub(crate) mod status;
 
+use std::path::PathBuf;
+
 use tssd_store::blocking::Store;
-use tssd_store::{Error, ErrorKind};
+use tssd_store::{ConnectOptions, Credentials, Error, ErrorKind};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -17,20 +20,38 @@ use crate::failure::{Failure, Result};
 /// Where the store is: the same for all of its commands.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Address {
-    /// The store: a directory, or unix:PATH or unix:NAME for a daemon
+    /// The store: a directory; `unix:PATH` or `unix:NAME`, a daemon of this host; `tls://HOST:PORT`, of another
     #[arg(long = "store", env = "TSSD_STORE", value_name = "URL")]
     url: String,
+    /// For tls: the certificate of the authority that the daemon's must come from, in PEM
+    #[arg(long, env = "TSSD_CA", value_name = "FILE", requires_all = ["cert", "key_file"])]
+    ca: Option<PathBuf>,
+    /// For tls: your certificate, in PEM
+    #[arg(long, env = "TSSD_CERT", value_name = "FILE", requires_all = ["ca", "key_file"])]
+    cert: Option<PathBuf>,
+    /// For tls: your private key, in PEM
+    #[arg(long, env = "TSSD_KEY", value_name = "FILE", requires_all = ["ca", "cert"])]
+    key_file: Option<PathBuf>,
 }
 
 impl Address {
     /// Connects to it: there must be one.
     pub(crate) fn connect(&self) -> Result<Store> {
-        Store::connect(&self.url).map_err(|error| unreachable(&error))
+        Store::connect_with(&self.url, &self.options()).map_err(|error| unreachable(&error))
     }
 
     /// Connects to it, and makes it if it is not there.
     pub(crate) fn create(&self) -> Result<Store> {
-        Store::create(&self.url).map_err(|error| unreachable(&error))
+        Store::create_with(&self.url, &self.options()).map_err(|error| unreachable(&error))
+    }
+
+    fn options(&self) -> ConnectOptions {
+        let mut options = ConnectOptions::default();
+        if let (Some(ca), Some(cert), Some(key)) = (&self.ca, &self.cert, &self.key_file) {
+            let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());
+            options.credentials = Some(Credentials { ca, cert, key });
+        }
+        options
     }
 }
 

@@ -75,6 +75,15 @@ impl Store {
         Self::opened(crate::Store::create(url))
     }
 
+    /// See [`crate::Store::create_with`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn create_with(url: &str, options: &ConnectOptions) -> Result<Self> {
+        Self::opened(crate::Store::create_with(url, options))
+    }
+
     fn new(store: crate::Store) -> Result<Self> {
         Self::opened(std::future::ready(Ok(store)))
     }

@@ -20,6 +20,7 @@ use crate::ledger::{
     Contribution as Contributed, Digest, Durability, JobId, Selection, Selector, Status, Timestamp,
     Version, VersionId, WriterSet,
 };
+use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
@@ -73,8 +74,24 @@ pub(crate) trait Controller: Send + Sync {
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)>;
 
+    /// How the bytes of what is put travel.
+    fn route(&self) -> Route;
+
+    /// What a read has come to: whoever counts such things is told.
+    fn got(&self, _got: Got) {}
+
     /// How the daemon is, if there is one.
     async fn status(&self) -> Result<DaemonStatus>;
+}
+
+/// What a read has come to, in bytes: of what was asked for, of what was copied or is seen, of what was
+/// checksummed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Got {
+    pub(crate) transport: Transport,
+    pub(crate) needed: u64,
+    pub(crate) transferred: u64,
+    pub(crate) verified: u64,
 }
 
 /// What a writer says of its contribution before it makes it.
@@ -145,6 +162,7 @@ pub(crate) struct Progress {
 #[derive(Clone)]
 pub(crate) struct Located {
     pub(crate) id: VersionId,
+    pub(crate) route: Route,
     pub(crate) manifest: Arc<dyn Blob>,
     /// The archives, by the names that the manifest gives them.
     pub(crate) archives: BTreeMap<String, Archived>,

@@ -15,6 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Durability, Timestamp};
 use crate::ledgers::SharedLedgers;
 use crate::meta::{MemoryMeta, MetaStore};
+use crate::route::Route;
 use crate::volume::{MemoryVolume, Reservation, Volume};
 use crate::{GetOptions, JobId, Key, PutOptions, Store};
 
@@ -99,6 +100,10 @@ impl Volume for Mortal<MemoryVolume> {
     fn list(&self, name: &str) -> Result<Vec<String>> {
         self.life.step()?;
         self.inner.list(name)
+    }
+
+    fn route(&self) -> Route {
+        self.inner.route()
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {

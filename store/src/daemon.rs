@@ -27,8 +27,9 @@ use self::place::listen;
 use self::session::Guest;
 use crate::disk::{CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Credentials, Endpoint, Identity};
+use crate::net::{Endpoint, Identity};
 use crate::socket::{beside, socket_of};
+use crate::store::Credentials;
 
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;

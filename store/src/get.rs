@@ -17,10 +17,13 @@ use tssd_format::{
 use self::target::{check, split};
 pub(crate) use self::tree::choose_writer;
 use self::tree::{Tree, Wish, is_whole};
+use crate::controller::{Controller, Got};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
+use crate::route::Transport;
+use crate::store::Store;
 use crate::version::OpenVersion;
 use crate::volume::{Job, Proof};
 
@@ -37,6 +40,8 @@ pub struct GetOptions {
     /// Whether bytes are taken as they are, without a look at their checksums: what is compressed is
     /// proven all the same.
     pub unverified: bool,
+    /// How the bytes must come; none: any way is good.
+    pub require: Option<Transport>,
 }
 
 /// A tensor in the caller's memory that a get fills.
@@ -70,6 +75,10 @@ pub struct GetReport {
     pub bytes_transferred: u64,
     /// How many bytes were checksummed: each chunk once for a version.
     pub bytes_verified: u64,
+    /// How the bytes came.
+    pub transport: Transport,
+    /// Why that way.
+    pub why: String,
     /// How long it took to find out what to copy.
     pub plan_seconds: f64,
     /// How long it took.
@@ -102,6 +111,7 @@ const SMALL_BYTES: u64 = 64 << 10;
 /// A read in progress: the version, and what is counted.
 pub(crate) struct Read<'a> {
     version: &'a OpenVersion,
+    controller: &'a dyn Controller,
     plans: &'a PlanCache,
     unverified: bool,
     writer: Option<u32>,
@@ -115,13 +125,11 @@ pub(crate) struct Read<'a> {
 }
 
 impl<'a> Read<'a> {
-    pub(crate) fn new(
-        version: &'a OpenVersion,
-        plans: &'a PlanCache,
-        options: &GetOptions,
-    ) -> Self {
+    pub(crate) fn new(version: &'a OpenVersion, store: &'a Store, options: &GetOptions) -> Self {
+        let (controller, plans) = (store.controller(), store.plans());
         Self {
             version,
+            controller,
             plans,
             unverified: options.unverified,
             writer: options.writer,
@@ -143,6 +151,8 @@ impl<'a> Read<'a> {
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
             bytes_verified: self.version.bytes_verified() - self.verified_before,
+            transport: self.version.route().transport,
+            why: self.version.route().why.clone(),
             plan_seconds: self.planned.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
@@ -461,6 +471,12 @@ impl<'a> Read<'a> {
 
 impl Drop for Read<'_> {
     fn drop(&mut self) {
+        self.controller.got(Got {
+            transport: self.version.route().transport,
+            needed: self.needed,
+            transferred: self.transferred,
+            verified: self.version.bytes_verified() - self.verified_before,
+        });
         let _entered = self.version.span().enter();
         tracing::debug!(
             bytes_needed = self.needed,

@@ -46,6 +46,7 @@ mod opened;
 mod parallel;
 mod publish;
 mod put;
+mod route;
 mod status;
 mod version;
 
@@ -61,11 +62,10 @@ pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
-#[cfg(target_os = "linux")]
-pub use net::Credentials;
 pub use opened::Opened;
 pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutReport, Replicas};
+pub use route::Transport;
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
-pub use store::{ConnectOptions, PrefetchReport, Store, Subscription};
+pub use store::{ConnectOptions, Credentials, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

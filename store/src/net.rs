@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +23,8 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
+use crate::route::{Route, Transport};
+use crate::store::Credentials;
 
 /// A connection that sends nothing for this time while it owes something is lost, and so is one whose
 /// peer's host does not acknowledge for so long.
@@ -37,17 +39,6 @@ pub(crate) struct Endpoint {
     is_tls: bool,
     host: String,
     port: u16,
-}
-
-/// What a side proves itself with, and whom it believes: files in PEM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Credentials {
-    /// The certificates of the authority whose certificates are believed.
-    pub ca: PathBuf,
-    /// This side's certificate, and those between it and the authority's.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
 }
 
 /// Credentials that were read.
@@ -203,6 +194,12 @@ impl Endpoint {
 
     fn server_name(&self) -> Result<ServerName<'static>> {
         ServerName::try_from(self.host.clone()).map_err(|error| self.unreachable(&error))
+    }
+
+    /// How bytes travel to it.
+    pub(crate) fn route(&self) -> Route {
+        let transport = if self.is_tls { Transport::Tls } else { Transport::Tcp };
+        Route::new(transport, format!("the daemon is at {self}"))
     }
 
     pub(crate) fn unreachable(&self, error: &dyn fmt::Display) -> Error {

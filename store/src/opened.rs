@@ -52,8 +52,7 @@ impl Opened {
         let (store, version, options) =
             (self.store.clone(), self.version.clone(), self.options.clone());
         wait(move || {
-            let value =
-                Read::new(&version, store.plans(), &options).leaf(&path, &node, &options)?;
+            let value = Read::new(&version, &store, &options).leaf(&path, &node, &options)?;
             Ok(Some((path, value)))
         })
         .await
@@ -69,7 +68,7 @@ impl Opened {
             (self.store.clone(), self.version.clone(), self.options.clone());
         let (fqn, region) = (fqn.to_owned(), region.cloned());
         wait(move || {
-            let mut read = Read::new(&version, store.plans(), &options);
+            let mut read = Read::new(&version, &store, &options);
             read.tensor(&fqn, region.as_ref(), options.writer)
         })
         .await

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use tracing::Instrument;
 use tssd_format::{
     Error as FormatError, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice,
     Value,
@@ -11,7 +12,8 @@ use crate::controller::{Begun, Contribution, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, VersionId};
-use crate::put::{PutOptions, PutReport, Role, arrange, call, proposal, write};
+use crate::put::{PutOptions, PutReport, Role, arrange, call, proposal, route, write};
+use crate::route::Route;
 use crate::store::Store;
 
 /// A version that is being published: see [`Store::publish`]. Dropped before [`Publisher::finish`], it
@@ -19,6 +21,9 @@ use crate::store::Store;
 #[must_use = "nobody sees a version before it is finished"]
 pub struct Publisher {
     store: Store,
+    route: Route,
+    /// What it does is said in this.
+    span: tracing::Span,
     key: Key,
     options: PutOptions,
     bucket_bytes: u64,
@@ -54,8 +59,12 @@ impl Publisher {
             return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
         }
         let call = call(store.calls(), key, options)?;
+        let route = route(store.controller(), options)?;
+        let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
         Ok(Self {
             store,
+            route,
+            span,
             key: key.clone(),
             options: options.clone(),
             bucket_bytes,
@@ -117,19 +126,22 @@ impl Publisher {
     async fn write(&mut self) -> Result<()> {
         let dict = std::mem::take(&mut self.pending);
         self.pending_bytes = 0;
-        match self.write_archive(&dict).await {
+        let span = self.span.clone();
+        match self.write_archive(&dict).instrument(span).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.withdraw(error).await),
         }
     }
 
     async fn write_archive(&mut self, dict: &StateDict) -> Result<()> {
+        let started = Instant::now();
         let layout = arrange(&self.key, dict, &self.options).await?;
         let len = layout.file_len();
         let open = self.make_room(dict, len).await?;
         let (contribution, written) =
             write(open.contribution, layout, open.committed.is_some()).await?;
         let open = Open { contribution, ..open };
+        tracing::debug!(bytes = len, seconds = started.elapsed().as_secs_f64(), "bucket");
         let open = self.begun.insert(open);
         open.digests.extend(written?.0);
         self.bytes += len;
@@ -146,6 +158,7 @@ impl Publisher {
         let proposal = proposal(role, self.call, &self.options, len);
         let begun = self.store.controller().begin(&self.key, proposal).await?;
         let Begun { id, epoch, number, committed, contribution } = begun;
+        self.span.record("version", number);
         Ok(Open { id, epoch, number, committed, contribution, digests: Vec::new() })
     }
 
@@ -172,7 +185,7 @@ impl Publisher {
             Ok(only) => Digest(only),
             Err(_) => digest(&open.digests),
         };
-        let progress = open.contribution.commit(digest).await?;
+        let progress = open.contribution.commit(digest).instrument(self.span.clone()).await?;
         Ok(PutReport {
             version: open.number,
             epoch: open.epoch,
@@ -180,6 +193,8 @@ impl Publisher {
             visible: progress.visible,
             missing: progress.missing,
             bytes: self.bytes,
+            transport: self.route.transport,
+            why: self.route.why,
             seconds: self.started.elapsed().as_secs_f64(),
         })
     }

@@ -20,6 +20,7 @@ use crate::key::Key;
 use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
+use crate::route::{Route, Transport};
 
 /// How a state dict is put. The default suits one writer.
 #[derive(Clone, Debug)]
@@ -53,6 +54,8 @@ pub struct PutOptions {
     /// Whether the version is to outlive the daemon that holds it; all writers must say the same.
     /// A store in a directory keeps all that is put on disk.
     pub durability: Durability,
+    /// How the bytes must go; none: any way is good.
+    pub require: Option<Transport>,
     /// For how long to wait for others at most.
     pub timeout: Duration,
 }
@@ -72,6 +75,7 @@ impl Default for PutOptions {
             compression: Compression::None,
             digests: false,
             durability: Durability::default(),
+            require: None,
             timeout: Duration::from_mins(1),
         }
     }
@@ -105,6 +109,10 @@ pub struct PutReport {
     pub missing: WriterSet,
     /// How many bytes this put has stored.
     pub bytes: u64,
+    /// How the bytes went.
+    pub transport: Transport,
+    /// Why that way.
+    pub why: String,
     /// How long it took.
     pub seconds: f64,
 }
@@ -143,6 +151,7 @@ impl Staged {
         let started = Instant::now();
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
+        let Route { transport, why } = route(controller, options)?;
         let role = Role::of(dict, options)?;
         let layout = arrange(key, dict, options).await?;
         let bytes = layout.file_len();
@@ -171,6 +180,8 @@ impl Staged {
             visible: false,
             missing: WriterSet::default(),
             bytes,
+            transport,
+            why,
             seconds: 0.0,
         };
         Ok(Self { contribution, digest, report, started })
@@ -218,6 +229,13 @@ pub(crate) fn call(calls: &Calls, key: &Key, options: &PutOptions) -> Result<Opt
              writer=",
         )),
     }
+}
+
+/// How the bytes go, if they may go that way.
+pub(crate) fn route(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
+    let route = controller.route();
+    route.admit(options.require)?;
+    Ok(route)
 }
 
 /// What a writer says of a contribution whose archive, or first one, has so many bytes.

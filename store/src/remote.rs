@@ -25,16 +25,19 @@ pub(crate) use self::lines::Lines;
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
-use crate::controller::{self, Controller, Located, Proposal, VersionInfo};
+use crate::controller::{self, Controller, Got, Located, Proposal, VersionInfo};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::link::{Receiver, Sender, split, split_net};
 use crate::net::{Duplex, Endpoint, Identity, SILENCE};
+use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Far};
-use crate::wire::{Begin, Hello, Limits, Location, Notice, Prefetched, Protocol, Reply, Request};
+use crate::wire::{
+    Archives, Begin, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply, Request,
+};
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -56,8 +59,8 @@ struct Client {
     /// For the bytes that are not in this host's memory.
     lines: Arc<Lines>,
     instance: u64,
-    /// Whether it is one of another host, or might be.
-    is_far: bool,
+    /// How bytes travel to it.
+    route: Route,
 }
 
 impl RemoteController {
@@ -78,7 +81,8 @@ impl RemoteController {
             let (endpoint, identity) = (endpoint.clone(), identity.clone());
             Box::new(move || endpoint.dial(&identity, timeout))
         };
-        Self::start(link, Limits::FAR_CLIENT, dial, &|error| endpoint.unreachable(error)).await
+        let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
+        Self::start(link, endpoint.route(), dial, &unreachable).await
     }
 
     async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
@@ -87,24 +91,26 @@ impl RemoteController {
             Box::new(move || dial(&socket))
         };
         let link = split(stream, Limits::DAEMON);
-        Self::start(link, Limits::CLIENT, dial, &|error| unreachable(socket, error)).await
+        let route = Route::new(Transport::Arena, "the daemon is of this host");
+        Self::start(link, route, dial, &|error| unreachable(socket, error)).await
     }
 
     /// Says hello.
     async fn start(
         link: (Sender, Receiver),
-        limits: Limits,
+        route: Route,
         dial: Dial,
         unreachable: &(dyn Fn(&dyn std::fmt::Display) -> Error + Sync),
     ) -> Result<Self> {
         let maps = Arc::new(Maps::default());
+        let is_near = route.transport == Transport::Arena;
+        let limits = if is_near { Limits::CLIENT } else { Limits::FAR_CLIENT };
         let calls = Calls::start(link, limits, maps.clone());
         let answer = calls.call(&Request::Hello(hello()), Bytes::new(), PATIENCE).await?;
         match answer.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
                 let (lines, instance) = (Arc::new(Lines::new(dial)), welcome.instance);
-                let is_far = limits == Limits::FAR_CLIENT;
-                Ok(Self(Arc::new(Client { calls, maps, lines, instance, is_far })))
+                Ok(Self(Arc::new(Client { calls, maps, lines, instance, route })))
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
@@ -142,6 +148,24 @@ impl Client {
                 Archived::Far(Far { holder: self.lines.clone(), blob: blob.into(), len })
             }
         })
+    }
+
+    /// How the bytes of these archives come.
+    fn route_of(&self, archives: &Archives) -> Route {
+        let far = archives.values().filter_map(|place| match place {
+            Location::Span(_) => None,
+            Location::Blob { at, .. } => at.as_deref(),
+        });
+        let far: Vec<&str> = far.collect();
+        let Some(endpoint) = far.first().and_then(|at| at.parse::<Endpoint>().ok()) else {
+            return self.route.clone();
+        };
+        if self.route.transport != Transport::Arena {
+            return self.route.clone();
+        }
+        let (count, all) = (far.len(), archives.len());
+        let why = format!("{count} of {all} archives are at other daemons, such as {endpoint}");
+        Route { why, ..endpoint.route() }
     }
 
     /// A manifest is read at once, whole.
@@ -188,7 +212,7 @@ impl Controller for RemoteController {
         let request = Request::Locate { key: key.to_string(), selector };
         let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
         let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-        let client = self.0.clone();
+        let (client, route) = (self.0.clone(), self.0.route_of(&leased.archives));
         // What has come for the first time is mapped with all its pages: that takes long.
         let (manifest, archives) = wait(move || {
             let named = leased.archives.into_iter();
@@ -197,7 +221,7 @@ impl Controller for RemoteController {
             Ok((client.manifest(leased.manifest)?, archives))
         })
         .await?;
-        Ok(Located { id: leased.id, manifest, archives, lease: Arc::new(owed) })
+        Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
     }
 
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
@@ -222,9 +246,19 @@ impl Controller for RemoteController {
     }
 
     async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {
-        match self.call(Request::Keys { prefix: prefix.to_owned() }).await? {
-            Reply::Keys(keys) => keys.into_iter().map(Key::new).collect(),
-            other => Err(unexpected(&other)),
+        let (mut all, mut after) = (Vec::new(), None);
+        loop {
+            match self.call(Request::Keys { prefix: prefix.to_owned(), after }).await? {
+                Reply::Keys(Keys { keys, more }) => {
+                    // The last one again would be no end.
+                    after = keys.last().filter(|_| more).cloned();
+                    all.extend(keys.into_iter().map(Key::new).collect::<Result<Vec<_>>>()?);
+                }
+                other => return Err(unexpected(&other)),
+            }
+            if after.is_none() {
+                return Ok(all);
+            }
         }
     }
 
@@ -265,7 +299,7 @@ impl Controller for RemoteController {
         selector: Selector,
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)> {
-        if self.0.is_far {
+        if self.0.route.transport != Transport::Arena {
             let text = "versions are fetched into the daemon of this host: serve one with \
                         --controller, and connect to that";
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -275,6 +309,14 @@ impl Controller for RemoteController {
             Reply::Prefetched(Prefetched { number, id, bytes }) => Ok((number, id, bytes)),
             other => Err(unexpected(&other)),
         }
+    }
+
+    fn route(&self) -> Route {
+        self.0.route.clone()
+    }
+
+    fn got(&self, got: Got) {
+        self.0.calls.notify(&Notice::Got(got));
     }
 
     async fn status(&self) -> Result<DaemonStatus> {

@@ -25,10 +25,7 @@ use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
 #[cfg(target_os = "linux")]
-use crate::{
-    net::{Credentials, Identity},
-    remote::RemoteController,
-};
+use crate::{net::Identity, remote::RemoteController};
 
 /// A store of state dicts: in this process's memory, or in a directory that several processes share.
 ///
@@ -78,11 +75,21 @@ const SUBSCRIPTION: Duration = Duration::from_mins(10);
 /// Of how many keys' versions something is known.
 const MAX_KNOWN: usize = 16;
 
+/// What a side proves itself with, and whom it believes: files in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// The certificates of the authority whose certificates are believed.
+    pub ca: PathBuf,
+    /// This side's certificate, and those between it and the authority's.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
 /// How a store is reached that is not in this process.
 #[derive(Clone, Debug)]
 pub struct ConnectOptions {
     /// What this side proves itself with to a daemon of another host, and whom it believes.
-    #[cfg(target_os = "linux")]
     pub credentials: Option<Credentials>,
     /// For how long an answer is waited for.
     pub timeout: Duration,
@@ -90,27 +97,18 @@ pub struct ConnectOptions {
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        Self {
-            #[cfg(target_os = "linux")]
-            credentials: None,
-            timeout: Duration::from_secs(30),
-        }
+        Self { credentials: None, timeout: Duration::from_secs(30) }
     }
 }
 
 impl ConnectOptions {
     /// With the credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name, if all do.
     pub fn from_environment() -> Self {
-        #[cfg(target_os = "linux")]
-        {
-            let path = |name| std::env::var_os(name).filter(|path| !path.is_empty());
-            let files = (path("TSSD_CA"), path("TSSD_CERT"), path("TSSD_KEY"));
-            let (Some(ca), Some(cert), Some(key)) = files else { return Self::default() };
-            let (ca, cert, key) = (ca.into(), cert.into(), key.into());
-            Self { credentials: Some(Credentials { ca, cert, key }), ..Self::default() }
-        }
-        #[cfg(not(target_os = "linux"))]
-        Self::default()
+        let path = |name| std::env::var_os(name).filter(|path| !path.is_empty());
+        let files = (path("TSSD_CA"), path("TSSD_CERT"), path("TSSD_KEY"));
+        let (Some(ca), Some(cert), Some(key)) = files else { return Self::default() };
+        let (ca, cert, key) = (ca.into(), cert.into(), key.into());
+        Self { credentials: Some(Credentials { ca, cert, key }), ..Self::default() }
     }
 }
 
@@ -228,9 +226,18 @@ impl Store {
     ///
     /// As [`Store::connect`].
     pub async fn create(url: &str) -> Result<Self> {
+        Self::create_with(url, &ConnectOptions::from_environment()).await
+    }
+
+    /// As [`Store::create`], in a way that is said and not taken from the environment.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::connect`].
+    pub async fn create_with(url: &str, options: &ConnectOptions) -> Result<Self> {
         match Address::of(url)? {
             Address::Directory(path) if claimed_by(path)?.is_none() => Self::directory(path),
-            _ => Self::connect(url).await,
+            _ => Self::connect_with(url, options).await,
         }
     }
 
@@ -333,7 +340,7 @@ impl Store {
     ///
     /// As [`Store::get_state_dict`].
     pub async fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
-        let version = self.version(key, options.version).await?;
+        let version = self.version(key, options).await?;
         Opened::new(self.clone(), version, options)
     }
 
@@ -370,8 +377,8 @@ impl Store {
         let (selector, archives) = if wanted.is_empty() {
             (selector(options.version), None)
         } else {
-            let version = &*looked_at.insert(self.version(key, options.version).await?);
-            let mut read = Read::new(version, &self.0.plans, options);
+            let version = &*looked_at.insert(self.version(key, options).await?);
+            let mut read = Read::new(version, self, options);
             let archives = read.archives_of(wanted, options.writer)?;
             (Selector::Id(version.id), Some(archives.into_iter().collect()))
         };
@@ -392,10 +399,10 @@ impl Store {
         key: &Key,
         options: &GetOptions,
     ) -> Result<(StateDict, GetReport)> {
-        let version = self.version(key, options.version).await?;
-        let (inner, options) = (self.0.clone(), options.clone());
+        let version = self.version(key, options).await?;
+        let (store, options) = (self.clone(), options.clone());
         wait(move || {
-            let mut read = Read::new(&version, &inner.plans, &options);
+            let mut read = Read::new(&version, &store, &options);
             let dict = read.state_dict(&options)?;
             Ok((dict, read.report()))
         })
@@ -419,9 +426,9 @@ impl Store {
             let text = "targets say themselves which slices they want; leave slices= empty";
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        let version = self.version(key, options.version).await?;
+        let version = self.version(key, options).await?;
         let mut fill = || {
-            let mut read = Read::new(&version, &self.0.plans, options);
+            let mut read = Read::new(&version, self, options);
             read.fill_targets(targets, options.writer)?;
             Ok(read.report())
         };
@@ -460,10 +467,10 @@ impl Store {
         region: Option<Region>,
         options: &GetOptions,
     ) -> Result<Tensor> {
-        let version = self.version(key, options.version).await?;
-        let (inner, fqn, options) = (self.0.clone(), fqn.to_owned(), options.clone());
+        let version = self.version(key, options).await?;
+        let (store, fqn, options) = (self.clone(), fqn.to_owned(), options.clone());
         let read = move || {
-            let mut read = Read::new(&version, &inner.plans, &options);
+            let mut read = Read::new(&version, &store, &options);
             read.tensor(&fqn, region.as_ref(), options.writer)
         };
         wait(read).await
@@ -606,11 +613,12 @@ impl Store {
     }
 
     /// Opens a version.
-    async fn version(&self, key: &Key, number: Option<u64>) -> Result<OpenVersion> {
+    async fn version(&self, key: &Key, options: &GetOptions) -> Result<OpenVersion> {
         let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
         let started = Instant::now();
-        let locate = self.0.controller.locate(key, selector(number));
+        let locate = self.0.controller.locate(key, selector(options.version));
         let located = locate.instrument(span.clone()).await?;
+        located.route.admit(options.require)?;
         let locate_seconds = started.elapsed().as_secs_f64();
         let known = self.known().get(key).cloned();
         let entered = span.enter();

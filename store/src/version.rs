@@ -18,6 +18,7 @@ use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::plan::Copy;
+use crate::route::Route;
 use crate::volume::{Archived, Boxed, Far, Holder, Proof};
 
 /// What is known of a version, without its bytes: it stays true whoever has them.
@@ -44,6 +45,7 @@ pub(crate) struct OpenVersion {
     /// Its archives, in the order of the manifest.
     archives: Arc<[Archived]>,
     lease: Arc<dyn Any + Send + Sync>,
+    route: Route,
     /// Of the get that it is opened for.
     span: tracing::Span,
 }
@@ -183,12 +185,23 @@ impl OpenVersion {
             archives.push(archive.clone());
         }
         let span = tracing::Span::current();
-        Ok(Self { contents, archives: archives.into(), lease: located.lease, span })
+        Ok(Self {
+            contents,
+            archives: archives.into(),
+            lease: located.lease,
+            route: located.route,
+            span,
+        })
     }
 
     /// What is said of reads from it is said in this.
     pub(crate) fn span(&self) -> &tracing::Span {
         &self.span
+    }
+
+    /// How its bytes come.
+    pub(crate) fn route(&self) -> &Route {
+        &self.route
     }
 
     /// What is known of it.

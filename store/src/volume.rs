@@ -10,6 +10,7 @@ use tssd_format::{Blob, Fill, Filled};
 
 use crate::error::Result;
 use crate::ledger::Durability;
+use crate::route::Route;
 
 pub(crate) use directory::DirectoryVolume;
 pub(crate) use far::{Archived, Boxed, Far, Holder, Job, Proof};
@@ -36,6 +37,9 @@ pub(crate) trait Volume: Send + Sync {
 
     /// The last parts of the names directly below `name`, sorted.
     fn list(&self, name: &str) -> Result<Vec<String>>;
+
+    /// How bytes come here.
+    fn route(&self) -> Route;
 
     /// Forgets a folder that is empty.
     fn remove_folder(&self, name: &str) -> Result<()>;

@@ -9,7 +9,7 @@ pub(crate) use frame::{
     Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS, MAX_WRITE,
 };
 pub(crate) use message::{
-    Begin, Begun, Failure, Hello, Leased, Location, Notice, Prefetched, Protocol, Reply, Request,
-    Room, SharedSegment, Sum, Welcome,
+    Archives, Begin, Begun, Failure, Hello, Keys, Leased, Location, Notice, Prefetched, Protocol,
+    Reply, Request, Room, SharedSegment, Sum, Welcome,
 };
 pub(crate) use range::{MAX_READ, Piece, Range};

@@ -445,7 +445,7 @@ fn requests_that_cannot_be_met_are_answered() {
     }
     // A field that is not known is passed over.
     raw.send(&frame(1, 99, r#"{"op":"keys","prefix":"","fashion":null}"#, b""));
-    assert_eq!(raw.receive().unwrap().1["keys"], serde_json::json!([]));
+    assert_eq!(raw.receive().unwrap().1["keys"]["keys"], serde_json::json!([]));
     // An archive that is not as long as it was said to be.
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0","file_len":100,
         "timeout":{"secs":1,"nanos":0}}}"#;
@@ -628,7 +628,8 @@ fn minor_versions_understand_each_other() {
     raw.send(&frame(4, 0, r#"{"op":"unmap","segments":[9],"why":null}"#, b""));
     let lease = "00112233445566778899aabbccddeeff";
     raw.send(&frame(4, 0, &format!(r#"{{"op":"release","lease":"{lease}","x":1}}"#), b""));
-    assert_eq!(raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"], serde_json::json!([]));
+    let keys = &raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"]["keys"];
+    assert_eq!(keys, &serde_json::json!([]));
     // What is absent, none or empty.
     let newer = |seen: &str| {
         format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
@@ -723,6 +724,27 @@ fn an_answer_that_is_too_long_is_an_error() {
     let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
     assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection goes on");
+}
+
+#[test]
+fn keys_come_in_pages() {
+    let served = Served::new(1 << 30);
+    let store = served.connect();
+    // Backslashes are two characters in JSON, and the keys far more than one head together.
+    let name = |number: u32| format!("{}{number:04}", r"\".repeat(300));
+    let mut dict = StateDict::new();
+    dict.insert("step", 1_i64);
+    let keys: Vec<Key> = (0..3000).map(|number| Key::new(name(number)).unwrap()).collect();
+    for key in &keys {
+        store.put_state_dict(key, &dict, &PutOptions::default()).unwrap();
+    }
+    assert_eq!(store.keys(None).unwrap(), keys);
+    assert_eq!(store.keys(Some("none")).unwrap(), []);
+    let mut raw = Raw::greet(&served);
+    let after = serde_json::json!({"op": "keys", "prefix": "", "after": name(2990)}).to_string();
+    let page = raw.ask(7, &after);
+    assert_eq!(page["keys"]["keys"].as_array().unwrap().len(), 9);
+    assert_eq!(page["keys"]["more"], false);
 }
 
 /// An archive of a few hundred KiB, in words.
@@ -1089,6 +1111,10 @@ fn metrics_say_what_a_daemon_has_done() {
         assert_eq!(samples.get(name), Some(&value), "{name}\n{page}");
     }
     let four = f64::from(4 << 20);
+    for name in ["needed", "transferred", "verified"] {
+        let name = format!(r#"tssd_{name}_bytes_total{{transport="arena"}}"#);
+        assert!((samples[name.as_str()] - four).abs() < 1.0, "{name}\n{page}");
+    }
     assert!(samples["tssd_put_bytes_total"] > 3.0 * four, "{page}");
     assert!((four..1.1 * four).contains(&samples["tssd_leased_bytes_total"]), "{page}");
     assert!(samples["tssd_memory_used_bytes"] >= samples["tssd_memory_warm_bytes"], "{page}");

@@ -74,6 +74,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "bytes_needed": report.bytes_needed,
         "bytes_transferred": report.bytes_transferred,
         "bytes_verified": report.bytes_verified,
+        "transport": report.transport.to_string(),
+        "why": report.why,
         "seconds": report.seconds,
     });
     console.report(line, &json)?;

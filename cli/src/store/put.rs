@@ -112,6 +112,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "visible": report.visible,
         "missing": report.missing.iter().collect::<Vec<_>>(),
         "bytes": report.bytes,
+        "transport": report.transport.to_string(),
+        "why": report.why,
         "seconds": report.seconds,
     });
     console.report(line, &json)?;

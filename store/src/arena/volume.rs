@@ -7,6 +7,7 @@ use tssd_format::Blob;
 use super::pool::Pool;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
+use crate::route::{Route, Transport};
 use crate::volume::{Part, Reservation, Volume, directly_below, split};
 
 /// The blobs of a pool, by name. What is written here lies in segments of the daemon.
@@ -38,6 +39,10 @@ impl Volume for ArenaVolume {
         let prefix = format!("{name}/");
         let names = self.0.names(&prefix);
         Ok(directly_below(&prefix, names.iter().map(String::as_str)))
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Arena, "the daemon is of this host")
     }
 
     fn remove_folder(&self, _name: &str) -> Result<()> {

@@ -24,6 +24,7 @@ use crate::ledger::{
     Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::Ledgers;
+use crate::route::Route;
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Volume};
 
@@ -547,6 +548,10 @@ impl Controller for LocalController {
         Err(Error::new(ErrorKind::Invalid, text))
     }
 
+    fn route(&self) -> Route {
+        self.0.volume.route()
+    }
+
     async fn status(&self) -> Result<DaemonStatus> {
         let text = "the store is this process's own or a directory: there is no daemon to ask";
         Err(Error::new(ErrorKind::Invalid, text))
@@ -571,7 +576,8 @@ fn locate(
         archives.insert(name, Archived::Near(blob));
     }
     // What is open stays readable whatever the ledger does.
-    Ok(Some(Located { id, manifest, archives, lease: Arc::new(()) }))
+    let route = volume.route();
+    Ok(Some(Located { id, route, manifest, archives, lease: Arc::new(()) }))
 }
 
 /// The folder of a version: a shard set, one archive for each writer and the manifest.

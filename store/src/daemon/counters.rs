@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
+use crate::controller::Got;
 use crate::error::ErrorKind;
+use crate::route::Transport;
 
 /// What is counted since the start.
 #[derive(Default)]
@@ -21,6 +23,8 @@ pub(super) struct Counts {
     /// Bytes of archives that went out over connections.
     pub(super) bytes_read: u64,
     pub(super) bytes_fetched: u64,
+    /// What readers say that they have read.
+    pub(super) got: BTreeMap<Transport, Got>,
     /// Requests by what they ask for and what came of them.
     pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
 }
@@ -31,6 +35,18 @@ pub(super) struct Reader {
     pub(super) pid: u32,
     pub(super) key: String,
     pub(super) version: u64,
+}
+
+impl Counts {
+    /// One more read.
+    pub(super) fn add(&mut self, got: Got) {
+        let Got { transport, needed, transferred, verified } = got;
+        let none = Got { transport, needed: 0, transferred: 0, verified: 0 };
+        let all = self.got.entry(transport).or_insert(none);
+        all.needed = all.needed.saturating_add(needed);
+        all.transferred = all.transferred.saturating_add(transferred);
+        all.verified = all.verified.saturating_add(verified);
+    }
 }
 
 impl Counters {

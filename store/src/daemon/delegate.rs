@@ -16,6 +16,7 @@ use crate::key::Key;
 use crate::ledger::{Digest, LeaseId, Selection, Selector, VersionId};
 use crate::net::{Endpoint, Identity};
 use crate::remote::{Answer, Owed, RemoteController, unexpected};
+use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::wire::{Begin, Leased, Location, Reply, Request};
 
@@ -260,6 +261,10 @@ impl Controller for Delegate {
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)> {
         self.controller().await?.prefetch(key, selector, archives).await
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Arena, "the daemon is of this host")
     }
 
     async fn status(&self) -> Result<DaemonStatus> {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};
 
 use super::house::House;
-use crate::controller::VersionInfo;
+use crate::controller::{Got, VersionInfo};
 use crate::error::{ErrorKind, Result};
 
 /// How many keys and how many readers are shown at most: a scrape stays short whatever is stored.
@@ -37,6 +37,18 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("versions_published_total", "Versions that became visible.", counts.published);
     page.counter("gets_total", "Versions that were given to readers.", counts.gets);
     page.counter("leased_bytes_total", "Bytes of archives that were leased.", counts.bytes_leased);
+    let got = |bytes: fn(&Got) -> u64| {
+        counts
+            .got
+            .iter()
+            .map(move |(transport, got)| (vec![("transport", transport.to_string())], bytes(got)))
+    };
+    let help = "Bytes of tensors that readers asked for, by the way that they came.";
+    page.family(Kind::Counter, "needed_bytes_total", help, got(|got| got.needed));
+    let help = "Bytes of tensors that readers copied, or see.";
+    page.family(Kind::Counter, "transferred_bytes_total", help, got(|got| got.transferred));
+    let help = "Bytes that readers checksummed.";
+    page.family(Kind::Counter, "verified_bytes_total", help, got(|got| got.verified));
     let help = "Bytes of archives that went out over connections.";
     page.counter("read_bytes_total", help, counts.bytes_read);
     let help = "Bytes of archives that were copied from other daemons ahead of their readers.";

@@ -26,8 +26,8 @@ use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
 use crate::wire::{
-    self, Begin, Failure, Frame, FrameKind, Hello, INLINE, Limits, Location, MAX_FDS, Notice,
-    Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
+    self, Archives, Begin, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
+    MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
 
 /// A client says what it is within this time.
@@ -38,6 +38,12 @@ const REQUESTS: usize = 64;
 
 /// How many kilobytes that were asked for are on their way to one client at most.
 const READING: usize = 16 << 10;
+
+/// So many archives go into one head, whatever their key is: the names of each have 4 KiB at most.
+const MANY: usize = 200;
+
+/// How many bytes of keys go into one reply: in JSON they have a few times as many at most.
+const PAGE: usize = 128 << 10;
 
 /// For how long a request waits at most, whatever it says.
 const LONGEST: Duration = Duration::from_hours(1);
@@ -201,6 +207,7 @@ impl Session {
                             self.house.pool.unmapped(self.peer, segment);
                         }
                     }
+                    Ok(Notice::Got(got)) => self.house.counters.count().add(got),
                     Ok(Notice::Goodbye) => return true,
                     // A notice that is not known yet.
                     Err(_) => {}
@@ -303,9 +310,8 @@ impl Session {
                 };
                 Reply::Newer(found)
             }
-            Request::Keys { prefix } => {
-                let keys = controller.keys(&prefix).await?;
-                Reply::Keys(keys.iter().map(ToString::to_string).collect())
+            Request::Keys { prefix, after } => {
+                Reply::Keys(page(&controller.keys(&prefix).await?, after.as_deref()))
             }
             Request::Delete { key, selection } => {
                 Reply::Deleted(controller.delete(&Key::new(key)?, selection).await?)
@@ -352,6 +358,12 @@ impl Session {
             archives: located.collect(),
             segments: Vec::new(),
         };
+        // What does not go into one head goes ahead.
+        for part in parts(&mut leased.archives) {
+            let mut part = reply(number, Reply::Archives(part).into());
+            part.frame.kind = FrameKind::Part;
+            let _ = self.outgoing.send(part).await;
+        }
         if !self.origin.is_near() {
             return Ok(Reply::Leased(leased).into());
         }
@@ -431,6 +443,29 @@ impl Session {
     }
 }
 
+/// Takes archives away until the others surely go into a reply; returns them in parts that do.
+fn parts(archives: &mut Archives) -> Vec<Archives> {
+    let mut parts = Vec::new();
+    while let Some((file, _)) = archives.iter().nth(MANY) {
+        let file = file.clone();
+        let rest = archives.split_off(&file);
+        parts.push(std::mem::replace(archives, rest));
+    }
+    parts
+}
+
+/// As many keys as surely go into a reply.
+fn page(keys: &[Key], after: Option<&str>) -> Keys {
+    let first = after.map_or(0, |after| keys.partition_point(|key| key.as_str() <= after));
+    let mut bytes = 0;
+    let fit = keys[first..].iter().take_while(|key| {
+        bytes += key.as_str().len();
+        bytes <= PAGE
+    });
+    let fit: Vec<String> = fit.map(ToString::to_string).collect();
+    Keys { more: first + fit.len() < keys.len(), keys: fit }
+}
+
 fn closed(error: tokio::sync::AcquireError) -> Error {
     Error::io("the daemon ends", std::io::Error::other(error))
 }
@@ -480,7 +515,7 @@ mod tests {
             ("longest", seconds(LONGEST)),
             ("drain", seconds(super::super::DRAIN)),
             ("far_client_data", Limits::FAR_CLIENT.data.into()),
-            ("read", crate::wire::MAX_READ),
+            ("read", wire::MAX_READ),
             ("reading", count(READING << 10)),
             ("copies", count(super::super::house::COPIES << 10)),
             ("requests", count(REQUESTS)),

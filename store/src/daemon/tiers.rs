@@ -10,6 +10,7 @@ use crate::disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::net::Endpoint;
+use crate::route::Route;
 use crate::volume::{DirectoryVolume, Part, Reservation, Volume};
 
 /// Blobs in memory, and those that are durable in a directory too.
@@ -152,6 +153,10 @@ impl Volume for Tiers {
         names.sort_unstable();
         names.dedup();
         Ok(names)
+    }
+
+    fn route(&self) -> Route {
+        self.memory.route()
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {

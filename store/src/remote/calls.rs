@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::maps::Maps;
 use crate::error::{Error, ErrorKind, Result};
 use crate::link::{Receiver, Sender};
-use crate::wire::{Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
+use crate::wire::{Archives, Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
 pub(super) struct Calls {
@@ -123,6 +123,14 @@ impl Calls {
     }
 }
 
+/// What comes ahead of a reply.
+#[derive(Default)]
+struct Parts {
+    archives: Archives,
+    segments: Vec<SharedSegment>,
+    fds: Vec<OwnedFd>,
+}
+
 /// A call that is waited for: whoever stops waiting is forgotten.
 struct Called<'a> {
     waiting: &'a Waiting,
@@ -185,25 +193,29 @@ async fn receive(
     maps: Arc<Maps>,
     outgoing: mpsc::WeakUnboundedSender<Frame>,
 ) {
-    // Segments of replies whose end has not come.
-    let mut parts: BTreeMap<u64, (Vec<SharedSegment>, Vec<OwnedFd>)> = BTreeMap::new();
+    // What belongs to replies whose end has not come.
+    let mut parts: BTreeMap<u64, Parts> = BTreeMap::new();
     while let Ok(Some(frame)) = receiver.receive().await {
         let Frame { kind, number, head, fds, .. } = frame;
         match kind {
             FrameKind::Part => {
-                let Ok(Reply::Segments(segments)) = serde_json::from_slice(&head) else { break };
                 let part = parts.entry(number).or_default();
-                part.0.extend(segments);
-                part.1.extend(fds);
+                match serde_json::from_slice(&head) {
+                    Ok(Reply::Segments(segments)) => part.segments.extend(segments),
+                    Ok(Reply::Archives(archives)) => part.archives.extend(archives),
+                    _ => break,
+                }
+                part.fds.extend(fds);
             }
             FrameKind::Reply => {
                 let Ok(mut reply) = serde_json::from_slice(&head) else { break };
-                let (segments, mut all) = parts.remove(&number).unwrap_or_default();
-                all.extend(fds);
+                let mut all = parts.remove(&number).unwrap_or_default();
+                all.fds.extend(fds);
                 if let Reply::Leased(leased) = &mut reply {
-                    leased.segments.splice(0..0, segments);
+                    leased.segments.splice(0..0, all.segments);
+                    leased.archives.extend(all.archives);
                 }
-                maps.receive(&reply, all);
+                maps.receive(&reply, all.fds);
                 let owed = Owed::by(&reply, &outgoing);
                 if let Some(Some(caller)) = waiting.with(|callers| callers.remove(&number)) {
                     // Whoever asked may have gone: then what is owed is done.

@@ -10,6 +10,7 @@ use super::{Part, Reservation, Volume};
 use crate::disk::{self, NewFile};
 use crate::error::{Error, Result};
 use crate::ledger::Durability;
+use crate::route::{Route, Transport};
 
 #[derive(Clone, Debug)]
 pub(crate) struct DirectoryVolume {
@@ -58,6 +59,10 @@ impl Volume for DirectoryVolume {
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
         self.at(name, |path| disk::list(&path))
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::File, "the store is a directory")
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {

@@ -10,6 +10,7 @@ use tssd_format::{Blob, Fill, Filled};
 use super::{Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
+use crate::route::{Route, Transport};
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryVolume {
@@ -57,6 +58,10 @@ impl Volume for MemoryVolume {
         let blobs = self.blobs();
         let names = blobs.range(prefix.clone()..).map(|(name, _)| name.as_str());
         Ok(directly_below(&prefix, names))
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Memory, "the store is in this process")
     }
 
     fn remove_folder(&self, _name: &str) -> Result<()> {

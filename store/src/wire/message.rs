@@ -11,7 +11,7 @@ use serde::de::IntoDeserializer;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::arena::{SegmentId, Span};
-use crate::controller::{Progress, Proposal, VersionInfo};
+use crate::controller::{Got, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
 use crate::status::DaemonStatus;
@@ -119,6 +119,9 @@ pub(crate) enum Request {
     },
     Keys {
         prefix: String,
+        /// Only those that come after this one.
+        #[serde(default)]
+        after: Option<String>,
     },
     Delete {
         key: String,
@@ -189,6 +192,8 @@ pub(crate) enum Notice {
     Release { lease: LeaseId },
     /// To a client: unmap these segments. From one: it has.
     Unmap { segments: Vec<SegmentId> },
+    /// What a read has come to.
+    Got(Got),
     /// A client ends, and has nothing mapped any more.
     Goodbye,
 }
@@ -209,11 +214,13 @@ pub(crate) enum Reply {
     Prefetched(Prefetched),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
-    Keys(Vec<String>),
+    Keys(Keys),
     Deleted(u64),
     Pinned(u64),
     Pins(BTreeMap<String, u64>),
     Status(DaemonStatus),
+    /// More archives of the reply that follows.
+    Archives(Archives),
     /// More descriptors of segments of the reply that follows.
     Segments(Vec<SharedSegment>),
     Done,
@@ -282,6 +289,15 @@ pub(crate) enum Location {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<String>,
     },
+}
+
+/// Keys, sorted, as many as go into one reply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Keys {
+    pub(crate) keys: Vec<String>,
+    /// Whether there are more after them.
+    #[serde(default)]
+    pub(crate) more: bool,
 }
 
 /// A version that is here.

@@ -1,0 +1,44 @@
+//! `tssd prefetch`: a version comes to this host ahead of its readers.
+
+use serde_json::json;
+use tssd_store::{GetOptions, KeyVersion};
+
+use super::{Address, failure};
+use crate::console::Console;
+use crate::exit::Exit;
+use crate::failure::Result;
+use crate::size::{Size, speed};
+
+/// Copy a version into the memory of this host's daemon, ahead of those who will get it by its number.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    store: Address,
+    /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
+    key: KeyVersion,
+}
+
+pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    let store = args.store.connect()?;
+    let KeyVersion { key, version } = &args.key;
+    let spinner = console.spinner(&format!("fetching {key}"));
+    let options = GetOptions { version: *version, ..GetOptions::default() };
+    let report = store.prefetch(key, &[], &options).map_err(|error| failure(&error))?;
+    spinner.finish_and_clear();
+    let line = format!(
+        "{key}@{}: {} in {:.2} s, {}",
+        report.version,
+        Size(report.bytes),
+        report.seconds,
+        speed(report.bytes, report.seconds),
+    );
+    let json = json!({
+        "key": key.as_str(),
+        "version": report.version,
+        "id": report.id.to_string(),
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+    });
+    console.report(line, &json)?;
+    Ok(Exit::Ok)
+}

@@ -40,9 +40,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         memory.recycled,
     ))?;
     let mut peers =
-        Table::new(&[("PROCESS", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
+        Table::new(&[("PEER", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
     for peer in &status.peers {
-        peers.row([peer.pid.to_string(), peer.client.clone(), seconds(peer.age)]);
+        peers.row([who(peer.pid, peer.address.as_ref()), peer.client.clone(), seconds(peer.age)]);
     }
     print(&peers)?;
     if status.leases.is_empty() {
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     ]);
     for lease in &status.leases {
         leases.row([
-            lease.pid.to_string(),
+            who(lease.pid, lease.address.as_ref()),
             lease.key.clone(),
             lease.version.to_string(),
             seconds(lease.age),
@@ -64,6 +64,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     print(&leases)?;
     Ok(Exit::Ok)
+}
+
+/// A process, or where somebody of another host is.
+fn who(pid: u32, address: Option<&String>) -> String {
+    address.cloned().unwrap_or_else(|| pid.to_string())
 }
 
 fn seconds(span: Duration) -> String {

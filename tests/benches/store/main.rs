@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod copies;
+mod hostile;
 mod house;
 mod plans;
 mod pull;
@@ -23,6 +24,7 @@ fn main() {
         ("tiny", tiny::put_and_get),
         ("plan", plans::many_ranks),
         ("pull", pull::over_loopback),
+        ("hostile", hostile::attacked),
         ("sharded", sharded::four_to_two),
     ]);
 }

@@ -44,7 +44,8 @@ impl Served {
         Self::bound(memory_limit, |options| options.root = root)
     }
 
-    fn bound(memory_limit: u64, say: impl FnOnce(&mut DaemonOptions)) -> Self {
+    /// A daemon of which more is said.
+    pub fn bound(memory_limit: u64, say: impl FnOnce(&mut DaemonOptions)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
         let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);

@@ -706,3 +706,420 @@ fn a_daemon_that_is_lost_is_said_and_the_others_go_on() {
     let error = far.put_state_dict(&key(), &model(4, 4), &PutOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
 }
+
+/// What is between a daemon and the one that decides: it may lose an answer, and the connection.
+struct Between {
+    address: String,
+    state: std::sync::Arc<Losing>,
+}
+
+#[derive(Default)]
+struct Losing {
+    is_armed: std::sync::atomic::AtomicBool,
+    has_lost: std::sync::atomic::AtomicBool,
+    streams: std::sync::Mutex<Vec<TcpStream>>,
+}
+
+impl Between {
+    fn before(served: &Served) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp://{}", listener.local_addr().unwrap());
+        let upstream = served.address().strip_prefix("tcp://").unwrap().to_owned();
+        let state = std::sync::Arc::<Losing>::default();
+        let own = state.clone();
+        std::thread::spawn(move || {
+            while let Ok((client, _)) = listener.accept() {
+                let Ok(server) = TcpStream::connect(&upstream) else { continue };
+                let ends = [&client, &server].map(|end| end.try_clone().unwrap());
+                own.streams.lock().unwrap().extend(ends);
+                let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                std::thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+                let own = own.clone();
+                std::thread::spawn(move || {
+                    let _ = own.answers(server, &client);
+                    let _ = client.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        });
+        Self { address, state }
+    }
+
+    /// The next answer to a commit is lost.
+    fn arm(&self) {
+        self.state.is_armed.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+
+    fn has_lost(&self) -> bool {
+        self.state.has_lost.load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    /// All connections end.
+    fn cut(&self) {
+        for stream in self.state.streams.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+impl Losing {
+    fn answers(&self, mut server: TcpStream, mut client: &TcpStream) -> std::io::Result<()> {
+        loop {
+            let mut header = [0; 24];
+            server.read_exact(&mut header)?;
+            let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
+            let head_len = word(8) as usize;
+            let mut rest = vec![0; head_len + word(12) as usize];
+            server.read_exact(&mut rest)?;
+            let is_progress = rest[..head_len].starts_with(b"{\"progress\"");
+            if is_progress && self.is_armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
+                self.has_lost.store(true, std::sync::atomic::Ordering::SeqCst);
+                continue;
+            }
+            client.write_all(&[&header[..], &rest].concat())?;
+        }
+    }
+}
+
+fn numbered(version: u64) -> GetOptions {
+    GetOptions { version: Some(version), ..GetOptions::default() }
+}
+
+#[test]
+fn what_was_fetched_does_not_change_while_it_is_looked_at() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    put(&writer, &model(1, 4), &PutOptions::default());
+    reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    let (held, _) = reader.get_state_dict(&key(), &numbered(1)).unwrap();
+    assert_eq!(held, model(1, 4));
+    for step in 2..6 {
+        put(&writer, &model(step, 4), &PutOptions::default());
+        reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        assert!(held == model(1, 4), "a view has changed after the put of {step}");
+    }
+}
+
+#[test]
+fn a_reader_of_what_was_fetched_in_part_keeps_the_rest() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let (trainer, generator) = (controller.connect(), keeper.connect());
+    let step = |step: u64| {
+        for writer in 0..2 {
+            let options = as_writer(writer as u32, "run", step);
+            trainer.put_state_dict(&key(), &half(step, writer), &options).unwrap();
+        }
+    };
+    step(9);
+    let slice = TensorSlice::new(&[100, 0], &[100, 3079], &[1400, 3079]).unwrap();
+    let rows = [("weight".to_owned(), Some(ShardPlace::new(slice)))];
+    generator.prefetch(&key(), &rows, &GetOptions::default()).unwrap();
+    let opened = generator.open(&key(), &numbered(9)).unwrap();
+    step(10);
+    generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    let region = Region::new(&[900, 0], &[100, 3079]).unwrap();
+    let got = opened.tensor("weight", Some(&region)).unwrap();
+    assert_eq!(bytes_of(&got), both(9)[900 * 3079..1000 * 3079]);
+}
+
+#[test]
+fn a_number_that_was_fetched_is_not_that_of_a_rewind() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let (trainer, generator) = (controller.connect(), keeper.connect());
+    put(&trainer, &model(1, 1), &PutOptions { version: Some(1), ..PutOptions::default() });
+    generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    put(&trainer, &model(2, 1), &PutOptions { version: Some(2), ..PutOptions::default() });
+    let rewind = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
+    put(&trainer, &model(7, 1), &rewind);
+    assert!(trainer.get_state_dict(&key(), &numbered(1)).unwrap().0 == model(7, 1));
+    let (got, report) = generator.get_state_dict(&key(), &numbered(1)).unwrap();
+    assert!(got == model(7, 1), "epoch {} of version 1", report.epoch);
+}
+
+fn kept(writers: &str, keeper: &str) -> serde_json::Value {
+    json!({"op": "begin", "key": "policy", "keeper": keeper, "proposal": {
+        "writer": 0, "writers": writers, "job": "run", "number": 7, "file_len": 9,
+        "timeout": {"secs": 1, "nanos": 0}}})
+}
+
+#[test]
+fn a_commit_of_a_keeper_without_lengths_is_answered() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    raw.0.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
+    let (begun, _) = raw.ask(&kept("0", "tcp://127.0.0.1:7").to_string(), b"");
+    let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+        "digest": "0".repeat(32)});
+    raw.0.write_all(&frame(1, 9, &commit.to_string(), b"")).unwrap();
+    assert!(raw.receive().is_some(), "every request is answered");
+}
+
+#[test]
+fn lengths_that_no_memory_has_harm_nobody_else() {
+    let served = Served::new(1 << 30);
+    let near = served.connect();
+    let mut raw = Raw::greet(&served);
+    raw.0.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
+    let (begun, _) = raw.ask(&kept("0-1", "tcp://127.0.0.1:7").to_string(), b"");
+    let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+        "digest": "0".repeat(32), "lens": [u64::MAX, 1]});
+    raw.0.write_all(&frame(1, 9, &commit.to_string(), b"")).unwrap();
+    let answered = raw.receive().is_some();
+    let (done, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || done.send(near.status().is_ok()));
+    assert_eq!(end.recv_timeout(Duration::from_secs(5)), Ok(true), "others are served");
+    assert!(answered, "every request is answered");
+}
+
+#[test]
+fn what_a_daemon_decides_itself_is_not_discarded_by_clients() {
+    let served = Served::new(1 << 30);
+    let near = served.connect();
+    put(&near, &model(1, 1), &PutOptions::default());
+    let mut raw = Raw::greet(&served);
+    let (located, _) = raw.ask(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
+    let leased = &located["leased"];
+    let (lease, manifest) = (leased["lease"].clone(), leased["manifest"]["blob"].clone());
+    let release = json!({"op": "release", "lease": lease});
+    raw.0.write_all(&frame(4, 0, &release.to_string(), b"")).unwrap();
+    raw.ask(&json!({"op": "discard", "blobs": [manifest]}).to_string(), b"");
+    assert!(
+        served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap().0 == model(1, 1)
+    );
+}
+
+#[test]
+fn a_version_whose_commit_was_not_answered_is_there_or_not() {
+    let controller = Served::new(1 << 30);
+    let between = Between::before(&controller);
+    let keeper = Served::bound(1 << 30, |options| {
+        options.controller = Some(between.address.clone());
+    });
+    let (near, far) = (controller.connect(), keeper.connect());
+    put(&far, &model(1, 4), &PutOptions::default());
+    between.arm();
+    std::thread::scope(|scope| {
+        let lost = scope.spawn(|| {
+            far.put_state_dict(&key(), &model(2, 4), &PutOptions::default()).unwrap_err()
+        });
+        eventually(|| between.has_lost());
+        between.cut();
+        let error = lost.join().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+    });
+    let newest = near.head(&key()).unwrap().unwrap().number;
+    let got = near.get_state_dict(&key(), &GetOptions::default());
+    let got = got.unwrap_or_else(|error| panic!("version {newest} is visible: {error}"));
+    assert!(got.0 == model(newest, 4));
+}
+
+#[test]
+fn a_view_of_a_version_whose_commit_was_not_answered_never_changes() {
+    let controller = Served::new(1 << 30);
+    let between = Between::before(&controller);
+    let keeper = Served::bound(1 << 30, |options| {
+        options.controller = Some(between.address.clone());
+    });
+    let (far, reader) = (keeper.connect(), keeper.connect());
+    put(&far, &model(1, 4), &PutOptions::default());
+    between.arm();
+    let held = std::thread::scope(|scope| {
+        let lost = scope.spawn(|| {
+            far.put_state_dict(&key(), &model(2, 4), &PutOptions::default()).unwrap_err()
+        });
+        eventually(|| between.has_lost());
+        let held = get(&reader);
+        between.cut();
+        lost.join().unwrap();
+        held
+    });
+    assert!(held == model(2, 4));
+    for step in 3..6 {
+        put(&far, &model(step, 4), &PutOptions::default());
+        assert!(held == model(2, 4), "a view has changed after the put of {step}");
+    }
+}
+
+/// The same address, and nothing else of what was there.
+fn anew(controller: Served) -> Served {
+    let address = controller.address().strip_prefix("tcp://").unwrap().parse().unwrap();
+    drop(controller);
+    Served::bound(1 << 30, |options| options.listen = Some(address))
+}
+
+#[test]
+fn what_began_before_a_restart_does_not_decide_what_began_after() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let mut raw = Raw::greet(&keeper);
+    let begin = |key: &str| {
+        json!({"op": "begin", "key": key, "proposal": {"writer": 0, "writers": "0-1", "job": "run",
+            "number": 7, "file_len": 9, "timeout": {"secs": 1, "nanos": 0}}})
+    };
+    let commit = |begun: &serde_json::Value| {
+        json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+            "digest": "0".repeat(32)})
+    };
+    let (first, _) = raw.ask(&begin("first").to_string(), b"");
+    let _controller = anew(controller);
+    std::thread::sleep(Duration::from_millis(200));
+    let (second, _) = raw.ask(&begin("second").to_string(), b"");
+    assert!(second["begun"].is_object(), "{second}");
+    let (lost, _) = raw.ask(&commit(&first).to_string(), b"nine byte");
+    let (done, _) = raw.ask(&commit(&second).to_string(), b"nine byte");
+    assert!(lost["failed"].is_object(), "its version is gone: {lost}");
+    assert!(done["progress"].is_object(), "{done}");
+}
+
+#[test]
+fn what_was_fetched_before_a_restart_is_in_nobodys_way_after() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let generator = keeper.connect();
+    put(&controller.connect(), &model(1, 4), &PutOptions::default());
+    generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    let controller = anew(controller);
+    std::thread::sleep(Duration::from_millis(200));
+    put(
+        &controller.connect(),
+        &model(2, 4),
+        &PutOptions { version: Some(1), ..PutOptions::default() },
+    );
+    assert!(get(&generator) == model(2, 4));
+    assert!(generator.get_state_dict(&key(), &numbered(1)).unwrap().0 == model(2, 4));
+}
+
+#[test]
+fn a_keeper_that_says_nothing_is_not_in_the_way_of_readers() {
+    let served = Served::new(1 << 30);
+    let near = served.connect();
+    put(&near, &model(1, 1), &PutOptions::default());
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut raw = Raw::greet(&served);
+    let keeper = format!("tcp://{}", silent.local_addr().unwrap());
+    let (begun, _) = raw.ask(&kept("0", &keeper).to_string(), b"");
+    let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+        "digest": "0".repeat(32), "lens": [900]});
+    raw.0.write_all(&frame(1, 9, &commit.to_string(), b"")).unwrap();
+    std::thread::sleep(Duration::from_millis(2500));
+    let (done, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || done.send(get(&near) == model(1, 1)));
+    assert_eq!(end.recv_timeout(Duration::from_secs(10)), Ok(true), "version 1 is visible");
+}
+
+#[test]
+fn a_put_that_is_tried_twice_leaves_nothing_at_its_keeper() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let mut raw = Raw::greet(&keeper);
+    let begin = json!({"op": "begin", "key": "policy", "proposal": {"writer": 0, "writers": "0-1",
+        "job": "run", "number": 7, "file_len": MIB, "timeout": {"secs": 1, "nanos": 0}}});
+    let tries = [(); 2].map(|()| {
+        let (begun, _) = raw.ask(&begin.to_string(), b"");
+        assert_eq!(begun["begun"]["room"], "frames", "{begun}");
+        begun["begun"]["contribution"].clone()
+    });
+    for contribution in tries {
+        let write = json!({"op": "write", "contribution": contribution, "offset": 0});
+        raw.ask(&write.to_string(), &vec![7; MIB as usize]);
+        let commit =
+            json!({"op": "commit", "contribution": contribution, "digest": "0".repeat(32)});
+        let (done, _) = raw.ask(&commit.to_string(), b"");
+        assert!(done["progress"].is_object(), "{done}");
+    }
+    let near = controller.connect();
+    for writer in 0..2 {
+        put(&near, &half(8, writer), &as_writer(writer as u32, "run", 8));
+    }
+    drop(raw);
+    let store = keeper.connect();
+    std::thread::sleep(Duration::from_secs(2));
+    let memory = store.status().unwrap().memory;
+    assert!(memory.warm >= 4 * MIB, "two archives are needed no more: {memory:?}");
+}
+
+#[test]
+fn who_reads_first_what_a_lost_daemon_kept_hears_that_it_is_lost() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    put(&keeper.connect(), &model(1, 4), &PutOptions::default());
+    drop(keeper);
+    let near = controller.connect();
+    let error = near.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+    let error = near.prefetch(&key(), &[], &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+}
+
+#[test]
+fn a_keeper_that_cannot_be_reached_is_no_fault_of_the_writers() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served);
+    let (begun, _) = raw.ask(&kept("0", "tcp://127.0.0.1:7").to_string(), b"");
+    let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+        "digest": "0".repeat(32), "lens": [900]});
+    let (kind, text) = raw.fail(&commit, b"");
+    assert_eq!(kind, "unreachable", "{text}");
+}
+
+#[test]
+fn a_keeper_that_says_nothing_is_not_in_the_way_of_other_keys() {
+    let served = Served::new(1 << 30);
+    let near = served.connect();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let keeper = format!("tcp://{}", silent.local_addr().unwrap());
+    let mut raw = Raw::greet(&served);
+    let (begun, _) = raw.ask(&kept("0-1", &keeper).to_string(), b"");
+    let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
+        "digest": "0".repeat(32), "lens": vec![9; 2000]});
+    assert!(raw.ask(&commit.to_string(), b"").0["progress"].is_object());
+    near.delete(&key(), None).unwrap();
+    let (done, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let other = Key::new("other").unwrap();
+        done.send(near.put_state_dict(&other, &model(1, 1), &PutOptions::default()).is_ok())
+    });
+    assert_eq!(end.recv_timeout(Duration::from_secs(10)), Ok(true), "another key is put");
+}
+
+#[test]
+fn only_what_a_daemon_keeps_is_read_from_it() {
+    let (folder, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let secret = folder.path().join("daemon.key");
+    std::fs::write(&secret, "PRIVATE").unwrap();
+    let served = Served::over(root.path());
+    let mut raw = Raw::greet(&served);
+    let absolute = secret.display().to_string();
+    let up = root.path().canonicalize().unwrap().components().skip(1).map(|_| "../").collect();
+    let up: String = up;
+    for blob in [absolute.clone(), format!("{up}{}", &absolute[1..])] {
+        let read = json!({"op": "read", "blob": blob, "ranges": [[0, 7]]});
+        let (reply, data) = raw.ask(&read.to_string(), b"");
+        assert_eq!(String::from_utf8_lossy(&data), "", "{blob}");
+        assert_eq!(reply["failed"]["kind"], "not_found", "{reply}");
+    }
+}
+
+#[test]
+fn who_waits_at_a_keeper_is_not_in_the_way_of_what_is_waited_for() {
+    let controller = Served::new(1 << 30);
+    let keeper = Served::under(&controller);
+    let newer = json!({"op": "newer", "key": "policy", "patience": {"secs": 600, "nanos": 0}});
+    let mut waiting = [Raw::greet(&keeper), Raw::greet(&keeper)];
+    for raw in &mut waiting {
+        for number in 0..40 {
+            raw.0.write_all(&frame(1, 10 + number, &newer.to_string(), b"")).unwrap();
+        }
+    }
+    std::thread::sleep(Duration::from_millis(500));
+    let store = keeper.connect();
+    let (done, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        done.send(store.put_state_dict(&key(), &model(1, 1), &PutOptions::default()).is_ok())
+    });
+    assert_eq!(end.recv_timeout(Duration::from_secs(10)), Ok(true), "it is put");
+}

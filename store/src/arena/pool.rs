@@ -574,3 +574,30 @@ impl Segment {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_published_twice_leaves_no_memory_behind() {
+        let pool = Arc::new(Pool::new(1 << 30));
+        let written = || pool.write_own(1 << 20).unwrap().unwrap();
+        let (first, second) = (written(), written());
+        first.publish("a").unwrap();
+        let _ = second.publish("a");
+        pool.delete("a");
+        let memory = pool.status();
+        assert_eq!(memory.warm, memory.used, "{memory:?}");
+    }
+    #[test]
+    fn a_segment_that_is_gone_is_not_shared() {
+        let pool = Arc::new(Pool::new(1 << 30));
+        pool.write_own(1 << 20).unwrap().unwrap().publish("a").unwrap();
+        let span = pool.span("a").unwrap();
+        // As when another instance decides, between the place of a blob and its reply.
+        pool.suspect("a");
+        pool.delete("a");
+        assert!(!matches!(pool.share(7, span.segment), Ok(Some(_))));
+    }
+}

@@ -51,7 +51,12 @@ impl Error {
     }
 
     /// An error of the system while it did something to something.
+    /// What was an error of the store before, it is again.
     pub(crate) fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
+        let source = match source.downcast::<Self>() {
+            Ok(error) => return error,
+            Err(source) => source,
+        };
         let mut error = Self::new(ErrorKind::Io, doing);
         error.0.source = Some(Box::new(source));
         error
@@ -60,6 +65,9 @@ impl Error {
     /// An error of the format in something that has a name.
     pub(crate) fn format(name: impl fmt::Display, source: tssd_format::Error) -> Self {
         use tssd_format::ErrorKind as Format;
+        if let Some(own) = of_store(&source) {
+            return Self::new(own.kind(), format_args!("{name}: {own}"));
+        }
         let kind = match source.kind() {
             Format::Io => ErrorKind::Io,
             Format::NotFound => ErrorKind::NotFound,
@@ -143,3 +151,9 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// What the store has said to the format, as the reason why bytes could not be read.
+fn of_store(error: &tssd_format::Error) -> Option<&Error> {
+    let source = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
+    source.get_ref()?.downcast_ref()
+}

@@ -196,6 +196,10 @@ impl Endpoint {
         ServerName::try_from(self.host.clone()).map_err(|error| self.unreachable(&error))
     }
 
+    pub(crate) fn is_tls(&self) -> bool {
+        self.is_tls
+    }
+
     /// How bytes travel to it.
     pub(crate) fn route(&self) -> Route {
         let transport = if self.is_tls { Transport::Tls } else { Transport::Tcp };

@@ -82,7 +82,9 @@ impl RemoteController {
             Box::new(move || endpoint.dial(&identity, timeout))
         };
         let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
-        Self::start(link, endpoint.route(), dial, &unreachable).await
+        let reached = Self::start(link, endpoint.route(), dial, &unreachable);
+        let slow = |_| endpoint.unreachable(&format_args!("it has not answered for {timeout:?}"));
+        tokio::time::timeout(timeout, reached).await.map_err(slow)?
     }
 
     async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
@@ -109,7 +111,8 @@ impl RemoteController {
         let answer = calls.call(&Request::Hello(hello()), Bytes::new(), PATIENCE).await?;
         match answer.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
-                let (lines, instance) = (Arc::new(Lines::new(dial)), welcome.instance);
+                let lines = Arc::new(Lines::new(dial).while_held(calls.openness()));
+                let instance = welcome.instance;
                 Ok(Self(Arc::new(Client { calls, maps, lines, instance, route })))
             }
             Reply::Welcome(welcome) => {

@@ -57,6 +57,10 @@ struct Inner {
     /// What is retired and still mapped by somebody.
     retired: BTreeMap<SegmentId, Retired>,
     blobs: BTreeMap<String, Span>,
+    /// How many read a blob, or will.
+    holds: BTreeMap<String, u64>,
+    /// What is deleted as soon as nobody holds it.
+    doomed: BTreeSet<String>,
     peers: BTreeMap<PeerId, mpsc::UnboundedSender<Unmap>>,
     /// Capacity of all segments, retired ones included.
     used: u64,
@@ -237,6 +241,9 @@ impl Pool {
     /// Writes a small blob into a segment of the daemon; none if there is no room.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> io::Result<Result<(), Exhausted>> {
         let mut inner = self.inner();
+        if inner.blobs.contains_key(name) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
         let len = u64::try_from(bytes.len()).map_err(io::Error::other)?;
         let room = len.max(1).next_multiple_of(PAGE);
         let found = inner.segments.iter_mut().find_map(|(id, segment)| {
@@ -310,7 +317,8 @@ impl Pool {
     /// The memory of a segment and its length, for a reader that does not have it yet.
     pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<(OwnedFd, u64)>> {
         let mut inner = self.inner();
-        let segment = inner.segments.get_mut(&id).expect("a blob lies in a segment");
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the segment is gone");
+        let segment = inner.segments.get_mut(&id).ok_or_else(gone)?;
         if segment.readers.contains(&peer) {
             return Ok(None);
         }
@@ -328,17 +336,57 @@ impl Pool {
         }
     }
 
-    /// Deletes a blob that nobody reads.
-    pub(crate) fn delete(&self, name: &str) {
+    /// Somebody reads these blobs, or will: none of them is deleted before they are let go.
+    pub(crate) fn hold(&self, names: &[String]) {
         let mut inner = self.inner();
-        let Some(span) = inner.blobs.remove(name) else { return };
-        let segment = inner.segments.get_mut(&span.segment).expect("a blob lies in a segment");
-        segment.blobs -= 1;
-        if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
-            inner.retire(span.segment);
+        for name in names {
+            *inner.holds.entry(name.clone()).or_default() += 1;
+        }
+    }
+
+    /// Somebody reads them no longer.
+    pub(crate) fn let_go(&self, names: &[String]) {
+        let mut inner = self.inner();
+        for name in names {
+            let Some(holds) = inner.holds.get_mut(name) else { continue };
+            *holds -= 1;
+            if *holds == 0 {
+                inner.holds.remove(name);
+                if inner.doomed.remove(name) {
+                    inner.delete(name);
+                }
+            }
         }
         drop(inner);
         self.freed.notify_waiters();
+    }
+
+    /// Whether a blob is held, and deleted when it no longer is.
+    pub(crate) fn is_doomed(&self, name: &str) -> bool {
+        self.inner().doomed.contains(name)
+    }
+
+    /// Deletes a blob, now or as soon as nobody holds it.
+    pub(crate) fn delete(&self, name: &str) {
+        let mut inner = self.inner();
+        if !inner.holds.contains_key(name) {
+            inner.delete(name);
+        } else if inner.blobs.contains_key(name) {
+            inner.doomed.insert(name.to_owned());
+        }
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// Gives a blob another name; false if that is taken.
+    pub(crate) fn rename(&self, from: &str, to: &str) -> bool {
+        let mut inner = self.inner();
+        if inner.blobs.contains_key(to) {
+            return false;
+        }
+        let span = inner.blobs.remove(from);
+        inner.blobs.extend(span.map(|span| (to.to_owned(), span)));
+        span.is_some()
     }
 
     /// A peer has unmapped a segment.
@@ -462,6 +510,9 @@ impl Inner {
         if len > segment.capacity {
             return Err(io::Error::other("the segment is shorter"));
         }
+        if self.blobs.contains_key(name) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
         segment::seal(&segment.memory)?;
         segment.is_lent = false;
         segment.blobs += 1;
@@ -476,6 +527,15 @@ impl Inner {
         self.created_bytes += segment.cost;
         self.segments.insert(id, segment);
         id
+    }
+
+    fn delete(&mut self, name: &str) {
+        let Some(span) = self.blobs.remove(name) else { return };
+        let segment = self.segments.get_mut(&span.segment).expect("a blob lies in a segment");
+        segment.blobs -= 1;
+        if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
+            self.retire(span.segment);
+        }
     }
 
     /// Retires warm segments until there is room.
@@ -590,6 +650,23 @@ mod tests {
         let memory = pool.status();
         assert_eq!(memory.warm, memory.used, "{memory:?}");
     }
+
+    #[test]
+    fn what_is_held_is_deleted_when_nobody_holds_it_any_more() {
+        let pool = Arc::new(Pool::new(1 << 30));
+        pool.write_own(1 << 20).unwrap().unwrap().publish("a").unwrap();
+        let names = ["a".to_owned()];
+        pool.hold(&names);
+        pool.hold(&names);
+        pool.delete("a");
+        pool.let_go(&names);
+        assert!(pool.span("a").is_some() && pool.is_doomed("a"));
+        pool.let_go(&names);
+        assert!(pool.span("a").is_none() && !pool.is_doomed("a"));
+        pool.let_go(&names);
+        assert_eq!(pool.status().warm, pool.status().used);
+    }
+
     #[test]
     fn a_segment_that_is_gone_is_not_shared() {
         let pool = Arc::new(Pool::new(1 << 30));

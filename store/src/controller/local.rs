@@ -4,7 +4,7 @@
 //! a manifest gets its name, so that all of these see one order. Whoever finds an effect owed by
 //! a process that died carries it out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -49,6 +49,28 @@ struct Inner {
     environment: Arc<dyn Environment>,
     /// The version of each key that was located last: whoever reads it again finds it mapped.
     opened: Mutex<BTreeMap<Key, Located>>,
+    /// What this process proves now: nobody takes that over.
+    proving: Mutex<BTreeSet<VersionId>>,
+}
+
+/// A proof that is under way in this process.
+struct Proving {
+    controller: LocalController,
+    id: VersionId,
+}
+
+impl Proving {
+    /// None if it is already.
+    fn begin(controller: &LocalController, id: VersionId) -> Option<Self> {
+        let is_new = controller.proving().insert(id);
+        is_new.then(|| Self { controller: controller.clone(), id })
+    }
+}
+
+impl Drop for Proving {
+    fn drop(&mut self) {
+        self.controller.proving().remove(&self.id);
+    }
 }
 
 /// The place of a writer's archives: of which version, and under which names.
@@ -90,7 +112,8 @@ impl LocalController {
         volume: Arc<dyn Volume>,
         environment: Arc<dyn Environment>,
     ) -> Self {
-        Self(Arc::new(Inner { ledgers, volume, environment, opened: Mutex::default() }))
+        let (opened, proving) = (Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving }))
     }
 
     pub(crate) fn now(&self) -> Timestamp {
@@ -239,6 +262,8 @@ impl LocalController {
     pub(crate) async fn reason(&self, place: &Place, error: Error) -> Error {
         let state = self.state(&place.key).await;
         match state.ok().and_then(|state| state.outcome_of(place.id)) {
+            // Who could not be reached has not been heard.
+            _ if error.kind() == ErrorKind::Unreachable => error,
             Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
                 Error::refused(&place.key, Refusal::Dropped { number: place.number, reason })
             }
@@ -324,6 +349,7 @@ impl LocalController {
 
     /// Proves a version that all writers have committed, and makes it visible or drops it.
     pub(crate) async fn prove(&self, key: &Key, id: VersionId) -> Result<()> {
+        let Some(_proving) = Proving::begin(self, id) else { return Ok(()) };
         let state = self.0.ledgers.state(key).await?;
         let Some(version) = proving(&state, id).cloned() else { return Ok(()) };
         let folder = folder(key, &version);
@@ -387,10 +413,17 @@ impl LocalController {
     }
 
     fn owes_old_proof(&self, state: &State) -> bool {
+        let proving = self.proving();
         state.open().any(|version| match version.status {
-            Status::Proving { since } => since.after(PROOF_PATIENCE) < self.now(),
+            Status::Proving { since } => {
+                since.after(PROOF_PATIENCE) < self.now() && !proving.contains(&version.id)
+            }
             _ => false,
         })
+    }
+
+    fn proving(&self) -> std::sync::MutexGuard<'_, BTreeSet<VersionId>> {
+        self.0.proving.lock().expect("nobody panics while holding what is proven")
     }
 
     /// Runs something that waits for the volume on a thread that may wait.

@@ -1,8 +1,8 @@
 //! The proof of a version: what its writers have committed, opened and merged.
 
-use tssd_format::{Archive, AttrValue};
+use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ledger::Version;
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::volume::Volume;
@@ -29,6 +29,9 @@ pub(super) fn prove(
                 file: archive.name.clone(),
                 archive: opened,
             }),
+            Err(error) if error.kind() == FormatKind::Io => {
+                return Err(Error::format(format_args!("the archive of writer {writer}"), error));
+            }
             Err(error) => return Ok(Err(format!("the archive of writer {writer}: {error}"))),
         }
     }

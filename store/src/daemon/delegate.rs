@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::{Mutex, MutexGuard};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
 use super::registry::{Grant, Registry};
 use super::tiers::Tiers;
 use crate::arena::PeerId;
-use crate::controller::{Begun, Controller, Located, Place, Progress, Proposal, VersionInfo};
+use crate::controller::{self, Controller, Located, Place, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, LeaseId, Selection, Selector, VersionId};
@@ -23,8 +24,23 @@ use crate::wire::{Begin, Leased, Location, Reply, Request};
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// After a connection has failed, others hear so for this time.
+const PAUSE: Duration = Duration::from_millis(500);
+
 /// How often it is asked whether somebody still wants what he waits for.
 const WAIT: Duration = Duration::from_millis(100);
+
+/// Who waits for others at the other daemon does so for this time: then whoever they are has a turn.
+const TURN: Duration = Duration::from_secs(2);
+
+/// A commit proves the version, which may take so long.
+const PROOF: Duration = Duration::from_mins(10);
+
+/// How many wait on one connection at most.
+const WAITERS: usize = 32;
+
+/// How many names go into a question.
+const PART: usize = 16;
 
 /// What another daemon decides.
 pub(super) struct Delegate {
@@ -33,18 +49,43 @@ pub(super) struct Delegate {
     /// Where this daemon can be reached.
     own: Endpoint,
     tiers: Tiers,
-    /// The connection, once there was one.
-    connection: tokio::sync::Mutex<Option<RemoteController>>,
+    connection: tokio::sync::Mutex<Connection>,
+    /// Connections of those who wait for versions, with how many do.
+    waits: Mutex<Vec<(RemoteController, Arc<()>)>>,
+    instance: AtomicU64,
     inner: Mutex<Inner>,
+}
+
+/// The connection, once there was one, and when the last one failed.
+#[derive(Default)]
+struct Connection {
+    open: Option<RemoteController>,
+    failed: Option<(Instant, String)>,
 }
 
 /// What is owed to the other daemon.
 #[derive(Default)]
 struct Inner {
-    /// Contributions by the beginning of their archives' names, with their names on the connection.
-    contributions: BTreeMap<String, (u64, Owed)>,
-    /// With what of each is noted to be elsewhere.
-    leases: BTreeMap<LeaseId, (Owed, Vec<String>)>,
+    /// Contributions by the beginning of their archives' names.
+    contributions: BTreeMap<String, Begun>,
+    leases: BTreeMap<LeaseId, Held>,
+    /// Archives of contributions whose commit was not answered.
+    undecided: BTreeMap<String, Vec<String>>,
+}
+
+/// A contribution, on the connection on which it began.
+struct Begun {
+    controller: RemoteController,
+    contribution: u64,
+    owed: Owed,
+}
+
+/// A lease, and what of it is noted to be elsewhere.
+struct Held {
+    owed: Owed,
+    key: Key,
+    id: VersionId,
+    noted: Vec<String>,
 }
 
 impl Delegate {
@@ -55,8 +96,16 @@ impl Delegate {
         own: Endpoint,
         tiers: Tiers,
     ) -> Result<Self> {
-        let (connection, inner) = (tokio::sync::Mutex::default(), Mutex::default());
-        let delegate = Self { endpoint, identity, own, tiers, connection, inner };
+        let delegate = Self {
+            endpoint,
+            identity,
+            own,
+            tiers,
+            connection: tokio::sync::Mutex::default(),
+            waits: Mutex::default(),
+            instance: AtomicU64::new(0),
+            inner: Mutex::default(),
+        };
         delegate.controller().await?;
         Ok(delegate)
     }
@@ -65,30 +114,91 @@ impl Delegate {
         self.inner.lock().expect("nobody panics while holding what is owed")
     }
 
-    /// The connection; a new one if it was lost. If the other daemon has been started anew, it knows nothing
-    /// of what is kept here: it is forgotten.
+    /// The connection; a new one if it was lost.
     async fn controller(&self) -> Result<RemoteController> {
         let mut connection = self.connection.lock().await;
-        if let Some(open) = connection.as_ref().filter(|open| open.is_open()) {
+        if let Some(open) = connection.open.as_ref().filter(|open| open.is_open()) {
             return Ok(open.clone());
         }
-        let new = RemoteController::reach(&self.endpoint, &self.identity, TIMEOUT).await?;
-        let earlier = connection.replace(new.clone());
-        if earlier.is_some_and(|earlier| earlier.instance() != new.instance()) {
+        if let Some((since, text)) = &connection.failed
+            && since.elapsed() < PAUSE
+        {
+            return Err(Error::new(ErrorKind::Unreachable, text));
+        }
+        match RemoteController::reach(&self.endpoint, &self.identity, TIMEOUT).await {
+            Ok(new) => {
+                connection.failed = None;
+                connection.open = Some(new.clone());
+                self.resume(&new).await;
+                Ok(new)
+            }
+            Err(error) => {
+                connection.failed = Some((Instant::now(), error.to_string()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Goes on over a new connection. If the other daemon has been started anew, it knows nothing of what is
+    /// kept here: it is forgotten.
+    async fn resume(&self, new: &RemoteController) {
+        let earlier = self.instance.swap(new.instance(), Ordering::Relaxed);
+        if earlier != 0 && earlier != new.instance() {
+            *self.inner() = Inner::default();
             for name in self.tiers.pool.names("") {
                 // Somebody may look at it still.
                 self.tiers.pool.suspect(&name);
                 self.tiers.pool.delete(&name);
             }
+            return;
         }
-        Ok(new)
+        // What was leased on the connection before is nobody's any more.
+        let held: Vec<(LeaseId, Key, VersionId)> = {
+            let inner = self.inner();
+            inner.leases.iter().map(|(lease, held)| (*lease, held.key.clone(), held.id)).collect()
+        };
+        for (lease, key, id) in held {
+            let locate = Request::Locate { key: key.to_string(), selector: Selector::Id(id) };
+            if let Ok(Answer { owed, .. }) = new.ask(&locate, Duration::ZERO).await
+                && let Some(held) = self.inner().leases.get_mut(&lease)
+            {
+                held.owed = owed;
+            }
+        }
+        let undecided = std::mem::take(&mut self.inner().undecided);
+        for names in undecided.values().flat_map(|names| names.chunks(PART)) {
+            let missing = Request::Missing { blobs: names.to_vec() };
+            if let Ok(Answer { reply: Reply::Missing(missing), .. }) =
+                new.ask(&missing, Duration::ZERO).await
+            {
+                for name in &missing {
+                    self.tiers.pool.delete(name);
+                }
+            }
+        }
     }
 
-    async fn ask(&self, request: Request, patience: Duration) -> Result<Answer> {
-        self.controller().await?.ask(&request, patience).await
+    /// A connection on which somebody may wait, and the right to.
+    async fn wait(&self) -> Result<(RemoteController, Arc<()>)> {
+        let free = || {
+            let mut waits = self.waits.lock().expect("nobody panics while holding the waits");
+            waits.retain(|(controller, _)| controller.is_open());
+            let free = waits.iter().find(|(_, waiters)| Arc::strong_count(waiters) <= WAITERS);
+            free.cloned()
+        };
+        if let Some(free) = free() {
+            return Ok(free);
+        }
+        // One that fails is said as the main one's failure is.
+        self.controller().await?;
+        let new = RemoteController::reach(&self.endpoint, &self.identity, TIMEOUT).await?;
+        let mut waits = self.waits.lock().expect("nobody panics while holding the waits");
+        let wait = (new, Arc::new(()));
+        waits.push(wait.clone());
+        Ok(wait)
     }
 
-    fn take(&self, place: &Place) -> Option<(u64, Owed)> {
+    fn take(&self, place: &Place) -> Option<Begun> {
         self.inner().contributions.remove(&place.stem)
     }
 }
@@ -101,18 +211,32 @@ impl Registry for Delegate {
         proposal: &Proposal,
         is_wanted: &(dyn Fn() -> bool + Sync),
     ) -> Result<(Place, Option<Digest>)> {
-        let keeper = Some(self.own.to_string());
-        let begin = Begin { key: key.to_string(), proposal: proposal.clone(), keeper };
-        let unwanted = async {
-            while is_wanted() {
-                tokio::time::sleep(WAIT).await;
+        let deadline = Instant::now() + proposal.timeout;
+        let (controller, begun, owed) = loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = left.min(TURN);
+            let proposal = Proposal { timeout, ..proposal.clone() };
+            let keeper = Some(self.own.to_string());
+            let begin = Request::Begin(Begin { key: key.to_string(), proposal, keeper });
+            let controller = self.controller().await?;
+            let unwanted = async {
+                while is_wanted() {
+                    tokio::time::sleep(WAIT).await;
+                }
+            };
+            let answer = tokio::select! {
+                answer = controller.ask(&begin, timeout) => answer,
+                () = unwanted => {
+                    return Err(Error::new(ErrorKind::Busy, "nobody waits any more"));
+                }
+            };
+            match answer {
+                Ok(Answer { reply: Reply::Begun(begun), owed }) => break (controller, begun, owed),
+                Ok(Answer { reply, .. }) => return Err(unexpected(&reply)),
+                Err(error) if error.kind() == ErrorKind::Busy && left > timeout => {}
+                Err(error) => return Err(error),
             }
         };
-        let Answer { reply, owed } = tokio::select! {
-            answer = self.ask(Request::Begin(begin), proposal.timeout) => answer?,
-            () = unwanted => return Err(Error::new(ErrorKind::Busy, "nobody waits any more")),
-        };
-        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
         let place = Place {
             key: key.clone(),
             id: begun.id,
@@ -123,16 +247,24 @@ impl Registry for Delegate {
             durability: proposal.durability,
             stem: begun.stem,
         };
-        self.inner().contributions.insert(place.stem.clone(), (begun.contribution, owed));
+        let contribution = begun.contribution;
+        let own = Begun { controller, contribution, owed };
+        self.inner().contributions.insert(place.stem.clone(), own);
         Ok((place, begun.committed))
     }
 
     async fn commit(&self, place: &Place, digest: Digest, lens: &[u64]) -> Result<Progress> {
-        let (contribution, mut owed) = self.take(place).ok_or_else(lost)?;
+        let Begun { controller, contribution, mut owed } = self.take(place).ok_or_else(lost)?;
         let commit = Request::Commit { contribution, digest, lens: lens.to_vec() };
-        let answer = self.ask(commit, Duration::ZERO).await;
+        let answer = controller.ask(&commit, PROOF).await;
         // Whatever came of it, it is decided.
         owed.settle();
+        let answer = answer.inspect_err(|error| {
+            if error.kind() == ErrorKind::Unreachable {
+                let names = (0..lens.len()).map(|number| place.path(number)).collect();
+                self.inner().undecided.insert(place.stem.clone(), names);
+            }
+        });
         match answer?.reply {
             Reply::Progress(progress) => Ok(progress),
             other => Err(unexpected(&other)),
@@ -140,9 +272,11 @@ impl Registry for Delegate {
     }
 
     async fn reason(&self, place: &Place, error: Error) -> Error {
-        let Some((contribution, mut owed)) = self.take(place) else { return error };
+        let Some(Begun { controller, contribution, mut owed }) = self.take(place) else {
+            return error;
+        };
         owed.settle();
-        match self.ask(Request::Withdraw { contribution }, Duration::ZERO).await {
+        match controller.ask(&Request::Withdraw { contribution }, Duration::ZERO).await {
             Err(reason) if error.refusal().is_none() && reason.refusal().is_some() => reason,
             _ => error,
         }
@@ -151,39 +285,51 @@ impl Registry for Delegate {
     async fn withdraw(&self, place: &Place, count: usize) {
         // If it is owed still, it is said now.
         drop(self.take(place));
-        (0..count).for_each(|number| self.tiers.pool.delete(&place.path(number)));
+        if !self.inner().undecided.contains_key(&place.stem) {
+            (0..count).for_each(|number| self.tiers.pool.delete(&place.path(number)));
+        }
     }
 
     async fn lease(&self, _holder: PeerId, key: &Key, selector: Selector) -> Result<Grant> {
         let locate = Request::Locate { key: key.to_string(), selector };
-        let Answer { reply, owed } = self.ask(locate, Duration::ZERO).await?;
+        let controller = self.controller().await?;
+        let Answer { reply, owed } = controller.ask(&locate, Duration::ZERO).await?;
         let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-        let Leased { lease, id, number, manifest, archives, .. } = leased;
+        let Leased { lease, id, number, epoch, manifest, archives, .. } = leased;
         let (manifest, at, len) = self.placed(manifest)?;
+        let placed = archives.into_iter().map(|(file, place)| Ok((file, self.placed(place)?)));
+        let placed: BTreeMap<String, (String, Endpoint, u64)> = placed.collect::<Result<_>>()?;
         let mut noted = Vec::new();
-        let mut names = BTreeMap::new();
-        for (file, location) in archives {
-            let (name, at, len) = self.placed(location)?;
-            if at != self.own {
-                self.tiers.elsewhere.note(&name, &at, len);
-                noted.push(name.clone());
-            }
-            names.insert(file, name);
+        for (name, at, len) in placed.values().filter(|(_, at, _)| *at != self.own) {
+            self.tiers.elsewhere.note(name, at, *len);
+            noted.push(name.clone());
         }
-        self.inner().leases.insert(lease, (owed, noted));
-        let missing = Some((at, len));
-        Ok(Grant { lease, id, number, manifest, missing, archives: names })
+        let held = Held { owed, key: key.clone(), id, noted };
+        self.inner().leases.insert(lease, held);
+        let archives = placed.into_iter().map(|(file, (name, ..))| (file, name)).collect();
+        let (missing, instance) = (Some((manifest, at, len)), controller.instance());
+        // Another version may come to have the same number: its manifest is another one.
+        let manifest = format!("manifest/{id}");
+        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives })
     }
 
     async fn release(&self, _key: &Key, lease: LeaseId) {
         let released = self.inner().leases.remove(&lease);
-        for name in released.iter().flat_map(|(_, noted)| noted) {
+        for name in released.iter().flat_map(|held| &held.noted) {
             self.tiers.elsewhere.forget(name);
         }
     }
 
     async fn holds_memory(&self) -> Result<bool> {
         Ok(!self.tiers.pool.names("").is_empty())
+    }
+
+    fn instance(&self) -> u64 {
+        self.instance.load(Ordering::Relaxed)
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        true
     }
 }
 
@@ -209,7 +355,7 @@ fn lost() -> Error {
 /// What does not touch archives is the other daemon's answer.
 #[async_trait]
 impl Controller for Delegate {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
         self.controller().await?.begin(key, proposal).await
     }
 
@@ -227,7 +373,16 @@ impl Controller for Delegate {
         seen: Option<VersionId>,
         patience: Duration,
     ) -> Result<Option<VersionInfo>> {
-        self.controller().await?.newer(key, seen, patience).await
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let (controller, _waiter) = self.wait().await?;
+            // A turn: whoever has left is not waited for much longer.
+            let newer = controller.newer(key, seen, left.min(TURN)).await?;
+            if newer.is_some() || left <= TURN {
+                return Ok(newer);
+            }
+        }
     }
 
     async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {

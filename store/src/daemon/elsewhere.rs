@@ -4,12 +4,20 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
+
 use crate::net::{Endpoint, Identity};
 use crate::remote::Lines;
 use crate::volume::Far;
 
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How many reads go on to one daemon at once.
+const RELAYS: usize = 8;
+
+/// How many names are told at once: as many as surely go into a request.
+const PART: usize = 16;
 
 /// How often a daemon is told that an archive is needed no more.
 const TRIES: u32 = 3;
@@ -23,7 +31,15 @@ pub(super) struct Elsewhere {
 #[derive(Default)]
 struct Inner {
     blobs: BTreeMap<String, Kept>,
-    hosts: BTreeMap<Endpoint, Arc<Lines>>,
+    hosts: BTreeMap<Endpoint, Host>,
+}
+
+/// Another daemon.
+struct Host {
+    lines: Arc<Lines>,
+    relays: Arc<Semaphore>,
+    /// What it is told that nobody needs; the first one is in charge of that.
+    unneeded: Arc<Mutex<Vec<String>>>,
 }
 
 struct Kept {
@@ -60,15 +76,32 @@ impl Elsewhere {
         }
     }
 
-    /// Nobody needs a blob that was noted once: whoever keeps it is told.
+    /// Nobody needs a blob any more: whoever keeps it is told.
     pub(super) fn discard(&self, name: &str) {
-        let Some(kept) = self.inner().blobs.remove(name) else { return };
-        let (lines, name) = (self.host(&kept.endpoint), name.to_owned());
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (lines, unneeded) = {
+            let mut inner = self.inner();
+            let Some(kept) = inner.blobs.remove(name) else { return };
+            let host = self.host_in(&mut inner, &kept.endpoint);
+            let (lines, unneeded) = (host.lines.clone(), host.unneeded.clone());
+            let mut names = names_of(&unneeded);
+            names.push(name.to_owned());
+            if names.len() > 1 {
+                // Somebody is about to tell it already.
+                return;
+            }
+            drop(names);
+            (lines, unneeded)
+        };
         // A daemon that is gone has nothing to discard, and nobody waits for one that is slow.
-        drop(runtime.spawn_blocking(move || {
-            (0..TRIES).any(|_| lines.discard(&name).is_ok());
-        }));
+        drop(runtime.spawn_blocking(move || tell(&lines, &unneeded)));
+    }
+
+    /// The names of what is kept elsewhere that begin with a prefix.
+    pub(super) fn names(&self, prefix: &str) -> Vec<String> {
+        let inner = self.inner();
+        let names = inner.blobs.range(prefix.to_owned()..).map(|(name, _)| name);
+        names.take_while(|name| name.starts_with(prefix)).cloned().collect()
     }
 
     pub(super) fn place(&self, name: &str) -> Option<(Endpoint, u64)> {
@@ -82,10 +115,53 @@ impl Elsewhere {
 
     /// Connections to a daemon.
     pub(super) fn host(&self, endpoint: &Endpoint) -> Arc<Lines> {
-        let lines = || {
-            let (endpoint, identity) = (endpoint.clone(), self.identity.clone());
-            Arc::new(Lines::new(Box::new(move || endpoint.dial(&identity, TIMEOUT))))
-        };
-        self.inner().hosts.entry(endpoint.clone()).or_insert_with(lines).clone()
+        self.host_in(&mut self.inner(), endpoint).lines.clone()
     }
+
+    /// The same for bytes that go on to somebody else, with the right to use so many at once.
+    pub(super) fn relay(&self, endpoint: &Endpoint) -> (Arc<Lines>, Arc<Semaphore>) {
+        let mut inner = self.inner();
+        let host = self.host_in(&mut inner, endpoint);
+        (host.lines.clone(), host.relays.clone())
+    }
+
+    fn host_in<'i>(&self, inner: &'i mut Inner, endpoint: &Endpoint) -> &'i Host {
+        inner.hosts.entry(endpoint.clone()).or_insert_with(|| {
+            let (endpoint, identity) = (endpoint.clone(), self.identity.clone());
+            let lines = Lines::new(Box::new(move || endpoint.dial(&identity, TIMEOUT)));
+            Host {
+                lines: Arc::new(lines),
+                relays: Arc::new(Semaphore::new(RELAYS)),
+                unneeded: Arc::default(),
+            }
+        })
+    }
+
+    /// Whether daemons talk to each other by TLS.
+    pub(super) fn is_tls(&self) -> bool {
+        self.identity.is_some()
+    }
+}
+
+/// Tells a daemon what it need not keep, until there is nothing more to tell.
+fn tell(lines: &Lines, unneeded: &Mutex<Vec<String>>) {
+    loop {
+        let names = names_of(unneeded).clone();
+        for part in names.chunks(PART) {
+            let is_told = (0..TRIES).any(|_| lines.discard(part).is_ok());
+            if !is_told {
+                tracing::warn!(count = names.len(), "a daemon could not be told what to discard");
+                break;
+            }
+        }
+        let mut rest = names_of(unneeded);
+        rest.drain(..names.len());
+        if rest.is_empty() {
+            return;
+        }
+    }
+}
+
+fn names_of(unneeded: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
+    unneeded.lock().expect("nobody panics while holding what is not needed")
 }

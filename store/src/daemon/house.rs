@@ -1,6 +1,6 @@
 //! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,7 +26,7 @@ use crate::ledgers::OwnedLedgers;
 use crate::meta::DirectoryMeta;
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
-use crate::volume::{DirectoryVolume, Holder, Volume};
+use crate::volume::{DirectoryVolume, Holder};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
 pub(super) const COPIES: usize = 256 << 10;
@@ -64,10 +64,6 @@ pub(super) struct House {
 struct Inner {
     peers: BTreeMap<PeerId, Peer>,
     leases: BTreeMap<LeaseId, Held>,
-    /// How many leases hold a blob.
-    uses: BTreeMap<String, u64>,
-    /// Blobs that are deleted when nobody holds them any more.
-    doomed: BTreeSet<String>,
     /// The versions that were fetched last, each under a lease.
     fetched: BTreeMap<Key, Grant>,
 }
@@ -89,6 +85,12 @@ pub(super) struct Leased {
     pub(super) archives: BTreeMap<String, Place>,
 }
 
+/// A lease of the registry: whoever lets go of it last hands it back.
+struct Registered {
+    key: Key,
+    lease: LeaseId,
+}
+
 /// A lease that a peer holds.
 struct Held {
     peer: PeerId,
@@ -96,8 +98,8 @@ struct Held {
     number: u64,
     /// What it holds, by its names in the volume.
     names: Vec<String>,
-    /// Whether the registry holds it too.
-    is_registered: bool,
+    /// The registry's lease, if it has one: that of a version that was fetched is shared.
+    registered: Option<Arc<Registered>>,
     since: Instant,
 }
 
@@ -206,22 +208,16 @@ impl House {
         key: &Key,
         selector: Selector,
     ) -> Result<Leased> {
-        let fetched = self.inner().fetched(key, selector);
-        let (grant, is_registered) = match fetched {
-            Some(grant) => (grant, false),
-            None => (self.registry.lease(peer, key, selector).await?, true),
+        let grant = match self.hold_fetched(peer, key, selector, |_| false) {
+            Some(grant) => grant,
+            None => match self.registry.lease(peer, key, selector).await {
+                Ok(grant) => self.hold(peer, key, grant),
+                Err(error) => self.instead(peer, key, selector, error).await?,
+            },
         };
-        let (number, names) = (grant.number, grant.names().cloned().collect());
-        let held =
-            Held { peer, key: key.clone(), number, names, is_registered, since: Instant::now() };
-        {
-            let mut inner = self.inner();
-            inner.hold(&held.names);
-            inner.leases.insert(grant.lease, held);
-        }
         match self.place(key, &grant).await {
             Ok((manifest, archives)) => {
-                self.count_get(peer, key, number, &archives);
+                self.count_get(peer, key, grant.number, &archives);
                 Ok(Leased { grant, manifest, archives })
             }
             Err(error) => {
@@ -229,6 +225,73 @@ impl House {
                 Err(error)
             }
         }
+    }
+
+    /// What was fetched, if whoever decides no longer has it and it was not rewound since.
+    async fn instead(
+        &self,
+        peer: PeerId,
+        key: &Key,
+        selector: Selector,
+        error: Error,
+    ) -> Result<Grant> {
+        let epoch = match error.kind() {
+            ErrorKind::NotFound => {
+                let versions = self.registry.versions(key).await.unwrap_or_default();
+                versions.iter().map(|version| version.epoch).max()
+            }
+            ErrorKind::Unreachable => None,
+            _ => return Err(error),
+        };
+        let is_current = |grant: &Grant| epoch.is_none_or(|epoch| grant.epoch >= epoch);
+        self.hold_fetched(peer, key, selector, is_current).ok_or(error)
+    }
+
+    /// A peer holds what it was granted.
+    fn hold(&self, peer: PeerId, key: &Key, grant: Grant) -> Grant {
+        let registered = Some(Arc::new(Registered { key: key.clone(), lease: grant.lease }));
+        self.hold_under(&mut self.inner(), peer, key, grant, registered)
+    }
+
+    fn hold_under(
+        &self,
+        inner: &mut Inner,
+        peer: PeerId,
+        key: &Key,
+        grant: Grant,
+        registered: Option<Arc<Registered>>,
+    ) -> Grant {
+        let names: Vec<String> = grant.names().cloned().collect();
+        self.pool.hold(&names);
+        let (number, since) = (grant.number, Instant::now());
+        let held = Held { peer, key: key.clone(), number, names, registered, since };
+        inner.leases.insert(grant.lease, held);
+        grant
+    }
+
+    /// A peer holds a version that was fetched, if it is the one that it asks for: by its identity, or, if
+    /// that is good enough, by its number.
+    fn hold_fetched(
+        &self,
+        peer: PeerId,
+        key: &Key,
+        selector: Selector,
+        is_good: impl Fn(&Grant) -> bool,
+    ) -> Option<Grant> {
+        let mut inner = self.inner();
+        let grant = inner.fetched.get(key)?;
+        let is_it = match selector {
+            Selector::Newest => false,
+            Selector::Number(number) => grant.number == number && is_good(grant),
+            Selector::Id(id) => grant.id == id,
+        };
+        if !is_it || grant.instance != self.registry.instance() {
+            return None;
+        }
+        let registered = inner.leases.get(&grant.lease)?.registered.clone();
+        let lease = LeaseId(SystemEnvironment.random());
+        let grant = Grant { lease, ..grant.clone() };
+        Some(self.hold_under(&mut inner, peer, key, grant, registered))
     }
 
     /// Where the manifest and the archives of a version are that is held.
@@ -251,27 +314,25 @@ impl House {
     /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
     /// holds the version.
     async fn copy_manifest(&self, grant: &Grant) -> Result<()> {
-        let Some((endpoint, len)) = grant.missing.clone() else { return Ok(()) };
-        let name = grant.manifest.clone();
+        let Some((name, endpoint, len)) = grant.missing.clone() else { return Ok(()) };
         let _copying = self.copying.lock().await;
-        if self.pool.span(&name).is_some() {
+        if self.pool.span(&grant.manifest).is_some() {
             return Ok(());
         }
         let lines = self.tiers.elsewhere.host(&endpoint);
-        let bytes = {
-            let name = name.clone();
-            wait(move || {
-                let len = usize::try_from(len).ok().filter(|len| *len <= MAX_MANIFEST);
-                let text = "a manifest is longer than can be";
-                let mut bytes = vec![0; len.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))?];
-                let read = lines.read_exact_at(&name, &mut bytes, 0);
-                read.map_err(|error| Error::io(&name, error)).map(|()| bytes)
-            })
-            .await?
+        let read = move || {
+            let len = usize::try_from(len).ok().filter(|len| *len <= MAX_MANIFEST);
+            let text = "a manifest is longer than can be";
+            let mut bytes = vec![0; len.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))?];
+            let read = lines.read_exact_at(&name, &mut bytes, 0);
+            read.map_err(|error| Error::io(&name, error)).map(|()| bytes)
         };
-        let written = self.pool.write(&name, &bytes).map_err(|error| Error::io(&name, error))?;
+        let bytes = wait(read).await?;
+        let written = self.pool.write(&grant.manifest, &bytes);
+        let written = written.map_err(|error| Error::io(&grant.manifest, error))?;
         written.map_err(|exhausted| self.no_room(&exhausted))?;
-        self.let_go(&name);
+        // As long as somebody holds the version.
+        self.pool.delete(&grant.manifest);
         Ok(())
     }
 
@@ -287,22 +348,8 @@ impl House {
         }
         let mut counts = self.counters.count();
         counts.gets += 1;
-        counts.bytes_leased += archives.values().map(Place::len).sum::<u64>();
-    }
-
-    /// Nobody needs a blob any more, but for those who read it now.
-    pub(super) fn let_go(&self, name: &str) {
-        let is_free = {
-            let mut inner = self.inner();
-            let is_held = inner.uses.contains_key(name);
-            if is_held {
-                inner.doomed.insert(name.to_owned());
-            }
-            !is_held
-        };
-        if is_free {
-            self.pool.delete(name);
-        }
+        let bytes = archives.values().map(Place::len).fold(0, u64::saturating_add);
+        counts.bytes_leased = counts.bytes_leased.saturating_add(bytes);
     }
 
     /// A reader hands a lease back: nothing sees the version through it any more.
@@ -315,17 +362,14 @@ impl House {
             inner.leases.remove(&lease)
         };
         if let Some(held) = held {
-            self.end(lease, &held).await;
+            self.end(held).await;
         }
     }
 
-    async fn end(&self, lease: LeaseId, held: &Held) {
-        let free = self.inner().unhold(&held.names);
-        for name in &free {
-            self.pool.delete(name);
-        }
-        if held.is_registered {
-            self.registry.release(&held.key, lease).await;
+    async fn end(&self, held: Held) {
+        self.pool.let_go(&held.names);
+        if let Some(Registered { key, lease }) = held.registered.and_then(Arc::into_inner) {
+            self.registry.release(&key, lease).await;
         }
     }
 
@@ -341,8 +385,8 @@ impl House {
         for name in lost.iter().flat_map(|(_, held)| &held.names).filter(|_| is_near) {
             self.pool.suspect(name);
         }
-        for (lease, held) in &lost {
-            self.end(*lease, held).await;
+        for (_, held) in lost {
+            self.end(held).await;
         }
     }
 
@@ -354,24 +398,7 @@ impl House {
         selector: Selector,
         only: Option<&[String]>,
     ) -> Result<(Grant, Vec<(String, Endpoint, u64)>)> {
-        let grant = self.registry.lease(FETCHER, key, selector).await?;
-        let (number, names) = (grant.number, grant.names().cloned().collect());
-        let (peer, is_registered) = (FETCHER, true);
-        let held =
-            Held { peer, key: key.clone(), number, names, is_registered, since: Instant::now() };
-        {
-            let mut inner = self.inner();
-            inner.hold(&held.names);
-            inner.leases.insert(grant.lease, held);
-        }
-        let placed = self.place(key, &grant).await;
-        let (_, archives) = match placed {
-            Ok(placed) => placed,
-            Err(error) => {
-                self.release(FETCHER, grant.lease).await;
-                return Err(error);
-            }
-        };
+        let Leased { grant, archives, .. } = self.lease(FETCHER, key, selector).await?;
         let wanted =
             archives.into_iter().filter(|(file, _)| only.is_none_or(|only| only.contains(file)));
         let far = wanted.filter_map(|(file, place)| match place {
@@ -385,21 +412,17 @@ impl House {
     /// A version is here, as far as it was wanted: it stays until another one of its key is. If all of it is
     /// a copy, whoever else has it need not keep it for us.
     pub(super) async fn fetched(&self, key: &Key, grant: Grant) {
+        let is_copied = grant.missing.is_some()
+            && grant.archives.values().all(|name| self.pool.is_doomed(name));
         let lease = grant.lease;
-        let mut is_copied = grant.missing.is_some();
-        for name in grant.archives.values() {
-            is_copied &= self.inner().doomed.contains(name);
-        }
-        let (earlier, released) = {
+        let (earlier, registered) = {
             let mut inner = self.inner();
-            let earlier = inner.fetched.insert(key.clone(), grant);
-            let released = inner.leases.get_mut(&lease).filter(|_| is_copied).map(|held| {
-                held.is_registered = false;
-            });
-            (earlier, released.is_some())
+            let held = inner.leases.get_mut(&lease).filter(|_| is_copied);
+            let registered = held.and_then(|held| held.registered.take());
+            (inner.fetched.insert(key.clone(), grant), registered)
         };
-        if released {
-            self.registry.release(key, lease).await;
+        if let Some(Registered { key, lease }) = registered.and_then(Arc::into_inner) {
+            self.registry.release(&key, lease).await;
         }
         if let Some(earlier) = earlier {
             self.release(FETCHER, earlier.lease).await;
@@ -411,9 +434,23 @@ impl House {
         self.release(FETCHER, grant.lease).await;
     }
 
+    /// What another daemon let this one keep, nobody needs any more.
+    pub(super) fn discard(&self, names: &[String]) -> Result<()> {
+        if !self.registry.is_elsewhere() {
+            let text = "this daemon keeps nothing for others: it decides itself";
+            return Err(Error::new(ErrorKind::Refused, text));
+        }
+        for name in names {
+            self.pool.delete(name);
+        }
+        Ok(())
+    }
+
     /// Something that others may read, by its name.
     pub(super) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
-        self.tiers.open(name)?.ok_or_else(|| {
+        // What was leased is there: a file of the directory too.
+        let blob = self.pool.open(name).map_err(|error| Error::io(name, error))?;
+        blob.ok_or_else(|| {
             let text = format_args!("`{name}` is not there (any more): locate its version again");
             Error::new(ErrorKind::NotFound, text)
         })
@@ -477,38 +514,6 @@ impl House {
 }
 
 impl Inner {
-    fn hold(&mut self, names: &[String]) {
-        for name in names {
-            *self.uses.entry(name.clone()).or_default() += 1;
-        }
-    }
-
-    /// Returns what is to be deleted now.
-    fn unhold(&mut self, names: &[String]) -> Vec<String> {
-        let mut free = Vec::new();
-        for name in names {
-            let Some(uses) = self.uses.get_mut(name) else { continue };
-            *uses -= 1;
-            if *uses == 0 {
-                self.uses.remove(name);
-                free.extend(self.doomed.take(name));
-            }
-        }
-        free
-    }
-
-    /// A version that was fetched, if it is asked for by its name: under a lease of its own.
-    fn fetched(&self, key: &Key, selector: Selector) -> Option<Grant> {
-        let grant = self.fetched.get(key)?;
-        let is_it = match selector {
-            Selector::Newest => false,
-            Selector::Number(number) => grant.number == number,
-            Selector::Id(id) => grant.id == id,
-        };
-        let lease = LeaseId(SystemEnvironment.random());
-        is_it.then(|| Grant { lease, ..grant.clone() })
-    }
-
     fn lease_statuses(&self) -> impl Iterator<Item = LeaseStatus> {
         self.leases.values().map(|held| {
             let peer = self.peers.get(&held.peer);

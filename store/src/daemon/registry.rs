@@ -40,6 +40,12 @@ pub(super) trait Registry: Controller {
 
     /// Whether there is a version, or a part of one, that ends with this daemon.
     async fn holds_memory(&self) -> Result<bool>;
+
+    /// Another one as soon as what was leased before may be gone.
+    fn instance(&self) -> u64;
+
+    /// Whether another daemon decides.
+    fn is_elsewhere(&self) -> bool;
 }
 
 /// A lease, and the names of what it holds.
@@ -48,10 +54,13 @@ pub(super) struct Grant {
     pub(super) lease: LeaseId,
     pub(super) id: VersionId,
     pub(super) number: u64,
+    pub(super) epoch: u32,
+    /// That of the registry which gave it.
+    pub(super) instance: u64,
     /// The name of the manifest in the volume.
     pub(super) manifest: String,
-    /// Who has the manifest, and how long it is, if it is not here.
-    pub(super) missing: Option<(Endpoint, u64)>,
+    /// Who has the manifest under which name, and how long it is, if it is to be copied here.
+    pub(super) missing: Option<(String, Endpoint, u64)>,
     /// The names of the archives in the volume, by those that the manifest gives them.
     pub(super) archives: BTreeMap<String, String>,
 }
@@ -101,10 +110,11 @@ impl Registry for LocalController {
         let state = self.state(key).await?;
         let version = state.versions().find(|version| version.id == id);
         let version = version.expect("the lease holds it");
-        let folder = folder(key, version);
+        let (epoch, folder) = (version.epoch, folder(key, version));
         let named = archives(version).into_iter();
         let archives = named.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
-        Ok(Grant { lease, id, number, manifest: manifest.name, missing: None, archives })
+        let manifest = manifest.name;
+        Ok(Grant { lease, id, number, epoch, instance: 0, manifest, missing: None, archives })
     }
 
     async fn release(&self, key: &Key, lease: LeaseId) {
@@ -115,5 +125,13 @@ impl Registry for LocalController {
 
     async fn holds_memory(&self) -> Result<bool> {
         LocalController::holds_memory(self).await
+    }
+
+    fn instance(&self) -> u64 {
+        0
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        false
     }
 }

@@ -288,10 +288,12 @@ impl Session {
                 if self.origin.is_near() {
                     return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
                 }
-                for name in &blobs {
-                    self.house.let_go(name);
-                }
+                self.house.discard(&blobs)?;
                 Reply::Done
+            }
+            Request::Missing { blobs } => {
+                let is_missing = |name: &String| self.house.tiers.elsewhere.place(name).is_none();
+                Reply::Missing(blobs.into_iter().filter(is_missing).collect())
             }
             Request::Prefetch { key, selector, archives } => {
                 let key = Key::new(key)?;
@@ -354,6 +356,7 @@ impl Session {
             lease: grant.lease,
             id: grant.id,
             number: grant.number,
+            epoch: grant.epoch,
             manifest: location(&grant.manifest, &Place::Here(manifest)),
             archives: located.collect(),
             segments: Vec::new(),
@@ -375,9 +378,16 @@ impl Session {
         let sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
-            let memory = self.house.pool.share(self.peer, segment);
-            if let Some((memory, capacity)) = memory.map_err(|error| Error::io("segment", error))? {
-                shared.push((SharedSegment { segment, capacity }, memory));
+            match self.house.pool.share(self.peer, segment) {
+                Ok(None) => {}
+                Ok(Some((memory, capacity))) => {
+                    shared.push((SharedSegment { segment, capacity }, memory));
+                }
+                Err(error) => {
+                    drop(sharing);
+                    self.house.release(self.peer, leased.lease).await;
+                    return Err(Error::io("segment", error));
+                }
             }
         }
         // What does not go into one frame goes ahead.
@@ -397,8 +407,10 @@ impl Session {
         let house = self.house.clone();
         if let Some((endpoint, len)) = house.tiers.elsewhere.place(&name) {
             let bytes = total(&ranges, len)?;
-            let credits = self.credits(bytes, true).await?;
-            let lines = house.tiers.elsewhere.host(&endpoint);
+            let credits = self.credits(bytes, false).await?;
+            let (lines, relays) = house.tiers.elsewhere.relay(&endpoint);
+            // Each has a connection and a thread.
+            let _relay = relays.acquire_owned().await.map_err(closed)?;
             let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
             return Ok(Answer { data, credits, ..Reply::Read(sum).into() });
         }

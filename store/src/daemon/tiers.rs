@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::net::Endpoint;
 use crate::route::Route;
-use crate::volume::{DirectoryVolume, Part, Reservation, Volume};
+use crate::volume::{DirectoryVolume, Part, Reservation, Volume, directly_below};
 
 /// Blobs in memory, and those that are durable in a directory too.
 #[derive(Clone)]
@@ -147,6 +147,9 @@ impl Volume for Tiers {
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
         let mut names = self.memory.list(name)?;
+        let prefix = format!("{name}/");
+        let elsewhere = self.elsewhere.names(&prefix);
+        names.extend(directly_below(&prefix, elsewhere.iter().map(String::as_str)));
         if let Some(directory) = &self.directory {
             names.extend(directory.list(name)?);
         }

@@ -115,6 +115,12 @@ impl Calls {
         self.waiting.with(|_| ()).is_some()
     }
 
+    /// The same, for whoever outlives this.
+    pub(super) fn openness(&self) -> impl Fn() -> bool + Send + Sync + 'static {
+        let waiting = self.waiting.clone();
+        move || waiting.with(|_| ()).is_some()
+    }
+
     /// Says something that is not answered.
     pub(super) fn notify(&self, said: &Notice) {
         if let Ok(frame) = notice(said) {

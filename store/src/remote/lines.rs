@@ -43,13 +43,32 @@ pub(crate) type Dial = Box<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
 /// Connections to a daemon. Those that are not in use stay open.
 pub(crate) struct Lines {
     dial: Dial,
+    /// Whether what is read is still kept for us.
+    is_held: Box<dyn Fn() -> bool + Send + Sync>,
     idle: Mutex<Vec<Line>>,
 }
 
 /// One connection.
 struct Line {
-    stream: BufReader<Box<dyn Duplex>>,
+    stream: BufReader<Timed>,
     next: u64,
+}
+
+/// A connection on which something is to come within a time.
+struct Timed {
+    stream: Box<dyn Duplex>,
+    until: Instant,
+}
+
+impl Read for Timed {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        // The system gives up after silence by itself.
+        if Instant::now() > self.until {
+            let text = format!("it has sent too slowly, for {PATIENCE:?}");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+        self.stream.read(bytes)
+    }
 }
 
 /// A request that is under way.
@@ -63,7 +82,12 @@ struct Batch {
 
 impl Lines {
     pub(crate) fn new(dial: Dial) -> Self {
-        Self { dial, idle: Mutex::default() }
+        Self { dial, is_held: Box::new(|| true), idle: Mutex::default() }
+    }
+
+    /// The same for bytes that stay the same as long as this is so.
+    pub(crate) fn while_held(self, is_held: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self { is_held: Box::new(is_held), ..self }
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<Line>> {
@@ -75,14 +99,17 @@ impl Lines {
         let mut line = loop {
             let idle = self.idle().pop();
             match idle {
-                Some(line) if line.stream.get_ref().is_open() => break line,
+                Some(line) if line.stream.get_ref().stream.is_open() => break line,
                 // The daemon has ended it meanwhile.
                 Some(_) => {}
                 None => break Line::open((self.dial)()?)?,
             }
         };
         let done = work(&mut line)?;
-        self.idle().push(line);
+        let mut idle = self.idle();
+        if idle.len() < MAX_LINES {
+            idle.push(line);
+        }
         Ok(done)
     }
 }
@@ -102,9 +129,9 @@ impl Lines {
         })
     }
 
-    /// The daemon need not keep a blob any more.
-    pub(crate) fn discard(&self, blob: &str) -> Result<()> {
-        let request = Request::Discard { blobs: vec![blob.to_owned()] };
+    /// The daemon need not keep blobs any more.
+    pub(crate) fn discard(&self, blobs: &[String]) -> Result<()> {
+        let request = Request::Discard { blobs: blobs.to_vec() };
         self.with(|line| match line.call(&request)? {
             (Reply::Done, _) => Ok(()),
             (other, _) => Err(unexpected(&other)),
@@ -122,7 +149,12 @@ impl Holder for Lines {
             Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
             None => Ok(()),
         };
-        crate::parallel::map((0..threads).collect(), run).map(drop)
+        crate::parallel::map((0..threads).collect(), run)?;
+        if (self.is_held)() {
+            return Ok(());
+        }
+        // Something else may have been there already.
+        Err(lost(&"the connection that held them is gone"))
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
@@ -216,7 +248,10 @@ impl<'a, 'n> Pulling<'a, 'n> {
 impl Line {
     /// Says hello.
     fn open(stream: Box<dyn Duplex>) -> Result<Self> {
-        let mut line = Self { stream: BufReader::with_capacity(64 << 10, stream), next: 1 };
+        let mut line = Self {
+            stream: BufReader::with_capacity(64 << 10, Timed { stream, until: Instant::now() }),
+            next: 1,
+        };
         match line.call(&Request::Hello(hello()))?.0 {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => Ok(line),
             other => Err(unexpected(&other)),
@@ -239,13 +274,14 @@ impl Line {
         let number = self.next;
         self.next += 1;
         let header = Header { kind: FrameKind::Request, fds: 0, head_len, data_len: 0, number };
-        let stream = self.stream.get_mut();
+        let stream = &mut self.stream.get_mut().stream;
         let bytes = [&header.to_bytes()[..], &head].concat();
         stream.write_all(&bytes).and_then(|()| stream.flush()).map_err(|error| lost(&error))
     }
 
     /// The next answer: to which request, and how many bytes come as its data.
     fn answer(&mut self) -> Result<(u64, Reply, u32)> {
+        self.stream.get_mut().until = Instant::now() + PATIENCE;
         let mut header = [0; HEADER_BYTES];
         self.stream.read_exact(&mut header).map_err(|error| lost(&error))?;
         let header = Header::parse(&header, Limits::FAR_DAEMON).map_err(|error| lost(&error))?;
@@ -273,26 +309,19 @@ impl Line {
             if asked.is_empty() {
                 return Ok(());
             }
-            let until = Instant::now() + PATIENCE;
             let (number, reply, len) = self.answer()?;
             let Reply::Read(sum) = reply else { return Err(unexpected(&reply)) };
             let place = asked.iter().position(|batch| batch.number == number);
             let batch = place.and_then(|place| asked.remove(place));
             let batch = batch.filter(|batch| batch.bytes == u64::from(len));
             let batch = batch.ok_or_else(|| lost(&"it answers what was not asked"))?;
-            self.receive(&batch, sum, &mut pulling.targets, until)?;
+            self.receive(&batch, sum, &mut pulling.targets)?;
             credit += batch.bytes;
         }
     }
 
     /// Receives the bytes of an answer where they belong, and proves them.
-    fn receive(
-        &mut self,
-        batch: &Batch,
-        sum: Sum,
-        targets: &mut [&mut [u8]],
-        until: Instant,
-    ) -> Result<()> {
+    fn receive(&mut self, batch: &Batch, sum: Sum, targets: &mut [&mut [u8]]) -> Result<()> {
         let mut all = crc32fast::Hasher::new();
         for (place, piece, proof) in &batch.pieces {
             let target = &mut *targets[*place];
@@ -308,11 +337,8 @@ impl Line {
                     if batch.prove {
                         all.update(block);
                     }
-                    if Instant::now() > until {
-                        return Err(lost(&format_args!("it sends too slowly, for {PATIENCE:?}")));
-                    }
                 }
-                Ok(())
+                Ok::<_, Error>(())
             })?;
             if let Proof::Chunk(crc32) = proof
                 && own.finalize() != *crc32

@@ -1,14 +1,14 @@
 //! Blobs as files of a directory that several processes share.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tssd_format::{Blob, Fill, Filled};
 
 use super::{Part, Reservation, Volume};
 use crate::disk::{self, NewFile};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
@@ -28,6 +28,11 @@ impl DirectoryVolume {
     }
 
     fn at<T>(&self, name: &str, work: impl FnOnce(PathBuf) -> std::io::Result<T>) -> Result<T> {
+        let is_normal = |part| matches!(part, std::path::Component::Normal(_));
+        if !Path::new(name).components().all(is_normal) {
+            let text = format_args!("`{name}` is no name of an archive");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         let path = self.root.join(name);
         let shown = path.display().to_string();
         work(path).map_err(|error| Error::io(shown, error))

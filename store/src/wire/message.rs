@@ -99,6 +99,10 @@ pub(crate) enum Request {
     Discard {
         blobs: Vec<String>,
     },
+    /// Which of these blobs, that the client keeps, nobody knows of.
+    Missing {
+        blobs: Vec<String>,
+    },
     /// A version, to be copied here: those of its archives that are named, or all.
     Prefetch {
         key: String,
@@ -161,6 +165,7 @@ impl Request {
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
             Self::Discard { .. } => "discard",
+            Self::Missing { .. } => "missing",
             Self::Prefetch { .. } => "prefetch",
             Self::Versions { .. } => "versions",
             Self::Newer { .. } => "newer",
@@ -210,6 +215,8 @@ pub(crate) enum Reply {
     Leased(Leased),
     /// The bytes come as data.
     Read(Sum),
+    /// The blobs that nobody knows of.
+    Missing(Vec<String>),
     /// The version that was copied.
     Prefetched(Prefetched),
     Versions(Vec<VersionInfo>),
@@ -267,6 +274,8 @@ pub(crate) struct Leased {
     pub(crate) id: VersionId,
     #[serde(default)]
     pub(crate) number: u64,
+    #[serde(default)]
+    pub(crate) epoch: u32,
     pub(crate) manifest: Location,
     pub(crate) archives: Archives,
     /// The segments whose memory comes with the reply, in the order of its descriptors.

@@ -5,6 +5,7 @@ use std::time::Instant;
 use tssd_format::Archive;
 
 use super::{LONGEST, Session};
+use crate::daemon::house::House;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -44,26 +45,34 @@ impl Session {
     async fn copy(&self, name: String, endpoint: Endpoint, len: u64) -> Result<()> {
         let deadline = Instant::now() + LONGEST;
         let mut writing = self.in_memory(deadline, |pool| pool.write_own(len)).await?;
+        let number = self.house.number();
         let (house, lines) = (self.house.clone(), self.house.tiers.elsewhere.host(&endpoint));
         wait(move || {
             let failed = |error| Error::io(format_args!("`{name}` from {endpoint}"), error);
             lines.read_exact_at(&name, writing.bytes_mut(), 0).map_err(failed)?;
-            if house.pool.span(&name).is_some() {
-                // Somebody else was sooner.
-                return Ok(());
+            // It has its name when it is proven.
+            let unproven = format!("fetch/{number}");
+            writing.publish(&unproven).map_err(failed)?;
+            let proven = prove(&house, &unproven, &name);
+            // Somebody else may have been sooner: then his is as good.
+            if proven.is_err() || !house.pool.rename(&unproven, &name) {
+                house.pool.delete(&unproven);
             }
-            writing.publish(&name).map_err(failed)?;
             // It is there as long as somebody holds the version, as whoever fetches it does.
-            house.let_go(&name);
-            let blob = house.pool.open(&name).map_err(failed)?;
-            let blob = blob.ok_or_else(|| {
-                Error::new(ErrorKind::Busy, format_args!("`{name}` was deleted meanwhile"))
-            })?;
-            let archive = Archive::from_blob(blob).map_err(|error| Error::format(&name, error))?;
-            let jobs = archive.verify_jobs();
-            let proven = parallel::map(jobs, |job| job.run());
-            proven.map(drop).map_err(|error| Error::format(&name, error))
+            house.pool.delete(&name);
+            proven
         })
         .await
     }
+}
+
+/// Proves an archive that is in memory.
+fn prove(house: &House, blob: &str, name: &str) -> Result<()> {
+    let failed = |error| Error::format(name, error);
+    let opened = house.pool.open(blob).map_err(|error| Error::io(name, error))?;
+    let opened = opened.ok_or_else(|| {
+        Error::new(ErrorKind::Busy, format_args!("`{name}` was deleted meanwhile"))
+    })?;
+    let archive = Archive::from_blob(opened).map_err(failed)?;
+    parallel::map(archive.verify_jobs(), |job| job.run()).map(drop).map_err(failed)
 }

@@ -45,6 +45,16 @@ fn unknown(contribution: u64) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
 
+/// The lengths of archives that are kept elsewhere, if they can be so.
+fn kept_lens(lens: Vec<u64>) -> Result<Vec<u64>> {
+    let bytes = lens.iter().try_fold(0_u64, |all, len| all.checked_add(*len));
+    if lens.is_empty() || bytes.is_none() {
+        let text = "the lengths of the archives that are kept, one at least, must have a sum";
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(lens)
+}
+
 impl Session {
     pub(super) async fn begin(
         &self,
@@ -114,12 +124,14 @@ impl Session {
         let Memory::Own(writing, come) = &mut open.memory else {
             return Err(Error::new(ErrorKind::Invalid, "its room is not in frames"));
         };
-        let start = usize::try_from(offset).ok();
+        // One after the other: nothing is left out that another archive was in before.
+        let start = usize::try_from(offset).ok().filter(|_| offset == *come);
         let range = start.and_then(|start| Some(start..start.checked_add(data.len())?));
         let target = range.and_then(|range| writing.bytes_mut().get_mut(range));
         let target = target.ok_or_else(|| {
+            let len = data.len();
             let text =
-                format_args!("{} bytes at {offset} of an archive that ends before", data.len());
+                format_args!("{len} bytes at {offset} of an archive of which {come} have come");
             Error::new(ErrorKind::Invalid, text)
         })?;
         target.copy_from_slice(data);
@@ -136,7 +148,18 @@ impl Session {
             let text = "what must last is put on the host of the daemon that decides";
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        url.parse()
+        if self.house.registry.is_elsewhere() {
+            let text = "another daemon decides here: name that one as the controller";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let endpoint: Endpoint = url.parse()?;
+        // What is proven here is not to be read in the open there.
+        if endpoint.is_tls() != self.house.tiers.elsewhere.is_tls() {
+            let text =
+                format_args!("`{endpoint}`: daemons talk to each other all by tls:, or none");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(endpoint)
     }
 
     /// Room for another archive of a contribution, whose last one is complete.
@@ -210,15 +233,16 @@ impl Session {
         let mut open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
         let committed = async {
             if let Memory::Kept(_) = open.memory {
-                open.lens = lens;
+                open.lens = kept_lens(lens)?;
             }
             self.publish(&mut open, data).await?;
             let progress = self.house.registry.commit(&open.place, digest, &open.lens).await?;
             // A contribution that was committed before is no other put.
             if open.committed.is_none() {
                 let mut counts = self.house.counters.count();
+                let bytes = open.lens.iter().copied().fold(0, u64::saturating_add);
                 counts.puts += 1;
-                counts.bytes_put += open.lens.iter().sum::<u64>();
+                counts.bytes_put = counts.bytes_put.saturating_add(bytes);
                 counts.published += u64::from(progress.visible);
             }
             Ok(progress)

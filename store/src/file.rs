@@ -1,0 +1,146 @@
+//! Archives that are files of the user's own, or memory: planned, written, read and proven on all cores.
+//!
+//! What is passed as `pause` is called before each job, on the thread that is to do it. An error that it
+//! returns ends the work.
+
+use std::ops::Range;
+
+use tssd_format::{
+    Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
+};
+
+use crate::disk::Replacement;
+use crate::parallel;
+
+/// Reads are cut into parts of this many bytes.
+const PART_BYTES: usize = 4 << 20;
+
+/// Plans the archive of a state dict; what is to be compressed, is.
+///
+/// # Errors
+///
+/// As [`Layout::plan`]; what `pause` returns.
+pub fn plan<E: From<Error> + Send>(
+    dict: &StateDict,
+    options: &Options,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<Layout, E> {
+    let draft = Draft::new(dict, options)?;
+    let packed = parallel::map(draft.jobs(), |job: Pack| {
+        pause()?;
+        Ok::<_, E>(job.run()?)
+    })?;
+    Ok(draft.place(packed)?)
+}
+
+/// Writes an archive. It is whole once this returns, and appears with [`Replacement::commit`].
+///
+/// # Errors
+///
+/// `Io`; what `pause` returns.
+pub fn write<E: From<Error> + Send>(
+    layout: &Layout,
+    file: &Replacement,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let filled = parallel::map(layout.jobs(), |job: Fill| {
+        pause()?;
+        Ok::<_, E>(job.write_to(&mut file.at(job.range().start))?)
+    })?;
+    let tail = layout.seal(filled)?;
+    Ok(std::io::Write::write_all(&mut file.at(layout.index_off()), &tail).map_err(Error::io)?)
+}
+
+/// Writes an archive into memory of its exact length.
+///
+/// # Errors
+///
+/// What `pause` returns.
+///
+/// # Panics
+///
+/// If the memory has another length.
+pub fn fill<E: From<Error> + Send>(
+    layout: &Layout,
+    target: &mut [u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    assert_eq!(u64::try_from(target.len()), Ok(layout.file_len()), "the memory fits");
+    let mut rest = target;
+    let mut jobs = Vec::new();
+    for job in layout.jobs() {
+        let Range { start, end } = job.range();
+        let len = usize::try_from(end - start).expect("it is in memory");
+        let (part, tail) = rest.split_at_mut(len);
+        jobs.push((job, part));
+        rest = tail;
+    }
+    let filled = parallel::map(jobs, |(job, part)| {
+        pause()?;
+        Ok::<_, E>(job.run(part)?)
+    })?;
+    rest.copy_from_slice(&layout.seal(filled)?);
+    Ok(())
+}
+
+/// Reads a blob from `offset` on.
+///
+/// # Errors
+///
+/// `Io`; what `pause` returns.
+pub fn read<E: From<Error> + Send>(
+    blob: &dyn Blob,
+    offset: u64,
+    target: &mut [u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let parts = (offset..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
+    parallel::map(parts, |(offset, part): (u64, &mut [u8])| {
+        pause()?;
+        Ok::<_, E>(blob.read_exact_at(part, offset).map_err(Error::io)?)
+    })?;
+    Ok(())
+}
+
+/// Proves what the jobs are about, in any order; the first thing that is wrong is the error.
+///
+/// # Errors
+///
+/// As [`Verify::run`]; what `pause` returns.
+pub fn verify<E: From<Error> + Send>(
+    jobs: Vec<Verify<'_>>,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    parallel::map(jobs, |job: Verify<'_>| {
+        pause()?;
+        Ok::<_, E>(job.run()?)
+    })?;
+    Ok(())
+}
+
+/// Proves stored chunks of a storage that is not compressed, of which `bytes` begin at its byte `start`.
+///
+/// # Errors
+///
+/// `ChunkCorrupt`; what `pause` returns.
+///
+/// # Panics
+///
+/// If a chunk does not lie in the bytes.
+pub fn prove<E: From<Error> + Send>(
+    storage: &StorageReference,
+    chunks: &[u64],
+    start: u64,
+    bytes: &[u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    parallel::map(chunks.to_vec(), |chunk| {
+        pause()?;
+        let Range { start: from, end: to } = storage.chunk(chunk);
+        let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
+        let crc = crc32fast::hash(&bytes[place(from)..place(to)]);
+        let at = storage.stored_chunk(chunk).start;
+        Ok::<_, E>(storage.prove_chunk(chunk, crc).map_err(|error| error.byte(at))?)
+    })?;
+    Ok(())
+}

@@ -169,7 +169,8 @@ impl TensorShard {
         if slices.is_empty() {
             return Err(PyValueError::new_err("a shard has a slice").into());
         }
-        let shape: Vec<u64> = local.getattr("shape")?.extract().map_err(|_| {
+        let shape = local.getattr("shape").and_then(|shape| Ok(shape.extract()?));
+        let shape: Vec<u64> = shape.map_err(|_: PyErr| {
             Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
         })?;
         let shard = Self { local: local.clone().unbind(), slices };

@@ -152,7 +152,7 @@ impl<'py> Taker<'py> {
         let mut dict = Dict::new();
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
-            let key = self.key(&key).map_err(|error| error.at(&self.here()))?;
+            let key = self.key(&key, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
             let value = self.child(Step::Key(key.clone()), &value)?;
             dict.insert(key, value);
         }
@@ -163,7 +163,8 @@ impl<'py> Taker<'py> {
         (0..).zip(objects).map(|(index, object)| self.child(Step::Index(index), &object)).collect()
     }
 
-    fn key(&self, object: &Bound<'py, PyAny>) -> Result<Key> {
+    /// A key whose tuples nest no deeper than that; the format then has a limit of its own.
+    fn key(&self, object: &Bound<'py, PyAny>, depth: usize) -> Result<Key> {
         Ok(if object.is_exact_instance_of::<PyString>() {
             Key::Str(text(object)?)
         } else if object.is_exact_instance_of::<PyInt>() {
@@ -177,11 +178,10 @@ impl<'py> Taker<'py> {
         } else if let Ok(value) = object.cast_exact::<PyBytes>() {
             Key::Bytes(Bytes::copy_from_slice(value.as_bytes()))
         } else if let Ok(value) = object.cast_exact::<PyTuple>() {
-            // Deeper ones are refused with their path once they are laid out.
-            if self.path.len() >= MAX_DEPTH {
-                return Err(Error::new(ErrorKind::KeyKind).into());
-            }
-            Key::Tuple(value.iter().map(|key| self.key(&key)).collect::<Result<_>>()?)
+            let depth = depth
+                .checked_sub(1)
+                .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuples nest too deep"))?;
+            Key::Tuple(value.iter().map(|key| self.key(&key, depth)).collect::<Result<_>>()?)
         } else {
             let class = name_of(&object.get_type());
             return Err(Refusal::leaf(

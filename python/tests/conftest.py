@@ -1,0 +1,19 @@
+"""What the tests share. Those that need torch are left out where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+collect_ignore = (
+    []
+    if importlib.util.find_spec("torch")
+    else ["test_torch.py", "test_distributed.py", "test_oracles.py"]
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.tssd"

@@ -58,6 +58,11 @@ pub(crate) fn parts<'py>(tensor: &Bound<'py, PyAny>) -> Result<Parts<'py>> {
 }
 
 impl DTensor<'_> {
+    /// Whether this rank is in the mesh.
+    pub(crate) fn is_in_mesh(&self) -> bool {
+        self.coordinates.is_some()
+    }
+
     /// Its placements, and the slices of the local tensor in their order.
     pub(crate) fn slices(&self, mesh: &DeviceMesh) -> Result<(Vec<Placement>, Vec<TensorSlice>)> {
         let placements: Vec<Placement> = self.placements.iter().map(placement).collect();

@@ -13,7 +13,7 @@ use pyo3::types::{
 use serde_json::Value as Json;
 use tssd_format::{
     Dict, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard, ShardPlace, StateDict,
-    Step, Tensor, TensorFlags, TensorSlice, Text, Value,
+    Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 use crate::dtensor::{self, Meshes, Parts};
@@ -289,7 +289,13 @@ impl<'py> Taker<'py> {
             Parts::DTensor(parts) => {
                 let mesh = self.meshes.of(&parts.mesh)?;
                 let (placements, slices) = parts.slices(&mesh)?;
-                let local = torch.take(&parts.local, flags)?;
+                let mut local = torch.take(&parts.local, flags)?;
+                if !parts.is_in_mesh() {
+                    // torch gives it one dimension, whatever the global tensor has.
+                    let nothing = slices[0].local_shape();
+                    let meta = TensorMeta::new(local.meta().dtype(), nothing)?.with_flags(flags);
+                    local = Tensor::new(meta, Storage::default(), 0)?;
+                }
                 let placements: Arc<[Placement]> = placements.into();
                 let shard = |(local, slice)| {
                     let place = ShardPlace::new(slice).on_mesh(mesh.clone())?;

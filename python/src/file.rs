@@ -87,7 +87,7 @@ fn options(
         Some("blake3") => options.digests(),
         Some(other) => return Err(choice("digest", other, "None or \"blake3\"")),
     };
-    for (name, value) in metadata.into_iter().flat_map(|metadata| metadata.iter()) {
+    for (name, value) in metadata.into_iter().flat_map(PyDictMethods::iter) {
         let name: String = name.extract().map_err(|_| not_metadata())?;
         if name.starts_with("tssd.") {
             let message = format!("metadata {name:?}: names that begin with `tssd.` are reserved");
@@ -186,7 +186,6 @@ pub(crate) fn save_file(
 /// Args and errors are those of `save_file`.
 #[pyfunction]
 #[pyo3(signature = (state_dict, metadata=None, *, compression=None, level=1, digest=None, allow_pickle=false))]
-#[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
 pub(crate) fn save<'py>(
     state_dict: &Bound<'py, PyAny>,
     metadata: Option<&Bound<'py, PyDict>>,
@@ -668,14 +667,13 @@ impl Opened {
         } else {
             None
         };
-        let (memory, lead) = match mapped {
-            Some(mapped) => mapped,
-            None => {
-                let read = Memory::filled(size(cover.end - cover.start)?, |target| {
-                    file::read(&*self.file, stored.start, target, || interrupt.check())
-                })?;
-                (read, 0)
-            }
+        let (memory, lead) = if let Some(mapped) = mapped {
+            mapped
+        } else {
+            let read = Memory::filled(size(cover.end - cover.start)?, |target| {
+                file::read(&*self.file, stored.start, target, || interrupt.check())
+            })?;
+            (read, 0)
         };
         let bytes = &memory.as_ref()[lead..];
         file::prove(&storage, &unproven, cover.start, bytes, || interrupt.check())

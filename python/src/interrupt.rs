@@ -24,6 +24,7 @@ impl Interrupt {
     }
 
     /// What the handler of a signal raises, such as `KeyboardInterrupt`.
+    #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
     pub(crate) fn check(&self) -> Result<()> {
         if thread::current().id() != self.thread {
             return Ok(());

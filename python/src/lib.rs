@@ -3,6 +3,8 @@
 //! It decides nothing about bytes. The format lays out and proves, the store's `file` module brings the
 //! threads; the GIL is released around both.
 
+#![expect(clippy::doc_markdown, reason = "docstrings are Python's")]
+
 use pyo3::prelude::*;
 
 /// DLPack: how torch takes memory that is not its own.

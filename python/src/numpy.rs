@@ -126,13 +126,12 @@ impl<'py> Numpy<'py> {
             Ok(strides.map(|strides| strides.into_iter().map(|it| it / itemsize).collect()))
         };
         let shape: Vec<u64> = array.getattr(intern!(py, "shape"))?.extract()?;
-        let strides = match in_elements(&array)? {
-            Some(strides) => strides,
+        let strides = if let Some(strides) = in_elements(&array)? {
+            strides
+        } else {
             // Backwards, or between elements: the format has no such strides.
-            None => {
-                array = array.call_method1("copy", ("C",))?;
-                in_elements(&array)?.expect("a copy is contiguous")
-            }
+            array = array.call_method1("copy", ("C",))?;
+            in_elements(&array)?.expect("a copy is contiguous")
         };
         let meta = TensorMeta::new(dtype, &shape)?.with_strides(&strides)?.with_flags(flags);
         let interface = array.getattr(intern!(py, "__array_interface__"))?;

@@ -84,8 +84,8 @@ struct Storage<'py> {
     start: u64,
     /// An array of numpy or a tensor of torch, of bytes.
     bytes: Bound<'py, PyAny>,
-    /// The storage of torch, on the device.
-    storage: Option<Bound<'py, PyAny>>,
+    /// The same as torch's tensors take it, on the device.
+    untyped: Option<Bound<'py, PyAny>>,
 }
 
 impl<'py, 'a> Maker<'py, 'a> {
@@ -444,7 +444,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             });
             return numpy.make(&reference, bytes.transpose()?.as_ref());
         }
-        let storage = storage.and_then(|storage| storage.storage.as_ref());
+        let storage = storage.and_then(|storage| storage.untyped.as_ref());
         self.torch()?.make(&reference, storage, self.device.as_ref())
     }
 
@@ -456,7 +456,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         let (block, start) = self.source.block(number)?;
         let storage = match self.framework {
             Framework::Numpy => {
-                Storage { start, bytes: self.numpy()?.bytes(block)?, storage: None }
+                Storage { start, bytes: self.numpy()?.bytes(block)?, untyped: None }
             }
             Framework::Torch => {
                 let bytes = self.torch()?.bytes(block)?;
@@ -464,8 +464,8 @@ impl<'py, 'a> Maker<'py, 'a> {
                     Some(device) => bytes.call_method1("to", (device,))?,
                     None => bytes.clone(),
                 };
-                let storage = on_device.call_method0(intern!(self.py, "untyped_storage"))?;
-                Storage { start, bytes, storage: Some(storage) }
+                let untyped = on_device.call_method0(intern!(self.py, "untyped_storage"))?;
+                Storage { start, bytes, untyped: Some(untyped) }
             }
         };
         self.storages.insert(number, storage);
@@ -494,7 +494,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             let bytes = storage.map(|storage| &storage.bytes);
             return self.numpy()?.view(dtype, shape, strides, first, bytes);
         }
-        let storage = storage.and_then(|storage| storage.storage.as_ref());
+        let storage = storage.and_then(|storage| storage.untyped.as_ref());
         let strides: Vec<u64> =
             strides.iter().map(|stride| u64::try_from(*stride).unwrap_or_default()).collect();
         let reference = TensorReference {

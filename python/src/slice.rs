@@ -130,7 +130,7 @@ impl TensorSlice {
 ///
 /// Raises:
 ///     TssdValueError: the shape of `local` is not that of the slices.
-#[pyclass(frozen, module = "tssd")]
+#[pyclass(frozen, generic, module = "tssd")]
 pub(crate) struct TensorShard {
     local: Py<PyAny>,
     slices: Vec<Py<TensorSlice>>,
@@ -169,7 +169,7 @@ impl TensorShard {
         if slices.is_empty() {
             return Err(PyValueError::new_err("a shard has a slice").into());
         }
-        let shape = local.getattr("shape").and_then(|shape| Ok(shape.extract()?));
+        let shape = local.getattr("shape").and_then(|shape| shape.extract());
         let shape: Vec<u64> = shape.map_err(|_: PyErr| {
             Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
         })?;

@@ -152,7 +152,7 @@ impl<'py> Taker<'py> {
         let mut dict = Dict::new();
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
-            let key = self.key(&key, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
+            let key = key_of(&key, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
             let value = self.child(Step::Key(key.clone()), &value)?;
             dict.insert(key, value);
         }
@@ -161,35 +161,6 @@ impl<'py> Taker<'py> {
 
     fn values(&mut self, objects: impl Iterator<Item = Bound<'py, PyAny>>) -> Result<Vec<Value>> {
         (0..).zip(objects).map(|(index, object)| self.child(Step::Index(index), &object)).collect()
-    }
-
-    /// A key whose tuples nest no deeper than that; the format then has a limit of its own.
-    fn key(&self, object: &Bound<'py, PyAny>, depth: usize) -> Result<Key> {
-        Ok(if object.is_exact_instance_of::<PyString>() {
-            Key::Str(text(object)?)
-        } else if object.is_exact_instance_of::<PyInt>() {
-            Key::Int(int(object)?)
-        } else if let Ok(value) = object.cast_exact::<PyBool>() {
-            Key::Bool(value.is_true())
-        } else if let Ok(value) = object.cast_exact::<PyFloat>() {
-            Key::Float(value.value().into())
-        } else if object.is_none() {
-            Key::None
-        } else if let Ok(value) = object.cast_exact::<PyBytes>() {
-            Key::Bytes(Bytes::copy_from_slice(value.as_bytes()))
-        } else if let Ok(value) = object.cast_exact::<PyTuple>() {
-            let depth = depth
-                .checked_sub(1)
-                .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuples nest too deep"))?;
-            Key::Tuple(value.iter().map(|key| self.key(&key, depth)).collect::<Result<_>>()?)
-        } else {
-            let class = name_of(&object.get_type());
-            return Err(Refusal::leaf(
-                format!("a {class} cannot be a key"),
-                "use a str, int, bool, float, None, bytes, or a tuple of them",
-            )
-            .into());
-        })
     }
 
     /// Keeps the `_metadata` that torch's modules hang on their state dicts.
@@ -217,10 +188,10 @@ impl<'py> Taker<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
-        if let Some(torch) = &self.torch {
-            if torch.is_plain(object)? {
-                return Ok(Value::Tensor(torch.take(object, torch.flags(object)?)?));
-            }
+        if let Some(torch) = &self.torch
+            && torch.is_plain(object)?
+        {
+            return Ok(Value::Tensor(torch.take(object, torch.flags(object)?)?));
         }
         if let Some(value) = plain(object)? {
             return Ok(value);
@@ -327,10 +298,10 @@ impl<'py> Taker<'py> {
     }
 
     fn plain_tensor(&self, object: &Bound<'py, PyAny>) -> Result<Option<Tensor>> {
-        if let Some(torch) = &self.torch {
-            if torch.is_plain(object)? {
-                return torch.take(object, torch.flags(object)?).map(Some);
-            }
+        if let Some(torch) = &self.torch
+            && torch.is_plain(object)?
+        {
+            return torch.take(object, torch.flags(object)?).map(Some);
         }
         match &self.numpy {
             Some(numpy) if numpy.is_array(object) => {
@@ -356,6 +327,35 @@ impl<'py> Taker<'py> {
         let bytes = Bytes::copy_from_slice(bytes.as_bytes());
         Ok(Value::Opaque { media: PICKLE.into(), bytes })
     }
+}
+
+/// A key whose tuples nest no deeper than that; the format then has a limit of its own.
+fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
+    Ok(if object.is_exact_instance_of::<PyString>() {
+        Key::Str(text(object)?)
+    } else if object.is_exact_instance_of::<PyInt>() {
+        Key::Int(int(object)?)
+    } else if let Ok(value) = object.cast_exact::<PyBool>() {
+        Key::Bool(value.is_true())
+    } else if let Ok(value) = object.cast_exact::<PyFloat>() {
+        Key::Float(value.value().into())
+    } else if object.is_none() {
+        Key::None
+    } else if let Ok(value) = object.cast_exact::<PyBytes>() {
+        Key::Bytes(Bytes::copy_from_slice(value.as_bytes()))
+    } else if let Ok(value) = object.cast_exact::<PyTuple>() {
+        let depth = depth
+            .checked_sub(1)
+            .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuples nest too deep"))?;
+        Key::Tuple(value.iter().map(|key| key_of(&key, depth)).collect::<Result<_>>()?)
+    } else {
+        let class = name_of(&object.get_type());
+        return Err(Refusal::leaf(
+            format!("a {class} cannot be a key"),
+            "use a str, int, bool, float, None, bytes, or a tuple of them",
+        )
+        .into());
+    })
 }
 
 /// The field names of a namedtuple; none if it is another object.

@@ -17,3 +17,10 @@ collect_ignore = (
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "x.tssd"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends with the counts, as the project's other checks do."""
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    failed = len(stats.get("failed", [])) + len(stats.get("error", []))
+    print(f"{len(stats.get('passed', []))} passed, {failed} failed")

@@ -108,7 +108,7 @@ def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
 
 def _spelled(placement: Placement, ndim: int) -> Spelled | None:
     if isinstance(placement, _StridedShard):
-        split_factor: int = placement.split_factor
+        split_factor = int(placement.split_factor)
         return ("_StridedShard", placement.dim % max(ndim, 1), split_factor)
     if type(placement) is Shard:
         return ("Shard", placement.dim % max(ndim, 1), 1)

@@ -61,3 +61,13 @@ def test_dcp_reads_the_same(path: Path, tmp_path: Path) -> None:
     theirs = {"model": {key: torch.zeros_like(t) for key, t in state["model"].items()}, "step": torch.tensor(0)}
     dcp.load(theirs, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert same(tssd.load_file(path), theirs)
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    example = readme.read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert torch.equal(names["row"], names["model"].weight[0])
+    assert same(names["loaded"], names["state"])

@@ -6,7 +6,7 @@ use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use tempfile::NamedTempFile;
+use tssd_store::Replacement;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -29,7 +29,7 @@ pub(crate) struct Output {
 enum Sink {
     File {
         target: PathBuf,
-        stream: BufWriter<NamedTempFile>,
+        stream: BufWriter<Replacement>,
         // Dropped after the file, so that its path is known for as long as it exists.
         unfinished: Unfinished,
     },
@@ -51,20 +51,19 @@ impl Output {
             return Ok(Self { sink: Sink::stdout()?, written: 0, bar });
         }
         let failed = |error| Failure::io("write", target, error);
-        let target = resolve(target).map_err(failed)?;
-        let old = target.metadata().ok();
-        if old.as_ref().is_some_and(|old| !old.is_file()) {
+        if target.metadata().is_ok_and(|old| !old.is_file()) {
             let message = format_args!("{} is no regular file", target.display());
             return Err(Failure::new(Exit::Refused, message)
                 .help("name a file, which is replaced once the new one is complete"));
         }
-        let make = || temporary_in(directory_of(&target));
-        let (unfinished, temporary) = Unfinished::make(make).map_err(failed)?;
-        if let Some(old) = old {
-            temporary.as_file().set_permissions(old.permissions()).map_err(failed)?;
-        }
-        let stream = BufWriter::with_capacity(BUFFER_BYTES, temporary);
-        Ok(Self { sink: Sink::File { target, stream, unfinished }, written: 0, bar })
+        let make = || Replacement::create(target);
+        let (unfinished, file) = Unfinished::make(make).map_err(failed)?;
+        let stream = BufWriter::with_capacity(BUFFER_BYTES, file);
+        Ok(Self {
+            sink: Sink::File { target: target.to_owned(), stream, unfinished },
+            written: 0,
+            bar,
+        })
     }
 
     /// Lets the file appear, and returns its length in bytes.
@@ -73,10 +72,8 @@ impl Output {
             Sink::File { target, stream, unfinished } => {
                 let failed = |error| Failure::io("write", &target, error);
                 let file = stream.into_inner().map_err(|error| failed(error.into_error()))?;
-                file.as_file().sync_all().map_err(failed)?;
-                file.persist(&target).map_err(|error| failed(error.error))?;
+                file.commit(true).map_err(failed)?;
                 drop(unfinished);
-                sync_directory(directory_of(&target)).map_err(failed)?;
             }
             Sink::Stdout(mut stream) => stream
                 .flush()
@@ -132,15 +129,6 @@ fn directory_of(target: &Path) -> &Path {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
     }
-}
-
-/// With the mode that any new file gets, not the private one of temporary files.
-fn temporary_in(directory: &Path) -> io::Result<NamedTempFile> {
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".tssd-").suffix(".tmp");
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    builder.tempfile_in(directory)
 }
 
 /// A rename is on the disk only once its directory is.

@@ -215,6 +215,15 @@ impl Archive {
         self.load(self.index.find_fqn(fqn)?).map_err(|error| error.at(fqn))
     }
 
+    /// The leaf with an fqn, with references in place of bytes.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound`; `AmbiguousFqn` if two leaves have it.
+    pub fn node(&self, fqn: &str) -> Result<Node> {
+        Ok(self.index.node(self.index.find_fqn(fqn)?))
+    }
+
     /// The plain tensor with an fqn.
     ///
     /// # Errors
@@ -309,7 +318,7 @@ impl Archive {
                 let stored = self.read(storage.shard, place.clone())?;
                 // What is decoded must be what was written.
                 let crc = crc32fast::hash(&stored);
-                prove_chunk(storage, chunk, crc).map_err(|error| error.byte(place.start))?;
+                storage.prove_chunk(chunk, crc).map_err(|error| error.byte(place.start))?;
                 unpack.add(chunk, &stored).map_err(|error| error.byte(place.start))?;
             }
             Ok(unpack.finish())
@@ -369,17 +378,6 @@ impl fmt::Debug for Archive {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Archive({} bytes, {} storages)", self.file_len, self.storage_count())
     }
-}
-
-/// Proves the CRC-32 of the stored bytes of a chunk (F-090).
-pub(crate) fn prove_chunk(storage: &StorageReference, chunk: u64, crc: u32) -> Result<()> {
-    let expected = usize::try_from(chunk).ok().and_then(|chunk| storage.crcs.get(chunk));
-    if expected == Some(&crc) {
-        return Ok(());
-    }
-    let place = storage.stored_chunk(chunk);
-    let len = place.end - place.start;
-    Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
 }
 
 impl ShardFile {

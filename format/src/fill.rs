@@ -181,10 +181,33 @@ impl Fill {
         })
     }
 
+    /// The bytes of the range in order, where they lie: what a caller writes who does it in pieces of his
+    /// own, and takes the checksums from [`Fill::sum`].
+    pub fn parts(&self) -> Vec<&[u8]> {
+        let mut parts = Vec::new();
+        let filled = self.each(&mut |bytes, _| {
+            parts.push(bytes);
+            Ok(())
+        });
+        drop(filled.expect("nothing was refused"));
+        parts
+    }
+
+    /// The checksums alone.
+    pub fn sum(&self) -> Filled {
+        let filled = self.each(&mut |bytes, summing| {
+            if let Some(summing) = summing {
+                summing.update(bytes);
+            }
+            Ok(())
+        });
+        filled.expect("nothing was refused")
+    }
+
     /// Calls `put` with all bytes of the range in order; with sums where they are wanted.
-    fn each(
-        &self,
-        put: &mut impl FnMut(&[u8], Option<&mut Summing>) -> Result<()>,
+    fn each<'a>(
+        &'a self,
+        put: &mut impl FnMut(&'a [u8], Option<&mut Summing>) -> Result<()>,
     ) -> Result<Filled> {
         let mut at = self.range.start;
         if let Some(head) = &self.head {
@@ -224,8 +247,8 @@ impl Fill {
 }
 
 /// Calls `put` with that many zeros.
-fn zeros(mut count: u64, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    const ZEROS: [u8; 4096] = [0; 4096];
+fn zeros(mut count: u64, put: &mut impl FnMut(&'static [u8]) -> Result<()>) -> Result<()> {
+    static ZEROS: [u8; 4096] = [0; 4096];
     while count > 0 {
         let part = usize::try_from(count).unwrap_or(ZEROS.len()).min(ZEROS.len());
         put(&ZEROS[..part])?;

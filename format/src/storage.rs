@@ -61,6 +61,21 @@ impl StorageReference {
             && (digests || self.digest == other.digest)
     }
 
+    /// Proves the CRC-32 of the stored bytes of a chunk.
+    ///
+    /// # Errors
+    ///
+    /// `ChunkCorrupt` (F-090) if it is another one.
+    pub fn prove_chunk(&self, number: u64, crc: u32) -> Result<()> {
+        let expected = usize::try_from(number).ok().and_then(|number| self.crcs.get(number));
+        if expected == Some(&crc) {
+            return Ok(());
+        }
+        let place = self.stored_chunk(number);
+        let len = place.end - place.start;
+        Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
+    }
+
     /// How many bytes it takes in its file.
     pub fn stored_len(&self) -> u64 {
         self.packing.as_ref().map_or(self.len, |packing| {

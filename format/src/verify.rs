@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::archive::{Archive, prove_chunk};
+use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::digest::{self, ChunkHasher};
 use crate::encode::ShardFile;
@@ -216,7 +216,7 @@ fn prove_storage(
         Check::Chunk(chunk) => {
             let place = storage.stored_chunk(chunk);
             let crc = archive.crc_of(storage.shard, place.clone())?;
-            prove_chunk(storage, chunk, crc).map_err(|error| error.byte(place.start))
+            storage.prove_chunk(chunk, crc).map_err(|error| error.byte(place.start))
         }
         Check::Checksum => check_crc(storage, combine(storage.len, storage.crcs.iter().copied())),
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),

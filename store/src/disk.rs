@@ -29,12 +29,17 @@ pub(crate) struct NewFile {
 impl NewFile {
     /// Starts a file that will have this name, making its folders.
     pub(crate) fn create(target: &Path) -> io::Result<Self> {
+        make_folders(parent(target)?)?;
+        Self::beside(target, TEMPORARY)
+    }
+
+    /// Starts a file that will have this name, under one that begins otherwise.
+    fn beside(target: &Path, prefix: &str) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = parent(target)?;
-        make_folders(folder)?;
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("{TEMPORARY}{}-{number}", std::process::id());
+            let name = format!("{prefix}{}-{number}", std::process::id());
             let temporary = folder.join(name);
             match File::options().write(true).create_new(true).open(&temporary) {
                 Ok(file) => return Ok(Self { file, temporary, target: target.to_owned() }),
@@ -73,6 +78,72 @@ impl Drop for NewFile {
     }
 }
 
+/// A file of a user's own that appears under its name once it is complete. Until then it has a temporary
+/// name beside it; whatever had the name before is there until then, and stays if this is dropped.
+#[derive(Debug)]
+pub struct Replacement(NewFile);
+
+impl Replacement {
+    /// Begins the file that will be at `target`. A link stays a link: what it points to is replaced. The
+    /// file gets the permissions of the one that it replaces.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says; `InvalidInput` if what is there is no regular file.
+    pub fn create(target: &Path) -> io::Result<Self> {
+        let target = match target.canonicalize() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => target.to_owned(),
+            resolved => resolved?,
+        };
+        let old = optional(target.metadata())?;
+        if old.as_ref().is_some_and(|old| !old.is_file()) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+        }
+        let new = NewFile::beside(&target, ".tssd-")?;
+        if let Some(old) = old {
+            new.file.set_permissions(old.permissions())?;
+        }
+        Ok(Self(new))
+    }
+
+    /// A writer at a place of the file; several may write different places at once.
+    pub fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
+        self.0.at(offset)
+    }
+
+    /// Lets the file appear. If it is to be durable it is on the disk then, whatever happens.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says.
+    pub fn commit(self, durable: bool) -> io::Result<()> {
+        let NewFile { file, temporary, target } = &self.0;
+        if durable {
+            file.sync_all()?;
+        }
+        fs::rename(temporary, target)?;
+        if durable { sync_folder(parent(target)?) } else { Ok(()) }
+    }
+}
+
+/// Its temporary path.
+impl AsRef<Path> for Replacement {
+    fn as_ref(&self) -> &Path {
+        &self.0.temporary
+    }
+}
+
+/// One byte after the other.
+impl Write for Replacement {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 struct At<'a> {
     file: &'a File,
     offset: u64,
@@ -81,6 +152,13 @@ struct At<'a> {
 impl Write for At<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.file.write_at(bytes, self.offset)?;
+        self.offset += u64::try_from(written).map_err(io::Error::other)?;
+        Ok(written)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn write_vectored(&mut self, parts: &[io::IoSlice<'_>]) -> io::Result<usize> {
+        let written = rustix::io::pwritev(self.file, parts, self.offset)?;
         self.offset += u64::try_from(written).map_err(io::Error::other)?;
         Ok(written)
     }

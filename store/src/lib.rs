@@ -52,11 +52,13 @@ mod version;
 
 pub mod blocking;
 mod error;
+pub mod file;
 mod store;
 
 pub use controller::VersionInfo;
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
+pub use disk::Replacement;
 pub use error::{Error, ErrorKind, Result};
 pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};

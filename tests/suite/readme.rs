@@ -68,7 +68,7 @@ fn tests_and_files_that_are_named_exist() {
 #[test]
 fn the_code_map_is_the_code() {
     let text = read("ARCHITECTURE.md");
-    for package in ["format", "store", "cli"] {
+    for package in ["format", "store", "cli", "python"] {
         let heading = format!("### {package}");
         let (_, section) = text.split_once(&heading).expect(&heading);
         let section = section.split("\n##").next().unwrap();

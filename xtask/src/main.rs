@@ -6,6 +6,8 @@ use crate::workspace::Workspace;
 
 /// `bench`: what tests/benches measures.
 mod bench;
+/// The Python package: its tests; `wheel`: what is installed.
+mod python;
 /// What the summary says at the end.
 mod report;
 /// Runs steps in order, up to the first that fails.
@@ -16,18 +18,21 @@ mod step;
 mod tally;
 /// `test`: every check there is.
 mod test;
-/// The checks against torch, and the environment that they need.
+/// The checks against torch.
 mod torch;
 /// `vectors`: the vectors of the spec, written anew.
 mod vectors;
+/// Pythons with packages of its own.
+mod virtual_environment;
 /// Where things are.
 mod workspace;
 
 const HELP: &str = "\
 The project's own commands.
 
-    cargo xtask test [-v]         every check that needs Rust and Python 3 alone
+    cargo xtask test [-v]         every check that needs Rust, Python 3, and numpy under target/
     cargo xtask test --all [-v]   and those that need torch: installs it under target/ (about 5 GB)
+    cargo xtask wheel [-v]        the Python package with the command, in target/wheels
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
     cargo xtask bench [NAME]      the benches in tests/benches, or the one of this name
     cargo xtask help              this text
@@ -39,6 +44,7 @@ The output of a step is shown if it fails, or with -v at once; target/xtask.log 
 enum Task<'a> {
     Help,
     Test { all: bool, verbose: bool },
+    Wheel { verbose: bool },
     Vectors { verbose: bool },
     Bench { name: Option<&'a str> },
 }
@@ -57,6 +63,7 @@ fn main() -> ExitCode {
             Ok(true)
         }
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
+        Task::Wheel { verbose } => python::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Bench { name } => bench::run(&workspace, name),
     });
@@ -80,6 +87,7 @@ impl<'a> Task<'a> {
             ("help" | "-h" | "--help", [], false) => Some(Self::Help),
             ("test", [], _) => Some(Self::Test { all: false, verbose }),
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
+            ("wheel", [], _) => Some(Self::Wheel { verbose }),
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
             ("bench", [], false) => Some(Self::Bench { name: None }),
             ("bench", [name], false) if !name.starts_with('-') => {
@@ -101,6 +109,7 @@ mod tests {
             ("test", Some(Task::Test { all: false, verbose: false })),
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
+            ("wheel", Some(Task::Wheel { verbose: false })),
             ("bench", Some(Task::Bench { name: None })),
             ("bench put", Some(Task::Bench { name: Some("put") })),
             ("", None),

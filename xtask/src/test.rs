@@ -1,18 +1,22 @@
 use std::io;
 
+use crate::python;
 use crate::report::LeftOut;
 use crate::runner;
 use crate::step::{Step, Worth};
 use crate::torch;
 use crate::workspace::Workspace;
 
-/// Runs every check that needs Rust and Python 3 alone, and if `all` those that need torch.
+/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
     let mut steps = checks(workspace);
-    let torch = torch::checks(workspace);
+    steps.extend(python::checks(workspace)?);
+    let environment = torch::environment(workspace);
+    let mut torch = torch::checks(workspace);
+    torch.extend(python::checks_with_torch(workspace, &environment.python()));
     let mut left_out = Vec::new();
     if all {
-        steps.extend(torch::environment(workspace)?);
+        steps.extend(environment.steps(workspace)?);
         steps.extend(torch);
     } else {
         let named = torch.into_iter().filter(|step| step.worth == Worth::One);
@@ -32,7 +36,7 @@ fn checks(workspace: &Workspace) -> Vec<Step> {
             "clippy -p tssd-format --no-default-features -- -D warnings",
         ),
         // Binaries and tests in one go: features are the same in both, so nothing is built twice.
-        Step::cargo("build", "build --workspace --all-features --bins --tests")
+        Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),
         Step::cargo("tests", "test --workspace --all-features --no-fail-fast")
             .env("TSSD_BIN", workspace.tssd())

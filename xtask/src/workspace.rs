@@ -26,16 +26,6 @@ impl Workspace {
         self.target.join("debug").join(format!("tssd{EXE_SUFFIX}"))
     }
 
-    /// The virtual environment of the checks that need torch.
-    pub(crate) fn environment(&self) -> PathBuf {
-        self.target.join("venv")
-    }
-
-    /// The Python of that environment.
-    pub(crate) fn environment_python(&self) -> PathBuf {
-        self.environment().join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
-    }
-
     /// Everything that the steps of the last run have printed.
     pub(crate) fn log(&self) -> PathBuf {
         self.target.join("xtask.log")

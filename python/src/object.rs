@@ -1,0 +1,541 @@
+//! What an archive holds, as Python's objects.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use pyo3::exceptions::{PyImportError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
+use serde_json::Value as Json;
+use tssd_format::{
+    Archive, AttrValue, Container, Key, Node, ObjectPath, Step, Stored, TensorFlags,
+    TensorReference, TensorSlice, Text, Value,
+};
+
+use crate::dtensor::spelled;
+use crate::error::{Refusal, Result};
+use crate::memory::Block;
+use crate::numpy::Numpy;
+use crate::slice::{TensorShard, local_offsets};
+use crate::torch::Torch;
+use crate::value::PICKLE;
+
+/// The attribute with the `_metadata` of ordered dicts: a JSON object by their paths.
+pub(crate) const METADATA_ATTR: &str = "tssd.module_metadata";
+
+/// How often signals are looked for, in leaves.
+const LEAVES: u32 = 1024;
+
+/// Whose tensors are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Framework {
+    Torch,
+    Numpy,
+}
+
+impl Framework {
+    /// The one of this name; without a name torch, or numpy where torch is not installed.
+    pub(crate) fn of(py: Python<'_>, name: Option<&str>) -> Result<Self> {
+        match name {
+            Some("pt" | "torch" | "pytorch") => Ok(Self::Torch),
+            Some("np" | "numpy") => Ok(Self::Numpy),
+            None => match py.import("torch") {
+                Ok(_) => Ok(Self::Torch),
+                Err(error) if error.is_instance_of::<PyImportError>(py) => Ok(Self::Numpy),
+                Err(error) => Err(error.into()),
+            },
+            Some(other) => {
+                let message = format!("framework is \"torch\" or \"numpy\", not {other:?}");
+                Err(PyValueError::new_err(message).into())
+            }
+        }
+    }
+}
+
+/// Where the bytes of storages are.
+pub(crate) trait Source {
+    /// Memory with bytes of a storage, and where in the storage it begins. It is asked once for each.
+    fn block(&self, storage: u32) -> Result<(Block, u64)>;
+}
+
+/// Makes objects of the nodes of an archive. Tensors of one storage share their memory.
+pub(crate) struct Maker<'py, 'a> {
+    py: Python<'py>,
+    archive: &'a Archive,
+    source: &'a dyn Source,
+    framework: Framework,
+    torch: OnceCell<Torch<'py>>,
+    numpy: OnceCell<Numpy<'py>>,
+    device: Option<Bound<'py, PyAny>>,
+    device_mesh: Option<Bound<'py, PyAny>>,
+    allow_pickle: bool,
+    metadata: serde_json::Map<String, Json>,
+    storages: BTreeMap<u32, Storage<'py>>,
+    named_tuples: Vec<(Text, Vec<Text>, Bound<'py, PyAny>)>,
+    path: Vec<Step>,
+    leaves: u32,
+}
+
+/// Bytes of a storage that were handed out before.
+struct Storage<'py> {
+    /// Where it begins in the storage of the archive.
+    start: u64,
+    /// An array of numpy or a tensor of torch, of bytes.
+    bytes: Bound<'py, PyAny>,
+    /// The same as torch's tensors take it, on the device.
+    untyped: Option<Bound<'py, PyAny>>,
+}
+
+impl<'py, 'a> Maker<'py, 'a> {
+    pub(crate) fn new(
+        py: Python<'py>,
+        archive: &'a Archive,
+        source: &'a dyn Source,
+        framework: Framework,
+    ) -> Self {
+        Self {
+            py,
+            archive,
+            source,
+            framework,
+            torch: OnceCell::new(),
+            numpy: OnceCell::new(),
+            device: None,
+            device_mesh: None,
+            allow_pickle: false,
+            metadata: serde_json::Map::new(),
+            storages: BTreeMap::new(),
+            named_tuples: Vec::new(),
+            path: Vec::new(),
+            leaves: 0,
+        }
+    }
+
+    /// On another device than the host.
+    pub(crate) fn on_device(mut self, device: Option<Bound<'py, PyAny>>) -> Result<Self> {
+        let Some(device) = device else { return Ok(self) };
+        if device.str()?.to_str()? == "cpu" {
+            return Ok(self);
+        }
+        if self.framework == Framework::Numpy {
+            let message = format!("numpy has no device {device}: load it with torch");
+            return Err(PyValueError::new_err(message).into());
+        }
+        self.device = Some(device);
+        Ok(self)
+    }
+
+    /// Shards become DTensors on this mesh.
+    pub(crate) fn on_mesh(mut self, mesh: Option<Bound<'py, PyAny>>) -> Self {
+        self.device_mesh = mesh;
+        self
+    }
+
+    pub(crate) fn allow_pickle(mut self, allow: bool) -> Self {
+        self.allow_pickle = allow;
+        self
+    }
+
+    /// All of it.
+    pub(crate) fn state_dict(mut self) -> Result<Bound<'py, PyAny>> {
+        if let Some(AttrValue::Text(text)) = self.archive.attrs().get(METADATA_ATTR) {
+            // What is no such object says nothing: the attribute is the package's, the file is not.
+            if let Ok(Json::Object(metadata)) = serde_json::from_slice(text.as_bytes()) {
+                self.metadata = metadata;
+            }
+        }
+        let structure = self.archive.structure();
+        self.object(structure)
+    }
+
+    fn torch(&self) -> Result<&Torch<'py>> {
+        if let Some(torch) = self.torch.get() {
+            return Ok(torch);
+        }
+        let torch = Torch::import(self.py)?;
+        Ok(self.torch.get_or_init(|| torch))
+    }
+
+    fn numpy(&self) -> Result<&Numpy<'py>> {
+        if let Some(numpy) = self.numpy.get() {
+            return Ok(numpy);
+        }
+        let numpy = Numpy::import(self.py)?;
+        Ok(self.numpy.get_or_init(|| numpy))
+    }
+
+    fn object(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
+        let (container, children) = match node {
+            Node::Container(container, children) => (container, children),
+            leaf => {
+                self.leaves += 1;
+                if self.leaves.is_multiple_of(LEAVES) {
+                    self.py.check_signals()?;
+                }
+                return self
+                    .leaf(leaf)
+                    .map_err(|error| error.at(&self.path.iter().cloned().collect::<ObjectPath>()));
+            }
+        };
+        match container {
+            Container::Dict | Container::Divergent => {
+                let dict = PyDict::new(self.py);
+                for (step, child) in children {
+                    let (key, value) = self.entry(step, child)?;
+                    dict.set_item(key, value)?;
+                }
+                Ok(dict.into_any())
+            }
+            Container::OrderedDict => self.ordered_dict(children),
+            Container::List => Ok(PyList::new(self.py, self.values(children)?)?.into_any()),
+            Container::Tuple => Ok(PyTuple::new(self.py, self.values(children)?)?.into_any()),
+            Container::NamedTuple(name) => {
+                let mut fields = Vec::with_capacity(children.len());
+                for (step, _) in &children {
+                    let Step::Key(Key::Str(field)) = step else { continue };
+                    fields.push(field.clone());
+                }
+                let values = self.values(children)?;
+                let class = self.named_tuple(name, fields)?;
+                Ok(class.call1(PyTuple::new(self.py, values)?)?)
+            }
+        }
+    }
+
+    fn ordered_dict(&mut self, children: Vec<(Step, Node)>) -> Result<Bound<'py, PyAny>> {
+        let collections = self.py.import(intern!(self.py, "collections"))?;
+        let dict = collections.getattr(intern!(self.py, "OrderedDict"))?.call0()?;
+        if !self.metadata.is_empty() {
+            let here = self.path.iter().cloned().collect::<ObjectPath>().to_string();
+            if let Some(metadata) = self.metadata.get(&here) {
+                let json = self.py.import("json")?;
+                let options = PyDict::new(self.py);
+                let metadata = json.call_method1("loads", (metadata.to_string(),))?;
+                let metadata =
+                    collections.getattr("OrderedDict")?.call((metadata,), Some(&options))?;
+                dict.setattr("_metadata", metadata)?;
+            }
+        }
+        for (step, child) in children {
+            let (key, value) = self.entry(step, child)?;
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    fn entry(&mut self, step: Step, child: Node) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let key = match &step {
+            Step::Key(key) => self.key(key)?,
+            Step::Index(index) => index.into_pyobject(self.py).map_err(PyErr::from)?.into_any(),
+        };
+        self.path.push(step);
+        let value = self.object(child)?;
+        self.path.pop();
+        Ok((key, value))
+    }
+
+    fn values(&mut self, children: Vec<(Step, Node)>) -> Result<Vec<Bound<'py, PyAny>>> {
+        children.into_iter().map(|(step, child)| Ok(self.entry(step, child)?.1)).collect()
+    }
+
+    /// Namedtuples of one name and the same fields are of one class.
+    fn named_tuple(&mut self, name: Text, fields: Vec<Text>) -> Result<Bound<'py, PyAny>> {
+        let known = self.named_tuples.iter().find(|known| known.0 == name && known.1 == fields);
+        if let Some((_, _, class)) = known {
+            return Ok(class.clone());
+        }
+        let make = self.py.import("collections")?.getattr("namedtuple")?;
+        let spelled = fields.iter().map(|field| self.text(field)).collect::<Result<Vec<_>>>()?;
+        let class = make.call1((self.text(&name)?, spelled))?;
+        self.named_tuples.push((name, fields, class.clone()));
+        Ok(class)
+    }
+
+    fn text(&self, text: &Text) -> Result<Bound<'py, PyAny>> {
+        string(self.py, text.as_bytes())
+    }
+
+    fn key(&self, key: &Key) -> Result<Bound<'py, PyAny>> {
+        let py = self.py;
+        Ok(match key {
+            Key::Str(text) => self.text(text)?,
+            Key::Int(int) => integer(py, int)?,
+            Key::Bool(value) => value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any(),
+            Key::Float(float) => PyFloat::new(py, float.get()).into_any(),
+            Key::None => py.None().into_bound(py),
+            Key::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+            Key::Tuple(keys) => {
+                let keys = keys.iter().map(|key| self.key(key)).collect::<Result<Vec<_>>>()?;
+                PyTuple::new(py, keys)?.into_any()
+            }
+            _ => return Err(unknown().into()),
+        })
+    }
+
+    fn leaf(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
+        match node {
+            Node::Tensors(run) => self.tensors(&run),
+            Node::Leaf(value) => self.value(&value),
+            Node::Stored(stored, storage) => {
+                let bytes = self.archive.storage_bytes(storage)?;
+                match stored {
+                    Stored::Str => string(self.py, &bytes),
+                    Stored::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
+                    Stored::Opaque(media) => self.opaque(&media, &bytes),
+                }
+            }
+            Node::Container(..) => unreachable!("a leaf is no container"),
+        }
+    }
+
+    /// A leaf that lies in the index.
+    pub(crate) fn value(&self, value: &Value) -> Result<Bound<'py, PyAny>> {
+        let py = self.py;
+        Ok(match value {
+            Value::None => py.None().into_bound(py),
+            Value::Bool(value) => {
+                value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any()
+            }
+            Value::Int(int) => integer(py, int)?,
+            Value::Float(float) => PyFloat::new(py, float.get()).into_any(),
+            Value::Complex(real, imag) => {
+                PyComplex::from_doubles(py, real.get(), imag.get()).into_any()
+            }
+            Value::Str(text) => self.text(text)?,
+            Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+            Value::Dtype(dtype) => self.of_torch("torch.dtype")?.dtype(*dtype)?.clone(),
+            Value::Size(sizes) => {
+                let size = self.of_torch("torch.Size")?.module.getattr("Size")?;
+                size.call1((PyTuple::new(py, sizes)?,))?
+            }
+            Value::Device(device) => {
+                let class = self.of_torch("torch.device")?.module.getattr("device")?;
+                class.call1((self.text(device)?,))?
+            }
+            Value::Opaque { media, bytes } => self.opaque(media, bytes)?,
+            _ => return Err(unknown().into()),
+        })
+    }
+
+    /// torch, for a leaf that only torch has.
+    fn of_torch(&self, class: &str) -> Result<&Torch<'py>> {
+        self.torch().map_err(|_| {
+            Refusal::new("FeatureMissing", format!("a {class} needs torch"))
+                .advice("install torch, or read the tensors alone with safe_open")
+                .into()
+        })
+    }
+
+    fn opaque(&self, media: &Text, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
+        if !self.allow_pickle {
+            return Err(Refusal::leaf(
+                format!("it is an opaque object ({media}), which is not unpickled"),
+                "if you trust who wrote the file, load it with allow_pickle=True",
+            )
+            .into());
+        }
+        if media.as_str() != Some(PICKLE) {
+            let message = format!("nothing here reads an object of type {media}");
+            return Err(Refusal::leaf(message, "read it with the library that wrote it").into());
+        }
+        let pickle = self.py.import("pickle")?;
+        Ok(pickle.call_method1("loads", (PyBytes::new(self.py, bytes),))?)
+    }
+
+    /// A tensor, or the shards of one.
+    pub(crate) fn tensors(&mut self, run: &[TensorReference]) -> Result<Bound<'py, PyAny>> {
+        let [first, others @ ..] = run else { return Err(unknown().into()) };
+        let Some(place) = &first.place else { return self.tensor(first) };
+        let slices: Vec<TensorSlice> =
+            run.iter().filter_map(|each| Some(each.place.as_ref()?.slice().clone())).collect();
+        let local = if others.is_empty() {
+            self.tensor(first)?
+        } else if let Some((shape, offsets)) = local_offsets(&slices) {
+            self.assembled(run, &shape, &offsets)?
+        } else {
+            // Boxes that no one local tensor has: each for itself.
+            let shards = PyList::empty(self.py);
+            for (reference, slice) in run.iter().zip(slices) {
+                let local = self.tensor(reference)?.unbind();
+                shards.append(TensorShard::of(self.py, local, vec![slice])?)?;
+            }
+            return Ok(shards.into_any());
+        };
+        if let (Some(mesh), Some(placements)) = (&self.device_mesh, place.placements()) {
+            let helper = self.py.import(intern!(self.py, "tssd._torch"))?;
+            let placements: Vec<_> = placements.iter().map(spelled).collect();
+            let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
+            let mesh_shape = PyTuple::new(self.py, place.slice().mesh_shape())?;
+            let coordinates =
+                place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
+            let arguments = (local, mesh, placements, global_shape, mesh_shape, coordinates);
+            return Ok(helper.call_method1("dtensor", arguments)?);
+        }
+        let shard = TensorShard::of(self.py, local.unbind(), slices)?;
+        Ok(Bound::new(self.py, shard)?.into_any())
+    }
+
+    /// One local tensor of several boxes, copied together.
+    fn assembled(
+        &mut self,
+        run: &[TensorReference],
+        shape: &[u64],
+        offsets: &[Vec<u64>],
+    ) -> Result<Bound<'py, PyAny>> {
+        let meta = &run[0].meta;
+        let plain = |reference: &TensorReference| {
+            let flags = reference.meta.flags();
+            let kept = TensorFlags::from_bits(flags.bits() & TensorFlags::NDARRAY.bits());
+            let meta = reference.meta.clone().with_flags(kept.unwrap_or_default());
+            TensorReference { meta, ..reference.clone() }
+        };
+        let whole = TensorReference {
+            meta: tssd_format::TensorMeta::new(meta.dtype(), shape)?
+                .with_flags(plain(&run[0]).meta.flags()),
+            storage: None,
+            byte_offset: 0,
+            place: None,
+        };
+        let local = self.tensor(&whole)?;
+        for (reference, offsets) in run.iter().zip(offsets) {
+            let part = self.tensor(&plain(reference))?;
+            let index = offsets.iter().zip(reference.meta.shape());
+            let index = index.map(|(offset, size)| {
+                let end = i64::try_from(offset + size)?;
+                let start = i64::try_from(*offset)?;
+                Ok(pyo3::types::PySlice::new(
+                    self.py,
+                    isize::try_from(start)?,
+                    isize::try_from(end)?,
+                    1,
+                ))
+            });
+            let index = index.collect::<Result<Vec<_>, std::num::TryFromIntError>>();
+            let index = index.map_err(|error| PyValueError::new_err(error.to_string()))?;
+            local.set_item(PyTuple::new(self.py, index)?, part)?;
+        }
+        if self.framework == Framework::Numpy || meta.flags().contains(TensorFlags::NDARRAY) {
+            return Ok(local);
+        }
+        self.torch()?.with_flags(local, meta.flags())
+    }
+
+    /// A plain tensor, or the local one of a shard.
+    fn tensor(&mut self, reference: &TensorReference) -> Result<Bound<'py, PyAny>> {
+        let flags = reference.meta.flags();
+        let is_array = flags.contains(TensorFlags::NDARRAY) || flags.contains(TensorFlags::SCALAR);
+        let mut reference = reference.clone();
+        if let Some(number) = reference.storage {
+            self.prepare(number)?;
+            reference.byte_offset -= self.storages[&number].start;
+        }
+        let storage = reference.storage.map(|number| &self.storages[&number]);
+        if self.framework == Framework::Numpy {
+            return self.numpy()?.make(&reference, storage.map(|storage| &storage.bytes));
+        }
+        if is_array {
+            let numpy = self.numpy()?;
+            let bytes = storage.map(|storage| {
+                let bytes = storage.bytes.call_method0(intern!(self.py, "numpy"))?;
+                bytes.call_method1("setflags", (false,))?;
+                Ok::<_, PyErr>(bytes)
+            });
+            return numpy.make(&reference, bytes.transpose()?.as_ref());
+        }
+        let storage = storage.and_then(|storage| storage.untyped.as_ref());
+        self.torch()?.make(&reference, storage, self.device.as_ref())
+    }
+
+    /// Has the bytes of a storage at hand.
+    fn prepare(&mut self, number: u32) -> Result<()> {
+        if self.storages.contains_key(&number) {
+            return Ok(());
+        }
+        let (block, start) = self.source.block(number)?;
+        let storage = match self.framework {
+            Framework::Numpy => {
+                Storage { start, bytes: self.numpy()?.bytes(block)?, untyped: None }
+            }
+            Framework::Torch => {
+                let bytes = self.torch()?.bytes(block)?;
+                let on_device = match &self.device {
+                    Some(device) => bytes.call_method1("to", (device,))?,
+                    None => bytes.clone(),
+                };
+                let untyped = on_device.call_method0(intern!(self.py, "untyped_storage"))?;
+                Storage { start, bytes, untyped: Some(untyped) }
+            }
+        };
+        self.storages.insert(number, storage);
+        Ok(())
+    }
+
+    /// A view of part of a tensor: `range` of the bytes of its storage, from `start` on of the tensor's
+    /// first byte.
+    pub(crate) fn view(
+        &mut self,
+        reference: &TensorReference,
+        shape: &[u64],
+        strides: &[i64],
+        first: u64,
+    ) -> Result<Bound<'py, PyAny>> {
+        let storage = match reference.storage {
+            Some(number) => {
+                self.prepare(number)?;
+                Some(&self.storages[&number])
+            }
+            None => None,
+        };
+        let first = first - storage.map_or(0, |storage| storage.start);
+        let dtype = reference.meta.dtype();
+        if self.framework == Framework::Numpy {
+            let bytes = storage.map(|storage| &storage.bytes);
+            return self.numpy()?.view(dtype, shape, strides, first, bytes);
+        }
+        let storage = storage.and_then(|storage| storage.untyped.as_ref());
+        let strides: Vec<u64> =
+            strides.iter().map(|stride| u64::try_from(*stride).unwrap_or_default()).collect();
+        let reference = TensorReference {
+            meta: tssd_format::TensorMeta::new(dtype, shape)?.with_strides(&strides)?,
+            byte_offset: first,
+            ..reference.clone()
+        };
+        self.torch()?.make(&reference, storage, self.device.as_ref())
+    }
+}
+
+fn unknown() -> Refusal {
+    Refusal::new("FeatureMissing", "this version of the package does not know such a value")
+        .advice("use a newer one")
+}
+
+/// A str of generalized UTF-8.
+pub(crate) fn string<'py>(py: Python<'py>, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        return Ok(PyString::new(py, text).into_any());
+    }
+    let bytes = PyBytes::new(py, bytes);
+    Ok(bytes.call_method1("decode", ("utf-8", "surrogatepass"))?)
+}
+
+fn integer<'py>(py: Python<'py>, int: &tssd_format::Int) -> Result<Bound<'py, PyAny>> {
+    Ok(match int.as_i64() {
+        Some(small) => small.into_pyobject(py).map_err(PyErr::from)?.into_any(),
+        None => int.to_bigint().into_pyobject(py)?.into_any(),
+    })
+}
+
+/// What lies between the first and the last byte of references, by storage.
+pub(crate) fn spans(run: &[TensorReference]) -> BTreeMap<u32, Range<u64>> {
+    let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
+    for reference in run {
+        let Some(number) = reference.storage else { continue };
+        let (start, end) =
+            (reference.byte_offset, reference.byte_offset + reference.meta.span_bytes());
+        let span = spans.entry(number).or_insert(start..end);
+        *span = span.start.min(start)..span.end.max(end);
+    }
+    spans
+}

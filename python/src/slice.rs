@@ -1,0 +1,291 @@
+//! Tensor slices and shards.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyTuple, PyType};
+use tssd_format::{Error, ErrorKind, Tensor, TensorMeta, TensorSlice as Slice};
+
+use crate::dtensor::{self, Meshes, Parts};
+use crate::error::{Refusal, Result};
+
+/// Which part of a global tensor a rank has: a box, and where the rank stands in its mesh.
+///
+/// All numbers are elements, or devices of the mesh.
+///
+/// Args:
+///     offsets: where the part begins in the global tensor, one number per dimension.
+///     coordinates: where the rank stands in its mesh, one number per mesh dimension; None if that is
+///         not known, or there is no mesh.
+///     global_shape: the shape of the global tensor.
+///     local_shape: the shape of the part.
+///     mesh_shape: the shape of the mesh; () if there is none.
+///
+/// Raises:
+///     TssdValueError: the part does not lie in the global tensor, or the coordinates not in the mesh.
+#[pyclass(frozen, eq, hash, module = "tssd")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct TensorSlice(pub(crate) Slice);
+
+type SliceArguments = (Vec<u64>, Option<Vec<u64>>, Vec<u64>, Vec<u64>, Vec<u64>);
+
+#[pymethods]
+impl TensorSlice {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
+    fn new(
+        offsets: Vec<u64>,
+        coordinates: Option<Vec<u64>>,
+        global_shape: Vec<u64>,
+        local_shape: Vec<u64>,
+        mesh_shape: Vec<u64>,
+    ) -> Result<Self> {
+        let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());
+        let slice = Slice::new(&offsets, &local_shape, &global_shape)?;
+        Ok(Self(slice.on_mesh(&mesh_shape, coordinates.as_deref())?))
+    }
+
+    /// The slice of the local tensor of a DTensor.
+    ///
+    /// Raises:
+    ///     TssdValueError: the local tensor is several boxes, as `_StridedShard` can leave them, or
+    ///         Partial.
+    #[classmethod]
+    fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
+        let Parts::DTensor(parts) = dtensor::parts(t)? else {
+            return Err(Error::new(ErrorKind::NotABox).note("it has several local tensors").into());
+        };
+        let mesh = Meshes::default().of(&parts.mesh)?;
+        let (_, mut slices) = parts.slices(&mesh)?;
+        match (slices.pop(), slices.len()) {
+            (Some(slice), 0) => Ok(Self(slice)),
+            (_, others) => Err(Error::new(ErrorKind::NotABox)
+                .note(format_args!("{} boxes", others + 1))
+                .into()),
+        }
+    }
+
+    /// Where the part begins in the global tensor, in elements.
+    #[getter]
+    fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.offsets())
+    }
+
+    /// Where the rank stands in its mesh; None if that is not known.
+    #[getter]
+    fn coordinates<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        self.0.coordinates().map(|coordinates| PyTuple::new(py, coordinates)).transpose()
+    }
+
+    /// The shape of the global tensor, in elements.
+    #[getter]
+    fn global_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.global_shape())
+    }
+
+    /// The shape of the part, in elements.
+    #[getter]
+    fn local_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.local_shape())
+    }
+
+    /// The shape of the mesh, in devices; () if there is none.
+    #[getter]
+    fn mesh_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.mesh_shape())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "TensorSlice(offsets={}, coordinates={}, global_shape={}, local_shape={}, \
+             mesh_shape={})",
+            self.offsets(py)?.repr()?,
+            self.coordinates(py)?.map_or_else(
+                || Ok("None".to_owned()),
+                |coordinates| { coordinates.repr().map(|repr| repr.to_string()) }
+            )?,
+            self.global_shape(py)?.repr()?,
+            self.local_shape(py)?.repr()?,
+            self.mesh_shape(py)?.repr()?,
+        ))
+    }
+
+    fn __getnewargs__(&self) -> SliceArguments {
+        let slice = &self.0;
+        (
+            slice.offsets().into(),
+            slice.coordinates().map(Into::into),
+            slice.global_shape().into(),
+            slice.local_shape().into(),
+            slice.mesh_shape().into(),
+        )
+    }
+}
+
+/// A local tensor and where it belongs in a global one: the leaf for shards that are no DTensors.
+///
+/// Args:
+///     local: a tensor of torch or an array of numpy.
+///     tensor_slice: its slice; or a list of slices, if it is several boxes of the global tensor, as a
+///         local tensor of `_StridedShard` can be. Then the boxes are in row-major order.
+///
+/// Raises:
+///     TssdValueError: the shape of `local` is not that of the slices.
+#[pyclass(frozen, generic, module = "tssd")]
+pub(crate) struct TensorShard {
+    local: Py<PyAny>,
+    slices: Vec<Py<TensorSlice>>,
+}
+
+impl TensorShard {
+    pub(crate) fn local(&self) -> &Py<PyAny> {
+        &self.local
+    }
+
+    pub(crate) fn slices(&self, py: Python<'_>) -> Vec<Slice> {
+        self.slices.iter().map(|slice| slice.bind(py).get().0.clone()).collect()
+    }
+
+    pub(crate) fn of(py: Python<'_>, local: Py<PyAny>, slices: Vec<Slice>) -> PyResult<Self> {
+        let slices = slices.into_iter().map(|slice| Py::new(py, TensorSlice(slice)));
+        Ok(Self { local, slices: slices.collect::<PyResult<_>>()? })
+    }
+}
+
+#[derive(FromPyObject)]
+enum Slices {
+    One(Py<TensorSlice>),
+    Many(Vec<Py<TensorSlice>>),
+}
+
+#[pymethods]
+impl TensorShard {
+    #[new]
+    fn new(local: &Bound<'_, PyAny>, tensor_slice: Slices) -> Result<Self> {
+        let py = local.py();
+        let slices = match tensor_slice {
+            Slices::One(slice) => vec![slice],
+            Slices::Many(slices) => slices,
+        };
+        if slices.is_empty() {
+            return Err(PyValueError::new_err("a shard has a slice").into());
+        }
+        let shape = local.getattr("shape").and_then(|shape| shape.extract());
+        let shape: Vec<u64> = shape.map_err(|_: PyErr| {
+            Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
+        })?;
+        let shard = Self { local: local.clone().unbind(), slices };
+        let fits = grid(&shard.slices(py)).is_some_and(|grid| local_shape(&grid) == shape);
+        if fits {
+            return Ok(shard);
+        }
+        let note = format!("tensor of shape {shape:?}");
+        Err(Error::new(ErrorKind::SliceMismatch).note(note).into())
+    }
+
+    /// The local tensor.
+    #[getter(local)]
+    fn local_tensor<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.local.bind(py)
+    }
+
+    /// Where it belongs: a slice, or a list of slices if it is several boxes.
+    #[getter]
+    fn tensor_slice<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self.slices.as_slice() {
+            [slice] => Ok(slice.bind(py).clone().into_any()),
+            slices => Ok(slices.into_pyobject(py)?.into_any()),
+        }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "TensorShard(local={}, tensor_slice={})",
+            self.local.bind(py).repr()?,
+            self.tensor_slice(py)?.repr()?
+        ))
+    }
+
+    fn __getnewargs__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        Ok((self.local.bind(py).clone(), self.tensor_slice(py)?))
+    }
+}
+
+/// The runs of indices of each dimension, as offset and size, whose product a list of boxes is; none if
+/// they are no such product, with the last dimension running fastest.
+fn grid(slices: &[Slice]) -> Option<Vec<Vec<(u64, u64)>>> {
+    let rank = slices.first()?.offsets().len();
+    let mut grid: Vec<Vec<(u64, u64)>> = vec![Vec::new(); rank];
+    for slice in slices {
+        if slice.offsets().len() != rank {
+            return None;
+        }
+        for ((runs, offset), size) in grid.iter_mut().zip(slice.offsets()).zip(slice.local_shape())
+        {
+            if !runs.contains(&(*offset, *size)) {
+                runs.push((*offset, *size));
+            }
+        }
+    }
+    let count = grid.iter().try_fold(1_usize, |count, runs| count.checked_mul(runs.len()))?;
+    let is_product = count == slices.len()
+        && slices.iter().enumerate().all(|(number, slice)| {
+            let place = place(&grid, number);
+            let mut dims = grid.iter().zip(&place).zip(slice.offsets().iter());
+            dims.all(|((runs, place), offset)| runs[*place].0 == *offset)
+        });
+    is_product.then_some(grid)
+}
+
+/// Which runs a box of a grid is made of.
+fn place(grid: &[Vec<(u64, u64)>], mut number: usize) -> Vec<usize> {
+    let mut place = vec![0; grid.len()];
+    for (slot, runs) in place.iter_mut().zip(grid).rev() {
+        *slot = number % runs.len();
+        number /= runs.len();
+    }
+    place
+}
+
+fn local_shape(grid: &[Vec<(u64, u64)>]) -> Vec<u64> {
+    grid.iter().map(|runs| runs.iter().map(|(_, size)| size).sum()).collect()
+}
+
+/// Cuts a local tensor into the boxes that it is: views of it.
+pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
+    let meta = local.meta();
+    let grid = grid(slices).filter(|grid| local_shape(grid) == meta.shape()).ok_or_else(|| {
+        let note = format!("{} boxes, tensor of shape {:?}", slices.len(), meta.shape());
+        Error::new(ErrorKind::SliceMismatch).note(note)
+    })?;
+    if slices.len() == 1 {
+        return Ok(vec![local.clone()]);
+    }
+    let strides = meta.strides();
+    let part = |(number, slice): (usize, &Slice)| {
+        let mut offset = 0;
+        for ((runs, run), stride) in grid.iter().zip(place(&grid, number)).zip(&strides) {
+            offset += runs[..run].iter().map(|(_, size)| size).sum::<u64>() * stride;
+        }
+        let part = TensorMeta::new(meta.dtype(), slice.local_shape())?
+            .with_strides(&strides)?
+            .with_flags(meta.flags());
+        let offset = local.byte_offset() + offset * meta.dtype().itemsize();
+        Ok(Tensor::new(part, local.storage().clone(), offset)?)
+    };
+    slices.iter().enumerate().map(part).collect()
+}
+
+/// Where each box of a local tensor begins in it; none if the boxes are no local tensor.
+pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>)> {
+    let grid = grid(slices)?;
+    let offsets = (0..slices.len()).map(|number| {
+        let place = place(&grid, number);
+        let before =
+            |(runs, run): (&Vec<(u64, u64)>, usize)| runs[..run].iter().map(|(_, size)| size).sum();
+        grid.iter().zip(place).map(before).collect()
+    });
+    Some((local_shape(&grid), offsets.collect()))
+}

@@ -1,0 +1,43 @@
+//! Tensors of either framework.
+#![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
+
+use bytes::Bytes;
+use pyo3::prelude::*;
+use tssd_format::{Storage, Tensor, TensorMeta};
+
+use crate::error::Result;
+
+/// Memory that an object of Python keeps: a storage of torch, an array of numpy.
+struct Borrowed {
+    start: *const u8,
+    len: usize,
+    _owner: Py<PyAny>,
+}
+
+// SAFETY: memory has no thread of its own, and neither has a reference of Python that is only kept:
+// dropped without the GIL, it is given back when somebody has it.
+unsafe impl Send for Borrowed {}
+
+impl AsRef<[u8]> for Borrowed {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: whoever made this vouches that the owner has these bytes (see `borrowed`).
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+/// A tensor whose elements lie at `start`, in memory that `owner` keeps.
+///
+/// # Safety
+///
+/// From `start` on there are as many bytes as the tensor spans, for as long as `owner` lives. They may be
+/// written to meanwhile by other threads of Python only as in any program with a race: the docstrings of
+/// what saves say that tensors must rest.
+pub(crate) unsafe fn borrowed(meta: TensorMeta, start: usize, owner: Py<PyAny>) -> Result<Tensor> {
+    let len = usize::try_from(meta.span_bytes()).map_err(std::io::Error::other)?;
+    if len == 0 {
+        return Ok(Tensor::new(meta, Storage::default(), 0)?);
+    }
+    let start = std::ptr::with_exposed_provenance(start);
+    let bytes = Bytes::from_owner(Borrowed { start, len, _owner: owner });
+    Ok(Tensor::new(meta, bytes.into(), 0)?)
+}

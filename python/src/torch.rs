@@ -1,0 +1,269 @@
+//! torch's tensors to tensors and back, without a copy.
+#![expect(unsafe_code, reason = "the memory of tensors belongs to torch")]
+
+use std::cell::{OnceCell, RefCell};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple, PyType};
+use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
+
+use crate::dlpack::capsule;
+use crate::error::{Refusal, Result};
+use crate::memory::Block;
+use crate::tensor::borrowed;
+
+/// The module torch, and what of it is needed again and again.
+pub(crate) struct Torch<'py> {
+    pub(crate) module: Bound<'py, PyModule>,
+    tensor: Bound<'py, PyAny>,
+    parameter: OnceCell<Bound<'py, PyType>>,
+    strided: Bound<'py, PyAny>,
+    /// By code; none that this torch lacks.
+    dtypes: Vec<Option<Bound<'py, PyAny>>>,
+    /// What was copied from devices: where it lies there, and here.
+    copies: RefCell<Vec<(String, Bound<'py, PyAny>)>>,
+}
+
+impl<'py> Torch<'py> {
+    /// torch, if this process has imported it: else no object is one of its.
+    pub(crate) fn imported(py: Python<'py>) -> Result<Option<Self>> {
+        let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+        let Some(module) = modules.get_item("torch")? else { return Ok(None) };
+        let Ok(module) = module.cast_into::<PyModule>() else { return Ok(None) };
+        // While it is being imported, it has nothing yet.
+        if !module.hasattr("Tensor")? || !module.hasattr("strided")? {
+            return Ok(None);
+        }
+        Self::of(module).map(Some)
+    }
+
+    pub(crate) fn import(py: Python<'py>) -> Result<Self> {
+        Self::of(py.import("torch")?)
+    }
+
+    fn of(module: Bound<'py, PyModule>) -> Result<Self> {
+        let dtypes = Dtype::ALL.iter().map(|dtype| module.getattr(dtype.name()).ok()).collect();
+        Ok(Self {
+            tensor: module.getattr("Tensor")?,
+            parameter: OnceCell::new(),
+            strided: module.getattr("strided")?,
+            dtypes,
+            copies: RefCell::default(),
+            module,
+        })
+    }
+
+    fn parameter(&self) -> Result<&Bound<'py, PyType>> {
+        if let Some(class) = self.parameter.get() {
+            return Ok(class);
+        }
+        let class = self.module.py().import("torch.nn")?.getattr("Parameter")?;
+        Ok(self.parameter.get_or_init(|| class.cast_into().expect("Parameter is a class")))
+    }
+
+    pub(crate) fn is_tensor(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
+        Ok(self.is_plain(object)? || object.is_instance(&self.tensor)?)
+    }
+
+    /// Whether its class is torch's own.
+    pub(crate) fn is_plain(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
+        let class = object.get_type();
+        Ok(class.is(&self.tensor) || class.is(self.parameter()?))
+    }
+
+    /// The dtype of an object that is one.
+    pub(crate) fn dtype_of(&self, object: &Bound<'py, PyAny>) -> Option<Dtype> {
+        let is_it =
+            |ours: &Option<Bound<'py, PyAny>>| ours.as_ref().is_some_and(|it| it.is(object));
+        Dtype::ALL.get(self.dtypes.iter().position(is_it)?).copied()
+    }
+
+    /// What torch calls a dtype.
+    pub(crate) fn dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
+        let found = self.dtypes.get(usize::from(dtype.code())).and_then(Option::as_ref);
+        found.ok_or_else(|| {
+            Refusal::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
+                .advice("read it with a newer torch")
+                .into()
+        })
+    }
+
+    /// What a tensor is besides its elements.
+    pub(crate) fn flags(&self, tensor: &Bound<'py, PyAny>) -> Result<TensorFlags> {
+        let mut flags = TensorFlags::default();
+        if tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()? {
+            flags = flags.union(TensorFlags::REQUIRES_GRAD);
+        }
+        let is_plain = tensor.get_type().is(&self.tensor);
+        if !is_plain && tensor.is_instance(self.parameter()?)? {
+            flags = flags.union(TensorFlags::PARAMETER);
+        }
+        Ok(flags)
+    }
+
+    /// A tensor of torch's own class, whose memory is shared.
+    pub(crate) fn take(&self, tensor: &Bound<'py, PyAny>, flags: TensorFlags) -> Result<Tensor> {
+        let py = tensor.py();
+        let is = |name: &Bound<'py, _>| tensor.getattr(name)?.is_truthy();
+        if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
+            let layout = tensor.getattr("layout")?;
+            return Err(Refusal::leaf(
+                format!("a tensor of layout {layout} cannot be stored"),
+                "convert it with `.to_dense()`",
+            )
+            .into());
+        }
+        if is(intern!(py, "is_nested"))? {
+            return Err(Refusal::leaf(
+                "a nested tensor cannot be stored",
+                "store the tensors that `.unbind()` gives, or `.to_padded_tensor(0)`",
+            )
+            .into());
+        }
+        if is(intern!(py, "is_quantized"))? {
+            return Err(Refusal::leaf(
+                "a quantized tensor cannot be stored",
+                "store `.int_repr()` with its scale and zero point, or `.dequantize()`",
+            )
+            .into());
+        }
+        if is(intern!(py, "is_meta"))? {
+            return Err(Refusal::leaf(
+                "a tensor on the meta device has no elements",
+                "materialize the model first",
+            )
+            .into());
+        }
+        let mut tensor = tensor.clone();
+        if !is(intern!(py, "is_cpu"))? {
+            tensor = self.copy_to_host(&tensor)?;
+        }
+        for (has, without) in [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")] {
+            if tensor.call_method0(has)?.is_truthy()? {
+                tensor = tensor.call_method0("detach")?.call_method0(without)?;
+            }
+        }
+        if tensor.call_method0(intern!(py, "_is_zerotensor"))?.is_truthy()? {
+            tensor = tensor.call_method0("detach")?.call_method0("clone")?;
+        }
+        let dtype = tensor.getattr(intern!(py, "dtype"))?;
+        let dtype = self.dtype_of(&dtype).ok_or_else(|| {
+            Refusal::leaf(format!("the format has no {dtype}"), "convert the tensor first")
+        })?;
+        let shape: Vec<u64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let strides: Vec<u64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let meta = TensorMeta::new(dtype, &shape)?.with_strides(&strides)?.with_flags(flags);
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let len: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        let end = offset.saturating_mul(dtype.itemsize()).saturating_add(meta.span_bytes());
+        if meta.numel() > 0 && end > len {
+            return Err(Refusal::leaf(
+                format!("the tensor spans {end} bytes and its storage has {len}"),
+                "its memory was freed or resized, as FSDP does: gather it first",
+            )
+            .into());
+        }
+        let start: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        // SAFETY: proven above that the storage, which is kept, has the bytes from there on that the
+        // tensor spans: `data_ptr` is that of the storage plus the offset.
+        unsafe { borrowed(meta, start, storage.unbind()) }
+    }
+
+    /// A tensor of another device as one of the host. Equal views of one storage become one copy.
+    fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        let place = format!(
+            "{} {} {} {} {}",
+            tensor.getattr("device")?,
+            tensor.call_method0("data_ptr")?,
+            tensor.getattr("dtype")?,
+            tensor.getattr("shape")?,
+            tensor.call_method0("stride")?,
+        );
+        let mut copies = self.copies.borrow_mut();
+        if let Some((_, copy)) = copies.iter().find(|(other, _)| *other == place) {
+            return Ok(copy.clone());
+        }
+        let copy = tensor.call_method0("detach")?.call_method0("cpu")?;
+        copies.push((place, copy.clone()));
+        Ok(copy)
+    }
+
+    /// Memory as a tensor of bytes.
+    pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
+        let py = self.module.py();
+        let from_dlpack =
+            py.import(intern!(py, "torch.utils.dlpack"))?.getattr(intern!(py, "from_dlpack"))?;
+        Ok(from_dlpack.call1((capsule(py, block)?,))?)
+    }
+
+    /// A tensor of elements in a storage; none if it has no elements.
+    pub(crate) fn make(
+        &self,
+        reference: &TensorReference,
+        storage: Option<&Bound<'py, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let py = self.module.py();
+        let meta = &reference.meta;
+        let options = PyDict::new(py);
+        options.set_item(intern!(py, "dtype"), self.dtype(meta.dtype())?)?;
+        if let Some(device) = device {
+            options.set_item(intern!(py, "device"), device)?;
+        }
+        let shape = PyTuple::new(py, meta.shape())?;
+        let strides = PyTuple::new(py, meta.strides())?;
+        let tensor = match storage {
+            None => {
+                let empty = self.module.getattr(intern!(py, "empty_strided"))?;
+                empty.call((shape, strides), Some(&options))?
+            }
+            Some(storage) => {
+                let empty = self.module.getattr(intern!(py, "empty"))?;
+                let empty = empty.call(((0,),), Some(&options))?;
+                let offset = reference.byte_offset / meta.dtype().itemsize();
+                empty.call_method1(intern!(py, "set_"), (storage, offset, shape, strides))?
+            }
+        };
+        self.with_flags(tensor, meta.flags())
+    }
+
+    /// What basic indexing makes of a tensor of this shape: shape and strides in elements, and where
+    /// element 0 is. No memory is looked at.
+    pub(crate) fn index(
+        &self,
+        meta: &TensorMeta,
+        index: &Bound<'py, PyTuple>,
+    ) -> Result<(Vec<u64>, Vec<i64>, i64)> {
+        let py = self.module.py();
+        let options = PyDict::new(py);
+        options.set_item("dtype", self.module.getattr("uint8")?)?;
+        options.set_item("device", "meta")?;
+        let shape = PyTuple::new(py, meta.shape())?;
+        let strides = PyTuple::new(py, meta.strides())?;
+        let whole = self.module.getattr("empty_strided")?.call((shape, strides), Some(&options))?;
+        let part = whole.get_item(index)?;
+        Ok((
+            part.getattr("shape")?.extract()?,
+            part.call_method0("stride")?.extract()?,
+            part.call_method0("storage_offset")?.extract()?,
+        ))
+    }
+
+    /// The same tensor as what the flags say.
+    pub(crate) fn with_flags(
+        &self,
+        tensor: Bound<'py, PyAny>,
+        flags: TensorFlags,
+    ) -> Result<Bound<'py, PyAny>> {
+        let requires_grad = flags.contains(TensorFlags::REQUIRES_GRAD);
+        if flags.contains(TensorFlags::PARAMETER) {
+            return Ok(self.parameter()?.call1((tensor, requires_grad))?);
+        }
+        if requires_grad {
+            return Ok(tensor.call_method1(intern!(tensor.py(), "requires_grad_"), (true,))?);
+        }
+        Ok(tensor)
+    }
+}

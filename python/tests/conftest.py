@@ -1,0 +1,26 @@
+"""What the tests share. Those that need torch are left out where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+collect_ignore = (
+    []
+    if importlib.util.find_spec("torch")
+    else ["test_torch.py", "test_distributed.py", "test_oracles.py"]
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.tssd"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends with the counts, as the project's other checks do."""
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    failed = len(stats.get("failed", [])) + len(stats.get("error", []))
+    print(f"{len(stats.get('passed', []))} passed, {failed} failed")

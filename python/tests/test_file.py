@@ -1,0 +1,626 @@
+"""Files, with numpy alone."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tssd
+from same import same
+
+Point = namedtuple("Point", ["x", "y"])
+
+LEAVES: dict[str, Any] = {
+    "none": None,
+    "bool": True,
+    "int": -(2**63),
+    "big": 2**200,
+    "small": -(2**64),
+    "float": -0.0,
+    "nan": float("nan"),
+    "complex": complex(-0.0, float("inf")),
+    "str": "é\0\n",
+    "surrogate": "a\ud800b",
+    "long": "x" * 10_000,
+    "bytes": bytes(range(256)),
+    "many bytes": b"y" * 10_000,
+}
+
+
+def load(path: Path, **options: Any) -> Any:
+    return tssd.load_file(path, framework="numpy", **options)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_a_nested_dict_comes_back_as_it_was(path: Path, backend: str) -> None:
+    ordered = OrderedDict(b=1, a=2)
+    ordered.move_to_end("b")
+    state = {
+        **LEAVES,
+        1: "int",
+        "1": "str",
+        None: 0,
+        b"k": 0,
+        (1, ("a", None)): 0,
+        1.5: 0,
+        False: 0,
+        "empty": [{}, [], (), OrderedDict()],
+        "ordered": ordered,
+        "point": Point(Point(1, 2), y=[3]),
+        "a.b": 1,
+        "a": {"b": 2},
+    }
+    tssd.save_file(state, path)
+    assert same(load(path, backend=backend), state)
+    assert same(tssd.load(tssd.save(state), framework="numpy"), state)
+
+
+def test_an_empty_dict_is_legal(path: Path) -> None:
+    tssd.save_file({}, path)
+    assert load(path) == {}
+    assert type(tssd.load(tssd.save(OrderedDict()), framework="numpy")) is OrderedDict
+
+
+DTYPES = "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 complex128 bool"
+
+
+@pytest.mark.parametrize("name", DTYPES.split())
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_arrays_of_each_dtype(path: Path, name: str, backend: str) -> None:
+    array = np.arange(24).astype(name).reshape(2, 3, 4)
+    state = {
+        "plain": array,
+        "turned": array.transpose(2, 0, 1),
+        "backwards": array[::-1, :, ::-2],
+        "scalar": array[1, 2, 3],
+        "no dimensions": array[1, 2, 3, ...],
+        "nothing": array[:0],
+        "expanded": np.broadcast_to(array[0], (5, 3, 4)),
+        "foreign": array.astype(array.dtype.newbyteorder()),
+    }
+    tssd.save_file(state, path)
+    loaded = load(path, backend=backend)
+    assert list(loaded) == list(state)
+    for key, wanted in state.items():
+        found = loaded[key]
+        assert type(found) is type(wanted), key
+        assert found.dtype == wanted.dtype.newbyteorder("="), key
+        np.testing.assert_array_equal(found, wanted)
+    assert loaded["expanded"].strides[0] == 0
+    assert loaded["turned"].strides == state["turned"].strides
+
+
+@pytest.mark.parametrize(
+    "name",
+    "bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu int4 uint4".split(),
+)
+def test_arrays_of_ml_dtypes(path: Path, name: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.array([1, 2, 0, 1]).astype(getattr(ml_dtypes, name))
+    tssd.save_file({"a": array}, path)
+    assert same(load(path)["a"], array)
+    assert same(tssd.load(tssd.save({"a": array}), framework="numpy")["a"], array)
+
+
+def test_arrays_that_share_memory_share_it_again(path: Path) -> None:
+    base = np.arange(12, dtype=np.float32)
+    tssd.save_file({"all": base, "part": base[4:8].reshape(2, 2), "other": base.copy()}, path)
+    loaded = load(path)
+    assert np.shares_memory(loaded["all"], loaded["part"])
+    assert not np.shares_memory(loaded["all"], loaded["other"])
+    assert path.stat().st_size < 4096 + 2 * 256 + 2048
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "pread"}, {"verify": "off"}])
+def test_loaded_arrays_are_read_only_and_outlive_the_file(path: Path, options: dict[str, Any]) -> None:
+    array = np.arange(100_000)
+    tssd.save_file({"a": array, "b": array + 1}, path)
+    loaded = load(path, **options)["a"]
+    path.unlink()
+    with pytest.raises(ValueError, match="read-only"):
+        loaded[0] = 1
+    np.testing.assert_array_equal(loaded, array)
+
+
+def test_what_is_replaced_while_it_is_mapped_stays(path: Path) -> None:
+    tssd.save_file({"a": np.zeros(100_000)}, path)
+    loaded = load(path)["a"]
+    tssd.save_file({"a": np.ones(100_000)}, path)
+    assert not loaded.any()
+    assert load(path)["a"].all()
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd-plain"])
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_compressed_files(path: Path, compression: str, backend: str) -> None:
+    array = np.arange(1_000_000, dtype=np.float32)
+    state = {"a": array, "part": array[10:20], "text": "x" * 100_000, "bytes": b"y" * 100_000}
+    tssd.save_file(state, path, compression=compression, level=3, digest="blake3")
+    assert path.stat().st_size < array.nbytes * 3 // 4
+    tssd.verify(path)
+    assert same(load(path, backend=backend), state)
+    with tssd.safe_open(path, "np", backend=backend) as file:
+        np.testing.assert_array_equal(file.get_slice("a")[500_000:500_010], array[500_000:500_010])
+
+
+def test_the_same_bytes_every_time(path: Path) -> None:
+    state = {"a": np.arange(1000), "b": LEAVES}
+    tssd.save_file(state, path, {"b": "2", "a": "1"}, fsync=False)
+    assert path.read_bytes() == tssd.save(state, {"a": "1", "b": "2"})
+
+
+def test_metadata(path: Path) -> None:
+    tssd.save_file({}, path, metadata={"format": "pt", "step": 3, "raw": b"\0"})
+    with tssd.safe_open(path, "np") as file:
+        assert file.metadata() == {"format": "pt", "step": 3, "raw": b"\0"}
+    tssd.save_file({}, path)
+    with tssd.safe_open(path, "np") as file:
+        assert file.metadata() is None
+    for bad in ({"a": 1.5}, {1: "a"}, {"a": [1]}):
+        with pytest.raises(TypeError, match="metadata"):
+            tssd.save_file({}, path, metadata=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reserved"):
+        tssd.save_file({}, path, metadata={"tssd.x": "1"})
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Masked(np.ndarray[Any, Any]):
+    pass
+
+
+BAD: list[tuple[Any, str]] = [
+    (object(), "object"),
+    ({1, 2}, "set"),
+    (defaultdict(int), "defaultdict"),
+    (Colour.RED, "Colour"),
+    (bytearray(b"x"), "bytearray"),
+    (lambda: 0, "function"),
+    (np.zeros(2, dtype=object), "object"),
+    (np.zeros(2, dtype="U3"), "str"),
+    (np.zeros(2, dtype="datetime64[s]"), "datetime64"),
+    (np.zeros(2, dtype=[("a", "f4")]), "void"),
+    (np.zeros(2, dtype=np.longdouble), "longdouble"),
+    (np.ma.masked_array([1, 2]), "MaskedArray"),
+    (np.zeros(2).view(Masked), "Masked"),
+    (range(3), "range"),
+]
+
+
+@pytest.mark.parametrize(("bad", "name"), BAD, ids=[name for _, name in BAD])
+def test_what_is_no_typed_leaf_is_refused_with_its_path(path: Path, bad: Any, name: str) -> None:
+    path.write_bytes(b"old")
+    with pytest.raises(TypeError) as caught:
+        tssd.save_file({"a": [{}, {"b": bad}]}, path)
+    error = caught.value
+    assert isinstance(error, tssd.TssdError)
+    assert (error.kind, error.fqn) == ("UntypedLeaf", "a.1.b")
+    assert error.advice and error.advice in str(error)
+    assert name.split("64")[0] in str(error) or name == "longdouble"
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("key", [frozenset(), (1, object()), np.int64(1), Colour.RED])
+def test_keys_that_the_format_lacks(key: Any) -> None:
+    with pytest.raises(TypeError, match="key") as caught:
+        tssd.save({"a": {key: 1}})
+    assert caught.value.fqn == "a"  # type: ignore[attr-defined]
+
+
+def test_a_nan_key() -> None:
+    with pytest.raises(ValueError, match="NaN") as caught:
+        tssd.save({"a": {float("nan"): 1}})
+    assert caught.value.kind == "KeyKind"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("root", [[], None, 1, np.zeros(2), (), "x"])
+def test_a_state_dict_is_a_dict(root: Any) -> None:
+    with pytest.raises(TypeError, match="dict"):
+        tssd.save(root)
+
+
+def test_nesting_is_limited_and_never_kills() -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    itself: dict[str, Any] = {}
+    itself["a"] = itself
+    twice: list[Any] = []
+    twice += [twice, twice]
+    for bad in (nested, itself, twice):
+        with pytest.raises(ValueError, match="64 levels") as caught:
+            tssd.save({"x": bad})
+        assert caught.value.kind == "TooDeep"  # type: ignore[attr-defined]
+    key: tuple[Any, ...] = ()
+    for _ in range(10_000):
+        key = (key,)
+    with pytest.raises(tssd.TssdError):
+        tssd.save({key: 1})
+    deep: Any = 1
+    for _ in range(63):
+        deep = [deep]
+    assert tssd.load(tssd.save({"x": deep}), framework="numpy") == {"x": deep}
+
+
+class Opaque:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.value == self.value
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_pickled_objects_are_only_for_who_asks(path: Path, size: int) -> None:
+    state = {"a": {"b": Opaque(1), "c": {1, 2}, "d": frozenset(range(size))}, "e": np.arange(3)}
+    tssd.save_file(state, path, allow_pickle=True)
+    with pytest.raises(TypeError, match="allow_pickle") as caught:
+        load(path)
+    assert caught.value.fqn == "a.b"  # type: ignore[attr-defined]
+    assert load(path, allow_pickle=True)["a"] == state["a"]
+    data = tssd.save(state, allow_pickle=True)
+    assert tssd.load(data, framework="numpy", allow_pickle=True)["a"] == state["a"]
+    with pytest.raises(TypeError):
+        tssd.load(data, framework="numpy")
+
+
+def test_the_file_is_the_system_s_business(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        load(path)
+    assert isinstance(missing.value, tssd.TssdError)
+    assert missing.value.filename == str(path)
+    with pytest.raises(FileNotFoundError):
+        tssd.save_file({}, tmp_path / "no" / "x.tssd")
+    with pytest.raises(OSError, match="regular file"):
+        tssd.save_file({}, tmp_path)
+    for read in (load, tssd.verify, tssd.inspect, lambda p: tssd.safe_open(p, "np")):
+        with pytest.raises(OSError, match="directory"):
+            read(tmp_path)
+    with pytest.raises(TypeError):
+        tssd.save_file({}, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread", "safe_open", "verify", "inspect"])
+def test_what_is_no_archive(path: Path, read: str) -> None:
+    whole = tssd.save({"a": np.arange(1000)})
+    for data in (b"", b"x", b"PK\3\4" + bytes(10_000), whole[:-1], whole + b"\0", bytes(5000)):
+        path.write_bytes(data)
+        with pytest.raises(tssd.TssdCorruptError) as caught:
+            if read == "safe_open":
+                tssd.safe_open(path, "np")
+            elif read in ("verify", "inspect"):
+                getattr(tssd, read)(path)
+            else:
+                load(path, backend=read)
+        assert isinstance(caught.value, ValueError)
+        assert str(path) in str(caught.value)
+    with pytest.raises(tssd.TssdCorruptError):
+        tssd.load(whole[:-1], framework="numpy")
+    for not_bytes in (3, "x", None):
+        with pytest.raises(TypeError):
+            tssd.load(not_bytes)  # type: ignore[arg-type]
+
+
+def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:
+    state = {"a": np.zeros(400_000), "b": np.ones(400_000)}
+    tssd.save_file(state, path)
+    with tssd.safe_open(path, "np") as file:
+        assert file.offset_keys() == ["a", "b"]
+    data = bytearray(path.read_bytes())
+    at = data.index(np.float64(1).tobytes()) + 8 * 399_999
+    data[at] ^= 1
+    path.write_bytes(data)
+    for backend in ("mmap", "pread"):
+        with pytest.raises(tssd.TssdCorruptError) as caught:
+            load(path, backend=backend)
+        assert (caught.value.kind, caught.value.fqn) == ("ChunkCorrupt", "b")
+        assert load(path, backend=backend, verify="off")["b"][399_999] != 1
+        with pytest.raises(tssd.TssdCorruptError):
+            tssd.safe_open(path, "np", backend=backend, verify="eager")
+        with tssd.safe_open(path, "np", backend=backend) as file:
+            np.testing.assert_array_equal(file.get_tensor("a"), state["a"])
+            with pytest.raises(tssd.TssdCorruptError) as caught:
+                file.get_tensor("b")
+            assert caught.value.fqn == "b"
+            # The damage lies in another chunk.
+            np.testing.assert_array_equal(file.get_slice("b")[:1000], state["b"][:1000])
+            with pytest.raises(tssd.TssdCorruptError):
+                file.get_slice("b")[-1:]
+    with pytest.raises(tssd.TssdCorruptError):
+        tssd.verify(path)
+
+
+def test_padding_is_proven_too(path: Path) -> None:
+    tssd.save_file({"a": np.zeros(3), "b": np.ones(3)}, path)
+    data = bytearray(path.read_bytes())
+    data[4096 + 100] = 1
+    path.write_bytes(data)
+    with pytest.raises(tssd.TssdCorruptError) as caught:
+        load(path)
+    assert caught.value.kind == "PaddingNotZero"
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_safe_open_reads_parts(path: Path, backend: str) -> None:
+    big = np.arange(300_000, dtype=np.int32).reshape(100, 3000)
+    state = {"z": big, "a": {"b": np.arange(3), 0: np.float32(2)}, "text": "x", "e": np.zeros((0, 3))}
+    tssd.save_file(state, path)
+    with tssd.safe_open(path, framework="np", backend=backend) as file:
+        assert file.keys() == ["z", "a.b", "a.0", "e"]
+        assert same(file.get_tensor("z"), big)
+        assert same(file.get_tensor("a.0"), np.float32(2))
+        part = file.get_slice("z")
+        assert (part.get_shape(), part.get_dtype()) == ([100, 3000], "int32")
+        for index in np.s_[
+            5, ..., -1, 3:7, ::-1, 1:90:7, :, (5, 7), (slice(None), 3), (Ellipsis, slice(2, 9)),
+            (slice(90, 2, -3), slice(None, None, -5)), 100:, (), (-1, -1),
+        ]:  # fmt: skip
+            np.testing.assert_array_equal(part[index], big[index])
+        assert file.get_slice("e")[:, 1].shape == (0,)
+        for bad in (100, (0, 0, 0), -101):
+            with pytest.raises(IndexError):
+                part[bad]
+        for bad in ([1, 2], np.array([1]), True, "a", None):
+            with pytest.raises(TypeError):
+                part[bad]
+        with pytest.raises(KeyError) as missing:
+            file.get_tensor("a.c")
+        assert (missing.value.kind, missing.value.fqn) == ("NotFound", "a.c")  # type: ignore[attr-defined]
+        with pytest.raises(TypeError):
+            file.get_tensor("text")
+        kept = file.get_tensor("z")
+    with pytest.raises(ValueError, match="closed"):
+        file.keys()
+    path.unlink()
+    assert same(kept, big)
+
+
+def test_an_fqn_that_two_leaves_have(path: Path) -> None:
+    tssd.save_file({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, path)
+    with tssd.safe_open(path, "np") as file, pytest.raises(ValueError, match="more than one") as caught:
+        file.get_tensor("a.b")
+    assert caught.value.kind == "AmbiguousFqn"  # type: ignore[attr-defined]
+
+
+def test_choices_are_checked(path: Path) -> None:
+    tssd.save_file({}, path)
+    for options in ({"backend": "x"}, {"verify": True}, {"verify": "x"}, {"framework": "jax"}):
+        with pytest.raises((ValueError, TypeError)):
+            tssd.load_file(path, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cuda"):
+        load(path, device="cuda")
+    for options in ({"compression": "lz4"}, {"digest": "md5"}):
+        with pytest.raises(ValueError):
+            tssd.save({}, **options)  # type: ignore[arg-type]
+
+
+def test_a_link_stays_a_link_and_permissions_stay(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    tssd.save_file({"a": 1}, link)
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load(path) == {"a": 1}
+
+
+def test_a_dict_that_another_thread_changes_is_saved_as_it_was_at_some_time() -> None:
+    state: dict[str, Any] = {f"{i}": np.full(10, i) for i in range(300)}
+    ordered: OrderedDict[str, int] = OrderedDict((f"{i}", i) for i in range(300))
+    state["ordered"] = ordered
+    stop = threading.Event()
+
+    def change() -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            state[f"new {i % 50}"] = np.full(10, i)
+            state.pop(f"new {(i + 25) % 50}", None)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(50):
+            loaded = tssd.load(tssd.save(state), framework="numpy")
+            assert {f"{i}" for i in range(300)} <= loaded.keys()
+            assert all((loaded[f"{i}"] == i).all() for i in range(300))
+    finally:
+        stop.set()
+        thread.join()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import numpy as np, tssd
+state = {str(i): np.random.default_rng(i).standard_normal(4_000_000) for i in range(8)}
+def strike():
+    names = set(os.listdir(sys.argv[1]))
+    while set(os.listdir(sys.argv[1])) == names: pass
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=strike).start()
+try:
+    tssd.save_file(state, sys.argv[1] + "/x.tssd")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_it_and_leaves_no_half_file(path: Path) -> None:
+    path.write_bytes(b"old")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(path.parent)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "interrupted\n", done.stderr
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_a_fork_keeps_what_was_open(path: Path, backend: str) -> None:
+    array = np.arange(400_000)
+    tssd.save_file({"a": array, "b": array * 2}, path)
+    loaded = load(path, backend=backend)
+    file = tssd.safe_open(path, "np", backend=backend)
+    child = os.fork()
+    if child == 0:
+        fine = same(loaded["a"], array) and same(file.get_tensor("b"), array * 2)
+        fine = fine and same(tssd.load(tssd.save({"a": array}), framework="numpy")["a"], array)
+        os._exit(0 if fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(file.get_tensor("a"), array)
+    assert same(loaded["b"], array * 2)
+
+
+def test_threads_read_one_file(path: Path) -> None:
+    state = {f"{i}": np.full(50_000, i) for i in range(16)}
+    tssd.save_file(state, path)
+    wrong: list[str] = []
+    with tssd.safe_open(path, "np") as file:
+
+        def read() -> None:
+            for key in state:
+                if not same(file.get_tensor(key), state[key]):
+                    wrong.append(key)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_inspect_shows_the_tree(path: Path) -> None:
+    tssd.save_file({"a": np.zeros((2, 3), np.float32), "b": [1]}, path, {"k": "v"})
+    view = tssd.inspect(path)
+    assert view["root"]["dict"][0][0] == {"str": "a"}
+    assert view["root"]["dict"][0][1]["tensor"]["dtype"] == "float32"
+
+
+def test_every_kind_has_a_class_and_no_other() -> None:
+    from tssd import _errors, _tssd
+
+    kinds = {name: rule for name, rule, _ in _tssd._kinds()}
+    assert _errors._KINDS.keys() <= kinds.keys()
+    for name, rule in kinds.items():
+        error = _errors.make(name, rule, "wrong", None, None, None, 28 if name == "Io" else None)
+        assert isinstance(error, tssd.TssdError)
+        assert error.kind == name
+    assert issubclass(_errors.class_of("NotFound", "read"), KeyError)
+    assert issubclass(_errors.class_of("ChunkCorrupt", "F-090"), ValueError)
+    assert issubclass(_errors.class_of("LimitExceeded", "read"), MemoryError)
+    assert issubclass(tssd.TssdTimeoutError, TimeoutError)
+    assert issubclass(tssd.TssdConnectionError, ConnectionError)
+
+
+def test_slices() -> None:
+    import pickle
+
+    one = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
+    assert one.offsets == (2, 0) and one.coordinates == (1,) and one.mesh_shape == (2,)
+    assert one.global_shape == (4, 3) and one.local_shape == (2, 3)
+    again = eval(repr(one), {"TensorSlice": tssd.TensorSlice})
+    assert again == one and hash(again) == hash(one) and pickle.loads(pickle.dumps(one)) == one
+    assert one != tssd.TensorSlice((0, 0), (0,), (4, 3), (2, 3), (2,))
+    for bad in (
+        ((3, 0), None, (4, 3), (2, 3), ()),
+        ((0,), None, (4, 3), (2, 3), ()),
+        ((0, 0), (2,), (4, 3), (2, 3), (2,)),
+    ):
+        with pytest.raises(ValueError):
+            tssd.TensorSlice(*bad)
+    with pytest.raises(OverflowError):
+        tssd.TensorSlice((-1,), None, (4,), (2,), ())
+
+
+def test_shards_of_arrays(path: Path) -> None:
+    local = np.arange(6, dtype=np.float32).reshape(2, 3)
+    place = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
+    tssd.save_file({"w": tssd.TensorShard(local, place), "empty": tssd.TensorShard(local[:0], tssd.TensorSlice((4, 0), (1,), (4, 3), (0, 3), (2,)))}, path)
+    loaded = load(path)["w"]
+    assert type(loaded) is tssd.TensorShard
+    assert loaded.tensor_slice == place and same(loaded.local, local)
+    with tssd.safe_open(path, "np") as file:
+        assert file.get_tensor("w").tensor_slice == place
+        with pytest.raises(TypeError, match="shard"):
+            file.get_slice("w")
+    with pytest.raises(ValueError, match="shape"):
+        tssd.TensorShard(local[:1], place)
+    with pytest.raises(TypeError):
+        tssd.TensorShard([1, 2], place)  # type: ignore[type-var]
+
+
+def test_a_shard_of_several_boxes(path: Path) -> None:
+    whole = np.arange(8 * 6).reshape(8, 6)
+    rows, columns = [(0, 2), (4, 2)], [(1, 1), (3, 2)]
+    local = np.concatenate([whole[r : r + n] for r, n in rows])
+    local = np.concatenate([local[:, c : c + n] for c, n in columns], axis=1)
+    slices = [
+        tssd.TensorSlice((r, c), None, (8, 6), (m, n), ()) for r, m in rows for c, n in columns
+    ]
+    tssd.save_file({"w": tssd.TensorShard(local, slices)}, path)
+    loaded = load(path)["w"]
+    assert loaded.tensor_slice == slices
+    np.testing.assert_array_equal(loaded.local, local)
+    with pytest.raises(ValueError):
+        tssd.TensorShard(local, slices[:3])
+    with pytest.raises(ValueError):
+        tssd.TensorShard(local, [])
+
+
+def test_a_state_dict_in_memory() -> None:
+    import pickle
+
+    state = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": 1, "d": "x" * 10_000}}
+    encoded = tssd.TorchStoreStateDict.from_state_dict(state)
+    assert encoded.nbytes == len(encoded.to_bytes()) == len(tssd.save(state))
+    assert encoded.to_bytes() == tssd.save(state)
+    for again in (tssd.TorchStoreStateDict.from_bytes(encoded.to_bytes()), pickle.loads(pickle.dumps(encoded))):
+        assert again.to_bytes() == encoded.to_bytes()
+    flat = encoded.flattened_state_dict
+    assert list(flat) == ["a", "b.c", "b.d"]
+    reference = flat["a"]
+    assert isinstance(reference, tssd.TensorReference)
+    assert (reference.dtype, reference.shape, reference.nbytes) == ("float64", (2, 3), 48)
+    blob = bytes(np.asarray(encoded.tensor_blob))
+    assert reference.offset is not None
+    assert blob[reference.offset : reference.offset + 48] == state["a"].tobytes()  # type: ignore[attr-defined]
+    assert flat["b.c"] == 1 and flat["b.d"] == "x" * 10_000
+    with pytest.raises(ValueError, match="fqn"):
+        tssd.TorchStoreStateDict.from_state_dict({"a.b": 1, "a": {"b": 2}}).flattened_state_dict
+    with pytest.raises(ValueError):
+        tssd.TorchStoreStateDict.from_bytes(b"x")
+
+
+def test_the_signal_handler_s_own_error_comes_out(path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Stop
+
+    old = signal.signal(signal.SIGALRM, handler)
+    state = {str(i): np.zeros(4_000_000) for i in range(4)}
+    try:
+        with pytest.raises(Stop):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            while True:
+                tssd.save_file(state, path, compression="zstd", fsync=False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert {entry.name for entry in path.parent.iterdir()} <= {path.name}

@@ -1,0 +1,66 @@
+"""TSSD: PyTorch state dicts as files that keep everything, checked and zero-copy.
+
+    import tssd
+    tssd.save_file({"model": model.state_dict(), "step": 3}, "checkpoint.tssd")
+    checkpoint = tssd.load_file("checkpoint.tssd")
+
+torch and numpy are looked for when they are needed.
+"""
+
+from ._errors import (
+    TssdCorruptError,
+    TssdConnectionError,
+    TssdError,
+    TssdFileExistsError,
+    TssdFileNotFoundError,
+    TssdKeyError,
+    TssdMemoryError,
+    TssdOSError,
+    TssdPermissionError,
+    TssdTimeoutError,
+    TssdTypeError,
+    TssdValueError,
+)
+from ._reference import TensorReference
+from ._tssd import (
+    SafeSlice,
+    TensorShard,
+    TensorSlice,
+    TorchStoreStateDict,
+    __version__,
+    inspect,
+    load,
+    load_file,
+    safe_open,
+    save,
+    save_file,
+    verify,
+)
+
+__all__ = [
+    "SafeSlice",
+    "TensorReference",
+    "TensorShard",
+    "TensorSlice",
+    "TorchStoreStateDict",
+    "TssdConnectionError",
+    "TssdCorruptError",
+    "TssdError",
+    "TssdFileExistsError",
+    "TssdFileNotFoundError",
+    "TssdKeyError",
+    "TssdMemoryError",
+    "TssdOSError",
+    "TssdPermissionError",
+    "TssdTimeoutError",
+    "TssdTypeError",
+    "TssdValueError",
+    "__version__",
+    "inspect",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "verify",
+]

@@ -1,0 +1,208 @@
+//! Archives that are files of the user's own, or memory: planned, written, read and proven on all cores.
+//!
+//! What is passed as `pause` is called before each job, on the thread that is to do it. An error that it
+//! returns ends the work.
+
+use std::io::{self, IoSlice, Write};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use tssd_format::{
+    Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
+};
+
+use crate::disk::Replacement;
+use crate::parallel;
+
+/// Files are read in parts, and written in windows, of this many bytes.
+const WINDOW_BYTES: usize = 4 << 20;
+const WINDOW: u64 = WINDOW_BYTES as u64;
+
+/// How many slices a write may have, on any system.
+const SLICES: usize = 1024;
+
+/// Plans the archive of a state dict; what is to be compressed, is.
+///
+/// # Errors
+///
+/// As [`Layout::plan`]; what `pause` returns.
+pub fn plan<E: From<Error> + Send>(
+    dict: &StateDict,
+    options: &Options,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<Layout, E> {
+    let draft = Draft::new(dict, options)?;
+    let packed = parallel::map(draft.jobs(), |job: Pack| {
+        pause()?;
+        Ok::<_, E>(job.run()?)
+    })?;
+    Ok(draft.place(packed)?)
+}
+
+/// Writes an archive. It is whole once this returns, and appears with [`Replacement::commit`].
+///
+/// Each write is one window of the file: a system that keeps files in large pages then keeps it in pages
+/// of that size, which makes both this and later maps several times as fast as smaller writes do.
+///
+/// # Errors
+///
+/// `Io`; what `pause` returns.
+pub fn write<E: From<Error> + Send>(
+    layout: &Layout,
+    file: &Replacement,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let jobs = layout.jobs();
+    let mut parts = Vec::new();
+    let mut end = 0;
+    for part in jobs.iter().flat_map(Fill::parts) {
+        parts.push((end, part));
+        end += length(part);
+    }
+    let has_failed = AtomicBool::new(false);
+    let write = || {
+        for start in (0..end).step_by(WINDOW_BYTES) {
+            pause()?;
+            let window = start..start.saturating_add(WINDOW).min(end);
+            write_window(file, &window, &parts).map_err(Error::io)?;
+        }
+        Ok::<_, E>(())
+    };
+    // A system lets one thread at a time write to a file: the others sum meanwhile.
+    let filled = thread::scope(|scope| {
+        let sums = scope.spawn(|| {
+            parallel::map(jobs.iter().collect(), |job: &Fill| {
+                if has_failed.load(Ordering::Relaxed) { Err(()) } else { Ok(job.sum()) }
+            })
+        });
+        let written = write();
+        has_failed.store(written.is_err(), Ordering::Relaxed);
+        let sums = sums.join().expect("to sum does not panic");
+        written.map(|()| sums.expect("nothing failed"))
+    })?;
+    let tail = layout.seal(filled)?;
+    Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
+}
+
+/// Writes a window of the file, of which `parts` are all bytes with their offsets.
+fn write_window(file: &Replacement, window: &Range<u64>, parts: &[(u64, &[u8])]) -> io::Result<()> {
+    let mut writer = file.at(window.start);
+    let first = parts.partition_point(|(start, part)| start + length(part) <= window.start);
+    let within = parts[first..].iter().take_while(|(start, _)| *start < window.end);
+    let mut slices: Vec<IoSlice<'_>> = within
+        .map(|(start, part)| {
+            let from = usize::try_from(window.start.saturating_sub(*start)).expect("in memory");
+            let to = usize::try_from(window.end - start).unwrap_or(part.len()).min(part.len());
+            IoSlice::new(&part[from..to])
+        })
+        .collect();
+    let mut rest = slices.as_mut_slice();
+    while !rest.is_empty() {
+        match writer.write_vectored(&rest[..rest.len().min(SLICES)]) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut rest, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn length(bytes: &[u8]) -> u64 {
+    u64::try_from(bytes.len()).expect("usize is at most 64 bits")
+}
+
+/// Writes an archive into memory of its exact length.
+///
+/// # Errors
+///
+/// What `pause` returns.
+///
+/// # Panics
+///
+/// If the memory has another length.
+pub fn fill<E: From<Error> + Send>(
+    layout: &Layout,
+    target: &mut [u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    assert_eq!(u64::try_from(target.len()), Ok(layout.file_len()), "the memory fits");
+    let mut rest = target;
+    let mut jobs = Vec::new();
+    for job in layout.jobs() {
+        let Range { start, end } = job.range();
+        let len = usize::try_from(end - start).expect("it is in memory");
+        let (part, tail) = rest.split_at_mut(len);
+        jobs.push((job, part));
+        rest = tail;
+    }
+    let filled = parallel::map(jobs, |(job, part)| {
+        pause()?;
+        Ok::<_, E>(job.run(part)?)
+    })?;
+    rest.copy_from_slice(&layout.seal(filled)?);
+    Ok(())
+}
+
+/// Reads a blob from `offset` on.
+///
+/// # Errors
+///
+/// `Io`; what `pause` returns.
+pub fn read<E: From<Error> + Send>(
+    blob: &dyn Blob,
+    offset: u64,
+    target: &mut [u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let parts = (offset..).step_by(WINDOW_BYTES).zip(target.chunks_mut(WINDOW_BYTES)).collect();
+    parallel::map(parts, |(offset, part): (u64, &mut [u8])| {
+        pause()?;
+        Ok::<_, E>(blob.read_exact_at(part, offset).map_err(Error::io)?)
+    })?;
+    Ok(())
+}
+
+/// Proves what the jobs are about, in any order; the first thing that is wrong is the error.
+///
+/// # Errors
+///
+/// As [`Verify::run`]; what `pause` returns.
+pub fn verify<E: From<Error> + Send>(
+    jobs: Vec<Verify<'_>>,
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    parallel::map(jobs, |job: Verify<'_>| {
+        pause()?;
+        Ok::<_, E>(job.run()?)
+    })?;
+    Ok(())
+}
+
+/// Proves stored chunks of a storage that is not compressed, of which `bytes` begin at its byte `start`.
+///
+/// # Errors
+///
+/// `ChunkCorrupt`; what `pause` returns.
+///
+/// # Panics
+///
+/// If a chunk does not lie in the bytes.
+pub fn prove<E: From<Error> + Send>(
+    storage: &StorageReference,
+    chunks: &[u64],
+    start: u64,
+    bytes: &[u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    parallel::map(chunks.to_vec(), |chunk| {
+        pause()?;
+        let Range { start: from, end: to } = storage.chunk(chunk);
+        let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
+        let crc = crc32fast::hash(&bytes[place(from)..place(to)]);
+        let at = storage.stored_chunk(chunk).start;
+        Ok::<_, E>(storage.prove_chunk(chunk, crc).map_err(|error| error.byte(at))?)
+    })?;
+    Ok(())
+}

@@ -1,0 +1,87 @@
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
+use std::io;
+use std::path::Path;
+
+use crate::runner;
+use crate::step::{Step, Worth};
+use crate::virtual_environment::VirtualEnvironment;
+use crate::workspace::Workspace;
+
+const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml python/tests";
+
+/// Where maturin and the tests without torch are.
+fn environment(workspace: &Workspace) -> VirtualEnvironment {
+    VirtualEnvironment {
+        folder: workspace.target.join("venv-python"),
+        requirements: "python/requirements.txt",
+        name: "numpy and maturin from PyPI",
+    }
+}
+
+/// The package without torch, from the extension module that was built with everything else.
+pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
+    let environment = environment(workspace);
+    let package = workspace.target.join("python");
+    let library = workspace.target.join(format!("debug/{DLL_PREFIX}_tssd{DLL_SUFFIX}"));
+    let mut steps = environment.steps(workspace)?;
+    steps.extend([
+        Step::python("Python package", "python/stage.py package")
+            .argument(library)
+            .argument(&package)
+            .worth(Worth::Nothing),
+        Step::program("Python tests", environment.python(), TESTS).env("PYTHONPATH", package),
+    ]);
+    Ok(steps)
+}
+
+/// The wheel, installed beside torch: its types, and all tests.
+pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Step> {
+    let install =
+        "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
+    let mut steps = wheel(workspace);
+    steps.extend([
+        Step::program("wheel installed", python, install)
+            .argument("--force-reinstall")
+            .argument("--find-links")
+            .argument(wheels(workspace))
+            .argument("tssd")
+            .worth(Worth::Nothing),
+        Step::program("Python types", python, "python/check_types.py"),
+        Step::program("Python tests with torch", python, TESTS),
+    ]);
+    steps
+}
+
+/// Builds the wheel.
+pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
+    let mut steps = environment(workspace).steps(workspace)?;
+    steps.extend(wheel(workspace));
+    let is_built = runner::run(workspace, steps, Vec::new(), verbose)?;
+    if is_built {
+        println!("the wheel is in {}", wheels(workspace).display());
+    }
+    Ok(is_built)
+}
+
+fn wheels(workspace: &Workspace) -> std::path::PathBuf {
+    workspace.target.join("wheels")
+}
+
+/// The extension module, the package and the command in one file.
+fn wheel(workspace: &Workspace) -> Vec<Step> {
+    vec![
+        Step::cargo("release build", "build --release --package tssd --package tssd-python")
+            .worth(Worth::Nothing),
+        Step::python("command for the wheel", "python/stage.py command")
+            .argument(workspace.target.join("release/tssd"))
+            .worth(Worth::Nothing),
+        Step::program("wheel", environment(workspace).python(), "-m maturin build --release")
+            .argument("--manifest-path")
+            .argument(workspace.root.join("python/Cargo.toml"))
+            .argument("--target-dir")
+            .argument(&workspace.target)
+            .argument("--out")
+            .argument(wheels(workspace))
+            .worth(Worth::Nothing),
+    ]
+}

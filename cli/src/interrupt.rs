@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -40,24 +41,31 @@ pub(crate) fn notified() -> Result<tokio::sync::oneshot::Receiver<()>> {
     Ok(stopped)
 }
 
+/// For how long something is removed that others make again.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Other threads may still be writing into a directory while it is removed, or make it again: it is
-/// gone once it has been gone twice in a row.
+/// gone once it has been gone a few times in a row.
 fn remove(path: &Path) {
-    let mut gone = 0;
-    for _ in 0..200 {
-        // A failure is tried again, and what is left in the end is in a temporary place.
+    let (mut gone, started) = (0, Instant::now());
+    // What is left in the end is in a temporary place.
+    while gone < 3 && started.elapsed() < PATIENCE {
+        // A failure is tried again.
         let _tried = match path.symlink_metadata() {
-            Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
-            Ok(_) => std::fs::remove_file(path),
+            Ok(metadata) => {
+                gone = 0;
+                if metadata.is_dir() {
+                    std::fs::remove_dir_all(path)
+                } else {
+                    std::fs::remove_file(path)
+                }
+            }
             Err(_) => {
                 gone += 1;
                 Ok(())
             }
         };
-        if gone == 2 {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(2));
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

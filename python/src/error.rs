@@ -22,6 +22,8 @@ pub(crate) enum Failure {
     Python(PyErr),
     /// Something that this package refuses.
     Refused(Box<Refusal>),
+    /// What a store says of a key.
+    Store(Box<tssd_store::Error>, Option<String>, Option<u64>),
 }
 
 /// Why something is refused, in terms of Python.
@@ -83,6 +85,22 @@ impl Failure {
     }
 }
 
+impl Failure {
+    /// The same with the key that it is about, and the version.
+    pub(crate) fn of_key(self, key: &str, version: Option<u64>) -> Self {
+        match self {
+            Self::Store(error, ..) => Self::Store(error, Some(key.to_owned()), version),
+            other => other,
+        }
+    }
+}
+
+impl From<tssd_store::Error> for Failure {
+    fn from(error: tssd_store::Error) -> Self {
+        Self::Store(Box::new(error), None, None)
+    }
+}
+
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self::Format(error)
@@ -127,8 +145,10 @@ impl From<Failure> for PyErr {
             Failure::InFile(error, path) => of_format(py, &error, Some(&path)),
             Failure::Refused(refusal) => {
                 let Refusal { kind, message, advice, fqn } = *refusal;
-                make(py, Parts { kind, rule: "", message, fqn, advice, file: None, errno: None })
+                let parts = Parts { fqn, advice, ..Parts::new(kind, "", message) };
+                make(py, parts)
             }
+            Failure::Store(error, key, version) => of_store(py, &error, key, version),
         })
     }
 }
@@ -139,18 +159,24 @@ fn of_format(py: Python<'_>, error: &Error, file: Option<&Path>) -> PyErr {
         .and_then(|source| source.downcast_ref::<io::Error>())
         .and_then(io::Error::raw_os_error);
     let file = file.map(|file| file.display().to_string());
-    make(
-        py,
-        Parts {
-            kind: error.kind().name(),
-            rule: error.kind().rule(),
-            message: error.to_string(),
-            fqn: error.path().map(ToOwned::to_owned),
-            advice: None,
-            file,
-            errno,
-        },
-    )
+    let (kind, fqn) = (error.kind(), error.path().map(ToOwned::to_owned));
+    make(py, Parts { fqn, file, errno, ..Parts::new(kind.name(), kind.rule(), error.to_string()) })
+}
+
+fn of_store(
+    py: Python<'_>,
+    error: &tssd_store::Error,
+    key: Option<String>,
+    version: Option<u64>,
+) -> PyErr {
+    let (message, format) = (error.to_string(), error.format_error());
+    let fqn = format.and_then(Error::path).map(ToOwned::to_owned);
+    // What is wrong with a state dict is so whether it goes to a store or a file.
+    let parts = match format.filter(|_| error.kind() == tssd_store::ErrorKind::Invalid) {
+        Some(format) => Parts::new(format.kind().name(), format.kind().rule(), message),
+        None => Parts::new(error.kind().name(), "", message),
+    };
+    make(py, Parts { fqn, key, version, ..parts })
 }
 
 /// The arguments of `_errors.make`.
@@ -162,11 +188,20 @@ struct Parts {
     advice: Option<String>,
     file: Option<String>,
     errno: Option<i32>,
+    key: Option<String>,
+    version: Option<u64>,
+}
+
+impl Parts {
+    fn new(kind: &'static str, rule: &'static str, message: String) -> Self {
+        let (fqn, advice, file, errno, key, version) = (None, None, None, None, None, None);
+        Self { kind, rule, message, fqn, advice, file, errno, key, version }
+    }
 }
 
 fn make(py: Python<'_>, parts: Parts) -> PyErr {
-    let Parts { kind, rule, message, fqn, advice, file, errno } = parts;
-    let arguments = (kind, rule, message, fqn, advice, file, errno);
+    let Parts { kind, rule, message, fqn, advice, file, errno, key, version } = parts;
+    let arguments = (kind, rule, message, fqn, advice, file, errno, key, version);
     let make = || py.import("tssd._errors")?.getattr("make")?.call1(arguments);
     make().map_or_else(|error| error, PyErr::from_value)
 }

@@ -11,8 +11,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyEllipsis, PyInt, PySlice, PyString, PyTuple};
 use tssd_format::{
-    Archive, AttrValue, Compression, Error, ErrorKind, Layout, Map, Node, Options, TensorReference,
-    to_json_without_elements,
+    Archive, AttrValue, Attrs, Compression, Error, ErrorKind, Layout, Map, Node, Options,
+    TensorReference, to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
@@ -87,6 +87,15 @@ fn options(
         Some("blake3") => options.digests(),
         Some(other) => return Err(choice("digest", other, "None or \"blake3\"")),
     };
+    for (name, value) in attrs(metadata)? {
+        options = options.attr(name, value);
+    }
+    Ok(options)
+}
+
+/// What a caller says of a state dict as a whole.
+pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
+    let mut attrs = Attrs::new();
     for (name, value) in metadata.into_iter().flat_map(PyDictMethods::iter) {
         let name: String = name.extract().map_err(|_| not_metadata())?;
         if name.starts_with("tssd.") {
@@ -102,9 +111,9 @@ fn options(
         } else {
             return Err(not_metadata().into());
         };
-        options = options.attr(name, value);
+        attrs.insert(name, value);
     }
-    Ok(options)
+    Ok(attrs)
 }
 
 fn not_metadata() -> PyErr {

@@ -17,6 +17,8 @@ mod error;
 mod file;
 /// Ctrl-C in long work.
 mod interrupt;
+/// The caller's own tensors, which a get fills.
+mod into;
 /// Memory that Python's tensors lie in.
 mod memory;
 /// numpy's arrays to tensors and back.
@@ -25,6 +27,8 @@ mod numpy;
 mod object;
 /// Tensor slices and shards.
 mod slice;
+/// A store of state dicts.
+mod store;
 /// Tensors of either framework.
 mod tensor;
 /// torch's tensors to tensors and back.
@@ -44,6 +48,8 @@ mod _tssd {
     use crate::memory::Buffer;
     #[pymodule_export]
     use crate::slice::{TensorShard, TensorSlice};
+    #[pymodule_export]
+    use crate::store::{Pending, Store};
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;
     use pyo3::prelude::*;

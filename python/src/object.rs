@@ -4,13 +4,14 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use bytes::Bytes;
 use pyo3::exceptions::{PyImportError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Container, Key, Node, ObjectPath, Step, Stored, TensorFlags,
+    Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Step, Stored, TensorFlags,
     TensorReference, TensorSlice, Text, Value,
 };
 
@@ -60,10 +61,36 @@ pub(crate) trait Source {
     fn block(&self, storage: u32) -> Result<(Block, u64)>;
 }
 
+/// What objects are made of.
+pub(crate) trait Contents {
+    /// The tree.
+    fn structure(&self) -> Node;
+
+    /// What is said of it as a whole.
+    fn attrs(&self) -> Attrs;
+
+    /// The bytes of a leaf that is no tensor.
+    fn stored(&self, storage: u32) -> Result<Bytes>;
+}
+
+impl Contents for Archive {
+    fn structure(&self) -> Node {
+        Self::structure(self)
+    }
+
+    fn attrs(&self) -> Attrs {
+        Self::attrs(self)
+    }
+
+    fn stored(&self, storage: u32) -> Result<Bytes> {
+        Ok(self.storage_bytes(storage)?)
+    }
+}
+
 /// Makes objects of the nodes of an archive. Tensors of one storage share their memory.
 pub(crate) struct Maker<'py, 'a> {
     py: Python<'py>,
-    archive: &'a Archive,
+    contents: &'a dyn Contents,
     source: &'a dyn Source,
     framework: Framework,
     torch: OnceCell<Torch<'py>>,
@@ -91,13 +118,13 @@ struct Storage<'py> {
 impl<'py, 'a> Maker<'py, 'a> {
     pub(crate) fn new(
         py: Python<'py>,
-        archive: &'a Archive,
+        contents: &'a dyn Contents,
         source: &'a dyn Source,
         framework: Framework,
     ) -> Self {
         Self {
             py,
-            archive,
+            contents,
             source,
             framework,
             torch: OnceCell::new(),
@@ -140,13 +167,13 @@ impl<'py, 'a> Maker<'py, 'a> {
 
     /// All of it.
     pub(crate) fn state_dict(mut self) -> Result<Bound<'py, PyAny>> {
-        if let Some(AttrValue::Text(text)) = self.archive.attrs().get(METADATA_ATTR) {
+        if let Some(AttrValue::Text(text)) = self.contents.attrs().get(METADATA_ATTR) {
             // What is no such object says nothing: the attribute is the package's, the file is not.
             if let Ok(Json::Object(metadata)) = serde_json::from_slice(text.as_bytes()) {
                 self.metadata = metadata;
             }
         }
-        let structure = self.archive.structure();
+        let structure = self.contents.structure();
         self.object(structure)
     }
 
@@ -279,7 +306,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             Node::Tensors(run) => self.tensors(&run),
             Node::Leaf(value) => self.value(&value),
             Node::Stored(stored, storage) => {
-                let bytes = self.archive.storage_bytes(storage)?;
+                let bytes = self.contents.stored(storage)?;
                 match stored {
                     Stored::Str => string(self.py, &bytes),
                     Stored::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),

@@ -56,6 +56,15 @@ pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
     class.fully_qualified_name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
+/// A tensor that may be filled, and which part of a global tensor it is, if it is one.
+pub(crate) type Lent = (Tensor, Option<ShardPlace>);
+
+/// The tensors that an object of Python is, which may be filled. None if it is no tensor.
+pub(crate) fn lent(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Lent>>> {
+    let taker = Taker::new(object.py(), false)?;
+    taker.lent(object)
+}
+
 struct Taker<'py> {
     py: Python<'py>,
     torch: Option<Torch<'py>>,
@@ -279,6 +288,40 @@ impl<'py> Taker<'py> {
         Ok(Value::Shards(shards))
     }
 
+    fn lent(mut self, object: &Bound<'py, PyAny>) -> Result<Option<Vec<Lent>>> {
+        let is_torch = match &self.torch {
+            Some(torch) => torch.is_tensor(object)?,
+            None => false,
+        };
+        let is_array = self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object));
+        let shard = object.cast::<TensorShard>().ok();
+        let value = if is_torch && self.torch.as_ref().expect("just asked").is_plain(object)? {
+            lent_memory(object)?;
+            self.leaf(object)?
+        } else if is_torch {
+            if let Parts::DTensor(parts) = dtensor::parts(object)? {
+                lent_memory(&parts.local)?;
+            }
+            self.tensor_subclass(object)?
+        } else if is_array {
+            lent_memory(object)?;
+            self.leaf(object)?
+        } else if let Some(shard) = shard {
+            lent_memory(shard.get().local().bind(self.py))?;
+            self.shard(shard.get())?
+        } else {
+            return Ok(None);
+        };
+        Ok(Some(match value {
+            Value::Tensor(tensor) => vec![(tensor, None)],
+            Value::Shards(shards) => {
+                let part = |shard: Shard| (shard.tensor().clone(), Some(shard.place().clone()));
+                shards.into_iter().map(part).collect()
+            }
+            _ => return Ok(None),
+        }))
+    }
+
     fn shard(&self, shard: &TensorShard) -> Result<Value> {
         let local = shard.local().bind(self.py);
         let tensor = self.plain_tensor(local)?.ok_or_else(|| {
@@ -329,8 +372,34 @@ impl<'py> Taker<'py> {
     }
 }
 
+/// Refuses what would be filled in a copy, or must not be.
+fn lent_memory(object: &Bound<'_, PyAny>) -> Result<()> {
+    let is = |name: &str| -> Result<bool> {
+        let Some(value) = object.getattr_opt(name)? else { return Ok(false) };
+        let value = if value.is_callable() { value.call0()? } else { value };
+        Ok(value.is_truthy()?)
+    };
+    let refuse = |what: &str, advice: &str| Err(Refusal::leaf(what, advice).into());
+    if let Some(flags) = object.getattr_opt("flags")? {
+        if flags.getattr("writeable")?.is_truthy()? {
+            return Ok(());
+        }
+        return refuse("an array that is read-only cannot be filled", "give a copy of it");
+    }
+    if !is("is_cpu")? {
+        return refuse(
+            "a tensor of another device cannot be filled in place yet",
+            "get it without `into`, and copy it there",
+        );
+    }
+    if is("is_conj")? || is("is_neg")? {
+        return refuse("a view that conjugates or negates cannot be filled", "resolve it first");
+    }
+    Ok(())
+}
+
 /// A key whose tuples nest no deeper than that; the format then has a limit of its own.
-fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
+pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
     Ok(if object.is_exact_instance_of::<PyString>() {
         Key::Str(text(object)?)
     } else if object.is_exact_instance_of::<PyInt>() {

@@ -22,8 +22,11 @@ from ._errors import (
     TssdValueError,
 )
 from ._reference import TensorReference
+from ._reports import GetReport, PutReport, VersionInfo
 from ._tssd import (
+    PendingPut,
     SafeSlice,
+    Store,
     TensorShard,
     TensorSlice,
     TorchStoreStateDict,
@@ -38,7 +41,11 @@ from ._tssd import (
 )
 
 __all__ = [
+    "GetReport",
+    "PendingPut",
+    "PutReport",
     "SafeSlice",
+    "Store",
     "TensorReference",
     "TensorShard",
     "TensorSlice",
@@ -55,6 +62,7 @@ __all__ = [
     "TssdTimeoutError",
     "TssdTypeError",
     "TssdValueError",
+    "VersionInfo",
     "__version__",
     "inspect",
     "load",

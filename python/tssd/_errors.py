@@ -104,6 +104,21 @@ _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "BlobElsewhere": (TssdValueError, "this is a manifest: `tssd convert` joins it with its archives"),
 }
 
+# What a store says, as its protocol calls it.
+_KINDS.update(
+    {
+        "not_found": (TssdKeyError, None),
+        "invalid": (TssdValueError, None),
+        "refused": (TssdValueError, None),
+        "rejected": (TssdValueError, "mend the state dicts, then put again in every writer"),
+        "corrupt": (TssdCorruptError, "get another version, or put it again"),
+        "busy": (TssdTimeoutError, "try again later"),
+        "timeout": (TssdTimeoutError, None),
+        "unreachable": (TssdConnectionError, None),
+        "io": (TssdOSError, None),
+    }
+)
+
 _OS_ERRORS: tuple[type[TssdOSError], ...] = (
     TssdFileNotFoundError,
     TssdFileExistsError,
@@ -126,6 +141,8 @@ def make(
     advice: str | None,
     file: str | None,
     errno: int | None,
+    key: str | None = None,
+    version: int | None = None,
 ) -> TssdError:
     """The exception for an error of the extension module."""
     error: TssdError
@@ -146,4 +163,5 @@ def make(
         hint = f"; {advice}" if advice is not None else ""
         error = cls(f"{where}{message}{place}{hint}")
     error.kind, error.fqn, error.advice = kind, fqn, advice
+    error.key, error.version = key, version
     return error

@@ -45,6 +45,22 @@ pub enum ErrorKind {
     Io,
 }
 
+impl ErrorKind {
+    /// What the protocol calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotFound => "not_found",
+            Self::Invalid => "invalid",
+            Self::Refused => "refused",
+            Self::Rejected => "rejected",
+            Self::Corrupt => "corrupt",
+            Self::Busy => "busy",
+            Self::Unreachable => "unreachable",
+            Self::Io => "io",
+        }
+    }
+}
+
 impl Error {
     pub(crate) fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
         Self(Box::new(Inner { kind, text: text.to_string(), target_modified: false, source: None }))

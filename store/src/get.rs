@@ -187,6 +187,13 @@ impl<'a> Read<'a> {
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
     }
 
+    /// Whole storages, in their order: views where they can be.
+    pub(crate) fn storages(&mut self, storages: &[u32]) -> Result<Vec<Bytes>> {
+        let views = self.views(storages.iter().copied().collect())?;
+        self.needed += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
+        Ok(storages.iter().map(|storage| views[storage].clone()).collect())
+    }
+
     /// One leaf: a view if it lies in one piece, sliced if slices of it are wanted.
     pub(crate) fn leaf(
         &mut self,

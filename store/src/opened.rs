@@ -2,11 +2,12 @@
 
 use std::vec;
 
-use tssd_format::{Node, ObjectPath, Region, Tensor, Value};
+use bytes::Bytes;
+use tssd_format::{Attrs, Node, ObjectPath, Region, Tensor, Value};
 
-use crate::environment::wait;
+use crate::environment::{in_place, wait};
 use crate::error::Result;
-use crate::get::{GetOptions, Read, choose_writer};
+use crate::get::{GetOptions, GetReport, Read, Target, choose_writer};
 use crate::ledger::VersionId;
 use crate::store::Store;
 use crate::version::OpenVersion;
@@ -16,6 +17,7 @@ pub struct Opened {
     store: Store,
     version: OpenVersion,
     options: GetOptions,
+    root: Node,
     leaves: vec::IntoIter<(ObjectPath, Node)>,
 }
 
@@ -23,8 +25,8 @@ impl Opened {
     pub(crate) fn new(store: Store, version: OpenVersion, options: &GetOptions) -> Result<Self> {
         let mut root = version.root.clone();
         choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
-        let leaves = root.into_leaves().into_iter();
-        Ok(Self { store, version, options: options.clone(), leaves })
+        let leaves = root.clone().into_leaves().into_iter();
+        Ok(Self { store, version, options: options.clone(), root, leaves })
     }
 
     /// The number of the version.
@@ -35,6 +37,53 @@ impl Opened {
     /// Its identity.
     pub fn id(&self) -> VersionId {
         self.version.id
+    }
+
+    /// Its tree: every leaf that is a tensor names the slices that it is made of, and each of those the storage
+    /// that it lies in.
+    pub fn structure(&self) -> &Node {
+        &self.root
+    }
+
+    /// What the writers said of the state dict as a whole.
+    pub fn attrs(&self) -> &Attrs {
+        &self.version.attrs
+    }
+
+    /// What has been read of it so far: nothing yet. It says how the bytes come.
+    pub fn report(&self) -> GetReport {
+        Read::new(&self.version, &self.store, &self.options).report()
+    }
+
+    /// How many bytes a storage has.
+    pub fn storage_len(&self, storage: u32) -> u64 {
+        self.version.storage_len(storage)
+    }
+
+    /// Reads whole storages, proven unless [`GetOptions::unverified`] says otherwise, in their order.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`].
+    pub async fn storages(&self, storages: &[u32]) -> Result<Vec<Bytes>> {
+        let (store, version, options) =
+            (self.store.clone(), self.version.clone(), self.options.clone());
+        let storages = storages.to_vec();
+        wait(move || Read::new(&version, &store, &options).storages(&storages)).await
+    }
+
+    /// Reads into the caller's tensors, as [`Store::get_state_dict_into`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn fill(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
+        let mut fill = || {
+            let mut read = Read::new(&self.version, &self.store, &self.options);
+            read.fill_targets(targets, self.options.writer)?;
+            Ok(read.report())
+        };
+        if self.version.holder().is_some() { in_place(fill) } else { fill() }
     }
 
     /// How many leaves are still to come.

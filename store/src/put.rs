@@ -212,9 +212,22 @@ impl PendingPut {
     /// # Errors
     ///
     /// As [`Store::put_state_dict`](crate::Store::put_state_dict).
-    pub async fn wait(self) -> Result<PutReport> {
+    pub async fn wait(mut self) -> Result<PutReport> {
+        self.done().await
+    }
+
+    /// The same for whoever may wait again if this is dropped before it is done.
+    ///
+    /// # Errors
+    ///
+    /// As [`PendingPut::wait`].
+    ///
+    /// # Panics
+    ///
+    /// If it was done before.
+    pub async fn done(&mut self) -> Result<PutReport> {
         let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
-        self.0.await.map_err(ended)?
+        (&mut self.0).await.map_err(ended)?
     }
 }
 

@@ -1,0 +1,61 @@
+"""Who puts: ranks, the run that they belong to, and the groups that they form."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from typing import Any
+
+from ._tssd import Store
+
+
+def _distributed() -> Any:
+    """torch.distributed, if this process has initialized it."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def rank() -> int | None:
+    """The global rank of this process, if it is known."""
+    distributed = _distributed()
+    return None if distributed is None else int(distributed.get_rank())
+
+
+_job: str | None = None
+
+
+def job() -> str | None:
+    """A name of this run that all its ranks know and no other run has."""
+    global _job
+    if _job is not None:
+        return _job
+    distributed = _distributed()
+    if distributed is not None:
+        store = distributed.distributed_c10d._get_default_store()
+        agreed = store.compare_set("tssd.job", "", uuid.uuid4().hex)
+        _job = agreed.decode()
+        return _job
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run and run != "none":
+        return f"{run}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return None
+
+
+def writers(given: Any) -> list[int]:
+    """Global ranks: of a count, of a list, of a ProcessGroup."""
+    if isinstance(given, int):
+        return list(range(given))
+    distributed = _distributed()
+    if distributed is not None and isinstance(given, distributed.ProcessGroup):
+        return list(distributed.get_process_group_ranks(given))
+    return [int(each) for each in given]
+
+
+def connect(state: tuple[str, str | None, str | None, str | None, float]) -> Store:
+    """A store that was pickled."""
+    url, ca, cert, key_file, connect_timeout = state
+    return Store(url, ca=ca, cert=cert, key_file=key_file, connect_timeout=connect_timeout)

@@ -16,7 +16,9 @@ CHECKS = [
 
 
 def main() -> int:
-    results = [subprocess.run(check, cwd=HERE, check=False).returncode for check in CHECKS]
+    # Not here, where the package lies without its extension module.
+    elsewhere = HERE / "tests"
+    results = [subprocess.run(check, cwd=elsewhere, check=False).returncode for check in CHECKS]
     failed = len(results) - results.count(0)
     print(f"{results.count(0)} passed, {failed} failed")
     return min(failed, 1)

@@ -426,31 +426,9 @@ fn unpacked(
     interrupt: &Interrupt,
 ) -> Result<Memory> {
     let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
-    let blob = Raw { archive, number };
-    Memory::filled(len, |target| file::read(&blob, range.start, target, || interrupt.check()))
-}
-
-/// The raw bytes of a storage, decoded where they are looked at.
-struct Raw<'a> {
-    archive: &'a Archive,
-    number: u32,
-}
-
-impl tssd_format::Blob for Raw<'_> {
-    fn size(&self) -> io::Result<u64> {
-        Ok(self.archive.storage(self.number).len)
-    }
-
-    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-        let end = offset + u64::try_from(target.len()).map_err(io::Error::other)?;
-        let raw = self.archive.storage_range(self.number, offset..end).map_err(io::Error::other)?;
-        target.copy_from_slice(&raw);
-        Ok(())
-    }
-
-    fn bytes(&self) -> Option<&bytes::Bytes> {
-        None
-    }
+    Memory::filled(len, |target| {
+        file::raw(archive, number, range.start, target, || interrupt.check())
+    })
 }
 
 /// Opens a file to read some of its tensors.

@@ -342,6 +342,23 @@ def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:
         tssd.verify(path)
 
 
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_a_flipped_byte_of_a_compressed_file(path: Path, backend: str) -> None:
+    tssd.save_file({"a": np.arange(1_000_000)}, path, compression="zstd")
+    data = bytearray(path.read_bytes())
+    data[4096 + 1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(tssd.TssdCorruptError):
+        load(path, backend=backend)
+    with pytest.raises(tssd.TssdCorruptError) as caught:
+        load(path, backend=backend, verify="off")
+    assert (caught.value.kind, caught.value.fqn) == ("ChunkCorrupt", "a")
+    with tssd.safe_open(path, "np", backend=backend) as file:
+        with pytest.raises(tssd.TssdCorruptError):
+            file.get_tensor("a")
+        assert file.get_slice("a")[-1] == 999_999
+
+
 def test_padding_is_proven_too(path: Path) -> None:
     tssd.save_file({"a": np.zeros(3), "b": np.ones(3)}, path)
     data = bytearray(path.read_bytes())

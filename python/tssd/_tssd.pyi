@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from os import PathLike
-from types import TracebackType
+from types import GenericAlias, TracebackType
 from typing import Any, Generic, Literal, TypeVar, final
 
 import torch
@@ -147,6 +147,7 @@ class TensorShard(Generic[_Local]):
     @property
     def tensor_slice(self) -> TensorSlice | list[TensorSlice]: ...
     def __getnewargs__(self) -> tuple[_Local, TensorSlice | list[TensorSlice]]: ...
+    def __class_getitem__(cls, key: Any) -> GenericAlias: ...
 
 @final
 class TorchStoreStateDict:

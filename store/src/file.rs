@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use tssd_format::{
-    Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
+    Archive, Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
 };
 
 use crate::disk::Replacement;
@@ -160,6 +160,31 @@ pub fn read<E: From<Error> + Send>(
     parallel::map(parts, |(offset, part): (u64, &mut [u8])| {
         pause()?;
         Ok::<_, E>(blob.read_exact_at(part, offset).map_err(Error::io)?)
+    })?;
+    Ok(())
+}
+
+/// The raw bytes of a storage from `start` on, decoded if they are compressed.
+///
+/// # Errors
+///
+/// As [`Archive::storage_range`]; what `pause` returns.
+///
+/// # Panics
+///
+/// If they do not lie in the storage.
+pub fn raw<E: From<Error> + Send>(
+    archive: &Archive,
+    storage: u32,
+    start: u64,
+    target: &mut [u8],
+    pause: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let parts = (start..).step_by(WINDOW_BYTES).zip(target.chunks_mut(WINDOW_BYTES)).collect();
+    parallel::map(parts, |(start, part): (u64, &mut [u8])| {
+        pause()?;
+        part.copy_from_slice(&archive.storage_range(storage, start..start + length(part))?);
+        Ok::<_, E>(())
     })?;
     Ok(())
 }

@@ -116,6 +116,19 @@ pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
     Ok(attrs)
 }
 
+/// The same, as the caller said it; none if nothing was said.
+pub(crate) fn metadata<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<'py, PyDict>>> {
+    let metadata = PyDict::new(py);
+    for (name, value) in attrs.iter().filter(|(name, _)| !name.starts_with("tssd.")) {
+        match value {
+            AttrValue::Int(value) => metadata.set_item(name, value)?,
+            AttrValue::Text(value) => metadata.set_item(name, string(py, value.as_bytes())?)?,
+            AttrValue::Bytes(value) => metadata.set_item(name, PyBytes::new(py, value))?,
+        }
+    }
+    Ok(Some(metadata).filter(|metadata| !metadata.is_empty()))
+}
+
 fn not_metadata() -> PyErr {
     PyTypeError::new_err("metadata is a dict of str to str, int or bytes")
 }
@@ -529,19 +542,7 @@ impl SafeOpen {
 
     /// What was given as `metadata` when the file was saved; None if nothing was.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        let opened = self.opened()?;
-        let metadata = PyDict::new(py);
-        for (name, value) in opened.archive.attrs() {
-            if name.starts_with("tssd.") {
-                continue;
-            }
-            match value {
-                AttrValue::Int(value) => metadata.set_item(name, value)?,
-                AttrValue::Text(value) => metadata.set_item(name, string(py, value.as_bytes())?)?,
-                AttrValue::Bytes(value) => metadata.set_item(name, PyBytes::new(py, &value))?,
-            }
-        }
-        Ok(Some(metadata).filter(|metadata| !metadata.is_empty()))
+        metadata(py, &self.opened()?.archive.attrs())
     }
 
     /// The tensor with an fqn, in memory of its own: a write into it changes no other tensor. A shard of

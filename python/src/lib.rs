@@ -29,6 +29,8 @@ mod object;
 mod slice;
 /// A store of state dicts.
 mod store;
+/// Versions tensor by tensor.
+mod stream;
 /// Tensors of either framework.
 mod tensor;
 /// torch's tensors to tensors and back.
@@ -50,6 +52,8 @@ mod _tssd {
     use crate::slice::{TensorShard, TensorSlice};
     #[pymodule_export]
     use crate::store::{Pending, Store};
+    #[pymodule_export]
+    use crate::stream::{Items, Publishing, Reading, Subscribed};
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;
     use pyo3::prelude::*;

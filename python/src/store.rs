@@ -23,6 +23,7 @@ use crate::into::{Place, fill, places, places_of};
 use crate::memory::{Block, Memory};
 use crate::object::{Contents, Framework, METADATA_ATTR, Maker, Source};
 use crate::slice::TensorSlice;
+use crate::stream::{Publishing, Reading, Subscribed};
 use crate::value::take;
 
 /// How often signals are looked for while something is waited for.
@@ -50,15 +51,15 @@ pub(crate) struct Store {
 }
 
 /// A store, and the threads on which it waits: they are those of one process.
-struct Connected {
+pub(crate) struct Connected {
     process: u32,
-    store: Inner,
-    runtime: Runtime,
+    pub(crate) store: Inner,
+    pub(crate) runtime: Runtime,
 }
 
 impl Connected {
     /// Does something, which Ctrl-C ends.
-    fn run<T>(
+    pub(crate) fn run<T>(
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
@@ -150,7 +151,8 @@ struct Put<'py> {
 }
 
 impl Put<'_> {
-    fn options(&self, py: Python<'_>, attrs: Attrs) -> Result<PutOptions> {
+    /// The job and the writer are found out where they matter.
+    fn options(&self, py: Python<'_>, attrs: Attrs, is_sharded: bool) -> Result<PutOptions> {
         let wrong = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
         };
@@ -195,6 +197,14 @@ impl Put<'_> {
         };
         if let Some(timeout) = self.timeout {
             options.timeout = seconds(timeout)?;
+        }
+        if is_sharded || options.writers.is_some() {
+            if options.job.is_none() {
+                options.job = helper()?.call_method0("job")?.extract::<Option<_>>()?.map(JobId);
+            }
+            if options.writer.is_none() {
+                options.writer = helper()?.call_method0("rank")?.extract()?;
+            }
         }
         Ok(options)
     }
@@ -302,21 +312,10 @@ impl Store {
         if let Some(metadata) = &taken.metadata {
             attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
         }
-        let mut options = put.options(py, attrs)?;
-        let is_sharded = taken
-            .dict
-            .leaves()
-            .iter()
-            .any(|(_, leaf)| matches!(leaf, tssd_format::Value::Shards(_)));
-        if is_sharded || options.writers.is_some() {
-            let ranks = py.import("tssd._ranks")?;
-            if options.job.is_none() {
-                options.job = ranks.call_method0("job")?.extract::<Option<String>>()?.map(JobId);
-            }
-            if options.writer.is_none() {
-                options.writer = ranks.call_method0("rank")?.extract()?;
-            }
-        }
+        let leaves = taken.dict.leaves();
+        let is_sharded =
+            leaves.iter().any(|(_, leaf)| matches!(leaf, tssd_format::Value::Shards(_)));
+        let options = put.options(py, attrs, is_sharded)?;
         let own = self.connected(py)?;
         let about = |error: Failure| error.of_key(key.as_str(), version);
         if wait {
@@ -467,6 +466,81 @@ impl Store {
             }
         };
         get().map_err(|error: Failure| error.of_key(name.as_str(), version))
+    }
+
+    /// Puts a version tensor by tensor: `with store.publish(key) as p: p.put(name, tensor)`. It is visible, in
+    /// one step, when the block has ended; if the block raises, nothing is left of it.
+    ///
+    /// Args:
+    ///     bucket_bytes: tensors are written when so many bytes of them have come; larger ones in parts.
+    ///     key, version, writers, writer, job, metadata, require, rewind, allow_pickle, timeout: as for
+    ///         `put_state_dict`.
+    ///
+    /// Raises:
+    ///     As `put_state_dict`.
+    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, metadata=None, require=None, rewind=false, allow_pickle=false, timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
+    fn publish<'py>(
+        &self,
+        key: &Bound<'py, PyAny>,
+        version: Option<u64>,
+        writers: Option<Bound<'py, PyAny>>,
+        writer: Option<u32>,
+        job: Option<String>,
+        bucket_bytes: u64,
+        metadata: Option<&Bound<'py, PyDict>>,
+        require: Option<&'py str>,
+        rewind: bool,
+        allow_pickle: bool,
+        timeout: Option<f64>,
+    ) -> Result<Publishing> {
+        let (divergent, replicas, durability) = ("error", "primary", "memory");
+        let put = Put {
+            version,
+            writers,
+            writer,
+            job,
+            divergent,
+            replicas,
+            durability,
+            require,
+            rewind,
+            timeout,
+        };
+        let (py, name) = (key.py(), key_of(key)?);
+        let options = put.options(py, crate::file::attrs(metadata)?, false)?;
+        Publishing::new(self.connected(py)?, name, &options, bucket_bytes, allow_pickle)
+    }
+
+    /// Opens a version to read it tensor by tensor: it stays there, whatever is put, as long as what this
+    /// returns is open.
+    ///
+    /// Raises:
+    ///     TssdKeyError: there is no such key or version.
+    #[pyo3(signature = (key, *, version=None, writer=None, verify=true, require=None, timeout=None))]
+    fn open(
+        &self,
+        key: &Bound<'_, PyAny>,
+        version: Option<u64>,
+        writer: Option<u32>,
+        verify: bool,
+        require: Option<&str>,
+        timeout: Option<f64>,
+    ) -> Result<Reading> {
+        let (py, name) = (key.py(), key_of(key)?);
+        let require = require.map(str::parse).transpose()?;
+        let options =
+            GetOptions { version, writer, unverified: !verify, require, ..GetOptions::default() };
+        let own = self.connected(py)?;
+        let opened = own.run(py, timeout, own.store.open(&name, &options));
+        let opened = opened.map_err(|error| error.of_key(name.as_str(), version))?;
+        Ok(Reading::new(own, name, opened))
+    }
+
+    /// The versions of a key as they become visible, from the newest on; those that were replaced before
+    /// they were asked for are passed over.
+    fn subscribe(&self, key: &Bound<'_, PyAny>) -> Result<Subscribed> {
+        Ok(Subscribed::new(self.connected(key.py())?, &key_of(key)?))
     }
 
     /// The keys that have a visible version and begin with `prefix`, sorted.
@@ -649,7 +723,7 @@ fn filled(
 }
 
 /// A version whose bytes are in memory of this process.
-struct Version {
+pub(crate) struct Version {
     root: Node,
     attrs: Attrs,
     report: GetReport,
@@ -707,6 +781,10 @@ impl Wanted {
 }
 
 impl Version {
+    pub(crate) fn root(&self) -> &Node {
+        &self.root
+    }
+
     fn read(
         py: Python<'_>,
         own: &Connected,
@@ -780,7 +858,7 @@ impl Version {
     }
 
     /// One leaf, or a box of one tensor.
-    fn read_leaf(
+    pub(crate) fn read_leaf(
         py: Python<'_>,
         own: &Connected,
         opened: &Opened,
@@ -830,7 +908,7 @@ impl Source for Version {
     }
 }
 
-fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
+pub(crate) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
     Ok(class.call1((
         report.version,
@@ -861,7 +939,7 @@ fn get_report<'py>(py: Python<'py>, report: &GetReport) -> Result<Bound<'py, PyA
     ))?)
 }
 
-fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {
+pub(crate) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("VersionInfo")?;
     Ok(class.call1((
         info.number,

@@ -196,6 +196,48 @@ def test_what_was_got_is_the_callers_own(store: tssd.Store) -> None:
     assert np.asarray(store.get("array"))[0] == 2
 
 
+def test_a_version_is_put_and_read_tensor_by_tensor(store: tssd.Store) -> None:
+    def tensor(number: int) -> Any:
+        return np.full((100, 100), number, np.float32)
+
+    with store.publish("policy", version=3, bucket_bytes=50_000, metadata={"step": 3}) as publisher:
+        for number in range(5):
+            publisher.put(f"layers.{number}.weight", tensor(number))
+        publisher.put("epoch", 7)
+        publisher.flush()
+        assert not store.exists("policy")
+    assert publisher.report is not None and publisher.report.visible
+    with pytest.raises(RuntimeError, match="stop"):
+        with store.publish("policy") as failing:
+            failing.put("a", tensor(1))
+            raise RuntimeError("stop")
+    assert store.head("policy") is not None and int(store.head("policy") or 0) == 3
+    with pytest.raises(ValueError, match="finished"):
+        failing.put("b", tensor(1))
+    opened = store.open("policy")
+    store.put_state_dict({"other": 1}, "policy")
+    with opened as version:
+        assert (int(version), len(version), version.metadata()) == (3, 5, {"step": 3})
+        assert version.keys() == [f"layers.{number}.weight" for number in range(5)]
+        for number, (name, value) in enumerate(version.items()):
+            assert name == version.keys()[number] and np.array_equal(np.asarray(value), tensor(number))
+        part = tssd.TensorSlice([1, 2], None, [100, 100], [3, 4], [])
+        assert np.asarray(version.get_tensor("layers.2.weight", part)).shape == (3, 4)
+        with pytest.raises(KeyError):
+            version.get_tensor("nothing")
+    with pytest.raises(ValueError, match="closed"):
+        version.get_tensor("layers.2.weight")
+
+
+def test_versions_come_one_after_the_other(store: tssd.Store) -> None:
+    subscription = store.subscribe("policy")
+    for step in (1, 2, 5):
+        store.put_state_dict({"a": step}, "policy", version=step)
+        assert int(next(subscription)) == step
+    subscription.close()
+    assert list(subscription) == []
+
+
 def test_a_store_is_pickled_and_forked(tmp_path: Path) -> None:
     store = tssd.Store(str(tmp_path / "store"))
     store.put("x", 3)

@@ -24,9 +24,12 @@ from ._errors import (
 from ._reference import TensorReference
 from ._reports import GetReport, PutReport, VersionInfo
 from ._tssd import (
+    OpenVersion,
     PendingPut,
+    Publisher,
     SafeSlice,
     Store,
+    Subscription,
     TensorShard,
     TensorSlice,
     TorchStoreStateDict,
@@ -42,10 +45,13 @@ from ._tssd import (
 
 __all__ = [
     "GetReport",
+    "OpenVersion",
     "PendingPut",
+    "Publisher",
     "PutReport",
     "SafeSlice",
     "Store",
+    "Subscription",
     "TensorReference",
     "TensorShard",
     "TensorSlice",

@@ -4,10 +4,12 @@ from types import GenericAlias, TracebackType
 from typing import Any, Generic, Literal, TypeVar, final
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Buffer
 
 from ._reference import TensorReference
+from ._reports import PutReport, VersionInfo
 
 _Path = str | PathLike[str]
 _Framework = Literal["pt", "torch", "pytorch", "np", "numpy"]
@@ -26,6 +28,12 @@ __all__ = [
     "save_file",
     "verify",
     "_Buffer",
+    "OpenVersion",
+    "PendingPut",
+    "Publisher",
+    "Store",
+    "Subscription",
+    "_Items",
     "TensorShard",
     "TensorSlice",
     "TorchStoreStateDict",
@@ -173,3 +181,165 @@ class TorchStoreStateDict:
 class _Buffer:
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
+
+_Divergent = Literal["error", "lowest", "keep"]
+_Replicas = Literal["primary", "all"]
+_Durability = Literal["memory", "disk"]
+_Transport = Literal["arena", "file", "memory", "tcp", "tls"]
+_Metadata = dict[str, str | int | bytes]
+
+@final
+class Store:
+    def __new__(
+        cls,
+        url: str | None = None,
+        *,
+        ca: str | None = None,
+        cert: str | None = None,
+        key_file: str | None = None,
+        connect_timeout: float = 30.0,
+    ) -> Store: ...
+    @property
+    def url(self) -> str: ...
+    def put_state_dict(
+        self,
+        state_dict: dict[Any, Any],
+        key: str,
+        *,
+        version: int | None = None,
+        writers: int | Sequence[int] | ProcessGroup | None = None,
+        writer: int | None = None,
+        job: str | None = None,
+        divergent: _Divergent = "error",
+        replicas: _Replicas = "primary",
+        durability: _Durability = "memory",
+        wait: bool = True,
+        metadata: _Metadata | None = None,
+        require: _Transport | None = None,
+        rewind: bool = False,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Any: ...
+    def get_state_dict(
+        self,
+        key: str,
+        into: Any = None,
+        *,
+        version: int | VersionInfo | None = None,
+        writer: int | None = None,
+        strict: bool = True,
+        verify: bool = True,
+        require: _Transport | None = None,
+        return_report: bool = False,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Any: ...
+    def put(self, key: str, value: Any, **options: Any) -> Any: ...
+    def get(
+        self,
+        key: str,
+        into: Any = None,
+        *,
+        fqn: str | None = None,
+        tensor_slice: TensorSlice | None = None,
+        version: int | VersionInfo | None = None,
+        writer: int | None = None,
+        verify: bool = True,
+        require: _Transport | None = None,
+        timeout: float | None = None,
+    ) -> Any: ...
+    def publish(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        writers: int | Sequence[int] | ProcessGroup | None = None,
+        writer: int | None = None,
+        job: str | None = None,
+        bucket_bytes: int = ...,
+        metadata: _Metadata | None = None,
+        require: _Transport | None = None,
+        rewind: bool = False,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Publisher: ...
+    def open(
+        self,
+        key: str,
+        *,
+        version: int | VersionInfo | None = None,
+        writer: int | None = None,
+        verify: bool = True,
+        require: _Transport | None = None,
+        timeout: float | None = None,
+    ) -> OpenVersion: ...
+    def subscribe(self, key: str) -> Subscription: ...
+    def keys(self, prefix: str = "") -> list[str]: ...
+    def exists(self, key: str, version: int | VersionInfo | None = None) -> bool: ...
+    def versions(self, key: str) -> list[VersionInfo]: ...
+    def head(self, key: str) -> VersionInfo | None: ...
+    def delete(self, key: str, version: int | VersionInfo | None = None) -> int: ...
+    def retain(self, key: str, keep: int) -> None: ...
+    def wait_for_version(
+        self, key: str, version: int, timeout: float | None = None
+    ) -> VersionInfo: ...
+    def pin(self, key: str, label: str, version: int | VersionInfo | None = None) -> int: ...
+    def unpin(self, key: str, label: str) -> None: ...
+    def pins(self, key: str) -> dict[str, int]: ...
+    def prefetch(
+        self,
+        key: str,
+        *,
+        version: int | VersionInfo | None = None,
+        timeout: float | None = None,
+    ) -> int: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Store: ...
+    def __exit__(
+        self, *_error: type[BaseException] | BaseException | TracebackType | None
+    ) -> None: ...
+    def __reduce__(self) -> tuple[Any, tuple[Any]]: ...
+
+@final
+class PendingPut:
+    def result(self, timeout: float | None = None) -> PutReport: ...
+
+@final
+class Publisher:
+    def put(self, name: str, value: Any) -> None: ...
+    def flush(self) -> None: ...
+    @property
+    def report(self) -> PutReport | None: ...
+    def __enter__(self) -> Publisher: ...
+    def __exit__(
+        self,
+        error: type[BaseException] | None = None,
+        *_rest: BaseException | TracebackType | None,
+    ) -> None: ...
+
+@final
+class OpenVersion:
+    @property
+    def version(self) -> int: ...
+    def keys(self) -> list[str]: ...
+    def items(self) -> _Items: ...
+    def get_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Any: ...
+    def metadata(self) -> _Metadata | None: ...
+    def close(self) -> None: ...
+    def __int__(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __enter__(self) -> OpenVersion: ...
+    def __exit__(
+        self, *_error: type[BaseException] | BaseException | TracebackType | None
+    ) -> None: ...
+
+@final
+class _Items:
+    def __iter__(self) -> _Items: ...
+    def __next__(self) -> tuple[str, Any]: ...
+
+@final
+class Subscription:
+    def __iter__(self) -> Subscription: ...
+    def __next__(self) -> VersionInfo: ...
+    def close(self) -> None: ...

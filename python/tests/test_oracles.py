@@ -71,3 +71,4 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     exec(example, names)
     assert torch.equal(names["row"], names["model"].weight[0])
     assert same(names["loaded"], names["state"])
+    assert names["store"].head("policy").version == 3

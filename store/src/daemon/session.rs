@@ -414,10 +414,7 @@ impl Session {
             let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
             return Ok(Answer { data, credits, ..Reply::Read(sum).into() });
         }
-        let blob = {
-            let (house, name) = (house.clone(), name.clone());
-            wait(move || house.open_blob(&name)).await?
-        };
+        let blob = house.open_blob(&name)?;
         let size = blob.size().map_err(|error| Error::io(&name, error))?;
         let bytes = total(&ranges, size)?;
         let is_copied = ranges.len() > 1 || ranges.iter().any(|range| !range.2.is_empty());

@@ -51,19 +51,12 @@ fn remove(path: &Path) {
     // What is left in the end is in a temporary place.
     while gone < 3 && started.elapsed() < PATIENCE {
         // A failure is tried again.
-        let _tried = match path.symlink_metadata() {
-            Ok(metadata) => {
-                gone = 0;
-                if metadata.is_dir() {
-                    std::fs::remove_dir_all(path)
-                } else {
-                    std::fs::remove_file(path)
-                }
-            }
-            Err(_) => {
-                gone += 1;
-                Ok(())
-            }
+        let found = path.symlink_metadata();
+        gone = if found.is_ok() { 0 } else { gone + 1 };
+        let _tried = match found {
+            Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
+            Ok(_) => std::fs::remove_file(path),
+            Err(_) => Ok(()),
         };
         std::thread::sleep(Duration::from_millis(2));
     }

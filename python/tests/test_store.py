@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import threading
 import time
@@ -180,6 +181,17 @@ def test_waiting_ends(store: tssd.Store) -> None:
     pending = store.put_state_dict({"a": np.ones(1000)}, "later", wait=False)
     assert isinstance(pending, tssd.PendingPut)
     assert pending.result(timeout=20).visible and pending.result().visible
+
+
+def test_ctrl_c_ends_a_wait(store: tssd.Store) -> None:
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        store.wait_for_version("policy", 1, timeout=60)
+    assert time.monotonic() - started < 30
+    store.put("policy", 1)
+    assert store.get("policy") == 1
 
 
 def test_what_was_got_is_the_callers_own(store: tssd.Store) -> None:

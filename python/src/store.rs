@@ -74,7 +74,10 @@ impl Connected {
             let mut work = pin!(work);
             let late = async {
                 match timeout {
-                    Some(timeout) => tokio::time::sleep(timeout).await,
+                    Some(timeout) => {
+                        tokio::time::sleep(timeout).await;
+                        timeout
+                    }
                     None => std::future::pending().await,
                 }
             };
@@ -82,7 +85,7 @@ impl Connected {
             loop {
                 tokio::select! {
                     done = &mut work => return Ok(done?),
-                    () = &mut late => {
+                    timeout = &mut late => {
                         let text = format!("it has not happened within {timeout:?}");
                         return Err(Refusal::new("timeout", text).into());
                     }

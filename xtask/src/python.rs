@@ -29,7 +29,9 @@ pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
             .argument(library)
             .argument(&package)
             .worth(Worth::Nothing),
-        Step::program("Python tests", environment.python(), TESTS).env("PYTHONPATH", package),
+        Step::program("Python tests", environment.python(), TESTS)
+            .env("PYTHONPATH", package)
+            .env("TSSD_BIN", workspace.tssd()),
     ]);
     Ok(steps)
 }
@@ -47,7 +49,7 @@ pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Ste
             .argument("tssd")
             .worth(Worth::Nothing),
         Step::program("Python types", python, "python/check_types.py"),
-        Step::program("Python tests with torch", python, TESTS),
+        Step::program("Python tests with torch", python, TESTS).env("TSSD_BIN", workspace.tssd()),
     ]);
     steps
 }

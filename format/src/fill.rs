@@ -181,18 +181,6 @@ impl Fill {
         })
     }
 
-    /// The bytes of the range in order, where they lie: what a caller writes who does it in pieces of his
-    /// own, and takes the checksums from [`Fill::sum`].
-    pub fn parts(&self) -> Vec<&[u8]> {
-        let mut parts = Vec::new();
-        let filled = self.each(&mut |bytes, _| {
-            parts.push(bytes);
-            Ok(())
-        });
-        drop(filled.expect("nothing was refused"));
-        parts
-    }
-
     /// The checksums alone.
     pub fn sum(&self) -> Filled {
         let filled = self.each(&mut |bytes, summing| {
@@ -294,7 +282,40 @@ pub(crate) fn jobs(
     jobs
 }
 
+/// What [`jobs`] write, in order and in pieces as large as can be.
+pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Vec<&'a [u8]> {
+    let mut parts = vec![head];
+    let mut at = length(head);
+    let mut put = |bytes: &'a [u8]| {
+        parts.push(bytes);
+        Ok(())
+    };
+    let mut fill = || {
+        for source in sources {
+            zeros(source.offset - at, &mut |zeros| put(zeros))?;
+            at = source.offset;
+            for bytes in source.pieces() {
+                let whole = 0..bytes.len();
+                zeros(bytes.zeros(&whole), &mut |zeros| put(zeros))?;
+                bytes.cut(&whole).try_for_each(|(segment, part)| put(&segment[part]))?;
+                at += bytes.len();
+            }
+        }
+        zeros(end - at, &mut |zeros| put(zeros))
+    };
+    fill().expect("nothing is refused");
+    parts
+}
+
 impl Source {
+    /// Its stored bytes: all at once, or its chunks.
+    fn pieces(&self) -> &[RawBytes] {
+        match &self.body {
+            Body::Raw { bytes, .. } => std::slice::from_ref(bytes),
+            Body::Packed(chunks) => chunks,
+        }
+    }
+
     /// How many stored chunks it has.
     fn chunks(&self) -> usize {
         match &self.body {

@@ -1,15 +1,15 @@
 //! Where everything goes: an archive planned from metadata alone, compressed if that is wanted, then filled.
 
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes;
 
 use crate::arrange::Arranger;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Fill, Filled, Source, jobs, length};
-use crate::frame::{self, DATA_START, IndexPlace};
+use crate::fill::{Fill, Filled, Source, jobs, length, parts};
+use crate::frame::{self, DATA_START, FRAME_LEN, IndexPlace};
 use crate::key::ObjectPath;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
@@ -137,6 +137,13 @@ impl Layout {
     /// together they write every byte up to [`Layout::index_off`].
     pub fn jobs(&self) -> Vec<Fill> {
         jobs(0..self.index_off, Some(head()), &self.sources)
+    }
+
+    /// Everything in front of the index in order, where it lies, in pieces as large as can be: for a
+    /// caller who writes it in one go, and takes the checksums from [`Fill::sum`].
+    pub fn parts(&self) -> Vec<&[u8]> {
+        static HEAD: LazyLock<[u8; FRAME_LEN]> = LazyLock::new(frame::head);
+        parts(self.index_off, &*HEAD, &self.sources)
     }
 
     /// Where the bytes that [`Layout::seal`] returns belong.

@@ -460,12 +460,12 @@ def test_a_dict_that_another_thread_changes_is_saved_as_it_was_at_some_time() ->
 
 
 INTERRUPTED = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np, tssd
-state = {str(i): np.random.default_rng(i).standard_normal(4_000_000) for i in range(8)}
+state = {str(i): np.zeros(1 << 24) for i in range(10)}  # no memory, and long to write
 def strike():
     names = set(os.listdir(sys.argv[1]))
-    while set(os.listdir(sys.argv[1])) == names: pass
+    while set(os.listdir(sys.argv[1])) == names: time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=strike).start()
 try:

@@ -156,13 +156,6 @@ impl Write for At<'_> {
         Ok(written)
     }
 
-    #[cfg(target_os = "linux")]
-    fn write_vectored(&mut self, parts: &[io::IoSlice<'_>]) -> io::Result<usize> {
-        let written = rustix::io::pwritev(self.file, parts, self.offset)?;
-        self.offset += u64::try_from(written).map_err(io::Error::other)?;
-        Ok(written)
-    }
-
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! What is passed as `pause` is called before each job, on the thread that is to do it. An error that it
 //! returns ends the work.
 
-use std::io::{self, IoSlice, Write};
+use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -15,12 +15,12 @@ use tssd_format::{
 use crate::disk::Replacement;
 use crate::parallel;
 
-/// Files are read in parts, and written in windows, of this many bytes.
-const WINDOW_BYTES: usize = 4 << 20;
-const WINDOW: u64 = WINDOW_BYTES as u64;
+/// Files are read and written in parts of this many bytes.
+const PART_BYTES: usize = 4 << 20;
 
-/// How many slices a write may have, on any system.
-const SLICES: usize = 1024;
+/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes,
+/// and maps them the faster.
+const BUFFER_BYTES: usize = 1 << 20;
 
 /// Plans the archive of a state dict; what is to be compressed, is.
 ///
@@ -42,9 +42,6 @@ pub fn plan<E: From<Error> + Send>(
 
 /// Writes an archive. It is whole once this returns, and appears with [`Replacement::commit`].
 ///
-/// Each write is one window of the file: a system that keeps files in large pages then keeps it in pages
-/// of that size, which makes both this and later maps several times as fast as smaller writes do.
-///
 /// # Errors
 ///
 /// `Io`; what `pause` returns.
@@ -54,22 +51,16 @@ pub fn write<E: From<Error> + Send>(
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     let jobs = layout.jobs();
-    let mut parts = Vec::new();
-    let mut end = 0;
-    for part in jobs.iter().flat_map(Fill::parts) {
-        parts.push((end, part));
-        end += length(part);
-    }
     let has_failed = AtomicBool::new(false);
     let write = || {
-        for start in (0..end).step_by(WINDOW_BYTES) {
+        let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
+        for piece in layout.parts().iter().flat_map(|part| part.chunks(PART_BYTES)) {
             pause()?;
-            let window = start..start.saturating_add(WINDOW).min(end);
-            write_window(file, &window, &parts).map_err(Error::io)?;
+            writer.write_all(piece).map_err(Error::io)?;
         }
-        Ok::<_, E>(())
+        Ok::<_, E>(writer.flush().map_err(Error::io)?)
     };
-    // A system lets one thread at a time write to a file: the others sum meanwhile.
+    // A system lets one thread at a time write to a file: others sum meanwhile.
     let filled = thread::scope(|scope| {
         let sums = scope.spawn(|| {
             parallel::map(jobs.iter().collect(), |job: &Fill| {
@@ -83,30 +74,6 @@ pub fn write<E: From<Error> + Send>(
     })?;
     let tail = layout.seal(filled)?;
     Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
-}
-
-/// Writes a window of the file, of which `parts` are all bytes with their offsets.
-fn write_window(file: &Replacement, window: &Range<u64>, parts: &[(u64, &[u8])]) -> io::Result<()> {
-    let mut writer = file.at(window.start);
-    let first = parts.partition_point(|(start, part)| start + length(part) <= window.start);
-    let within = parts[first..].iter().take_while(|(start, _)| *start < window.end);
-    let mut slices: Vec<IoSlice<'_>> = within
-        .map(|(start, part)| {
-            let from = usize::try_from(window.start.saturating_sub(*start)).expect("in memory");
-            let to = usize::try_from(window.end - start).unwrap_or(part.len()).min(part.len());
-            IoSlice::new(&part[from..to])
-        })
-        .collect();
-    let mut rest = slices.as_mut_slice();
-    while !rest.is_empty() {
-        match writer.write_vectored(&rest[..rest.len().min(SLICES)]) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => IoSlice::advance_slices(&mut rest, written),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }
 
 fn length(bytes: &[u8]) -> u64 {
@@ -156,7 +123,7 @@ pub fn read<E: From<Error> + Send>(
     target: &mut [u8],
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let parts = (offset..).step_by(WINDOW_BYTES).zip(target.chunks_mut(WINDOW_BYTES)).collect();
+    let parts = (offset..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
     parallel::map(parts, |(offset, part): (u64, &mut [u8])| {
         pause()?;
         Ok::<_, E>(blob.read_exact_at(part, offset).map_err(Error::io)?)
@@ -180,7 +147,7 @@ pub fn raw<E: From<Error> + Send>(
     target: &mut [u8],
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let parts = (start..).step_by(WINDOW_BYTES).zip(target.chunks_mut(WINDOW_BYTES)).collect();
+    let parts = (start..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
     parallel::map(parts, |(start, part): (u64, &mut [u8])| {
         pause()?;
         part.copy_from_slice(&archive.storage_range(storage, start..start + length(part))?);

@@ -4,8 +4,8 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, AttrValue, CHUNK_BYTES, Compression, Draft, Dtype, ErrorKind, Options,
-    Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
+    Archive, ArchiveWriter, AttrValue, CHUNK_BYTES, Compression, Draft, Dtype, ErrorKind, Fill,
+    Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
 
@@ -76,6 +76,17 @@ proptest! {
         prop_assert_eq!(&encoded.to_state_dict().unwrap(), &dict);
         let again = encode(&dict, &Options::recorded(encoded.archive()));
         prop_assert_eq!(again.as_bytes(), encoded.as_bytes());
+    }
+
+    /// What one thread writes in order while others sum is what jobs write.
+    #[test]
+    fn parts_and_sums_make_the_same_file(dict in generate::state_dict(), options in options()) {
+        let layout = Layout::plan(&dict, &options).unwrap();
+        let mut file = layout.parts().concat();
+        let jobs = layout.jobs();
+        file.extend(layout.seal(jobs.iter().map(Fill::sum)).unwrap());
+        let encoded = encode(&dict, &options);
+        prop_assert_eq!(encoded.as_bytes(), &file);
     }
 
     /// Two ways of writing, one archive of the same storages.

@@ -1,5 +1,6 @@
 //! Ctrl-C: whatever lies half-written on the disk goes away first.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -44,22 +45,21 @@ pub(crate) fn notified() -> Result<tokio::sync::oneshot::Receiver<()>> {
 /// For how long something is removed that others make again.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Other threads may still be writing into a directory while it is removed, or make it again: it is
-/// gone once it has been gone a few times in a row.
+/// Other threads may still be writing into a directory while it is removed, or make it again: a file in
+/// its place makes them fail, and goes last.
 fn remove(path: &Path) {
-    let (mut gone, started) = (0, Instant::now());
+    let started = Instant::now();
     // What is left in the end is in a temporary place.
-    while gone < 3 && started.elapsed() < PATIENCE {
-        // A failure is tried again.
-        let found = path.symlink_metadata();
-        gone = if found.is_ok() { 0 } else { gone + 1 };
-        let _tried = match found {
-            Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
-            Ok(_) => std::fs::remove_file(path),
-            Err(_) => Ok(()),
-        };
-        std::thread::sleep(Duration::from_millis(2));
+    while path.is_dir() && started.elapsed() < PATIENCE {
+        // What was made meanwhile is removed the next time.
+        if std::fs::remove_dir_all(path).is_ok() && File::create_new(path).is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
     }
+    // It may be gone already.
+    let _ = std::fs::remove_file(path);
 }
 
 /// A file or directory that must not outlive an interrupt, as long as this lives.

@@ -105,19 +105,17 @@ _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
 }
 
 # What a store says, as its protocol calls it.
-_KINDS.update(
-    {
-        "not_found": (TssdKeyError, None),
-        "invalid": (TssdValueError, None),
-        "refused": (TssdValueError, None),
-        "rejected": (TssdValueError, "mend the state dicts, then put again in every writer"),
-        "corrupt": (TssdCorruptError, "get another version, or put it again"),
-        "busy": (TssdTimeoutError, "try again later"),
-        "timeout": (TssdTimeoutError, None),
-        "unreachable": (TssdConnectionError, None),
-        "io": (TssdOSError, None),
-    }
-)
+_STORE: dict[str, tuple[type[TssdError], str | None]] = {
+    "not_found": (TssdKeyError, None),
+    "invalid": (TssdValueError, None),
+    "refused": (TssdValueError, None),
+    "rejected": (TssdValueError, "mend the state dicts, then put again in every writer"),
+    "corrupt": (TssdCorruptError, "get another version, or put it again"),
+    "busy": (TssdTimeoutError, "try again later"),
+    "timeout": (TssdTimeoutError, None),
+    "unreachable": (TssdConnectionError, None),
+    "io": (TssdOSError, None),
+}
 
 _OS_ERRORS: tuple[type[TssdOSError], ...] = (
     TssdFileNotFoundError,
@@ -128,8 +126,9 @@ _OS_ERRORS: tuple[type[TssdOSError], ...] = (
 
 def class_of(kind: str, rule: str) -> type[TssdError]:
     """The class for errors of a kind, given its rule in the specification."""
-    if kind in _KINDS:
-        return _KINDS[kind][0]
+    known = _KINDS.get(kind) or _STORE.get(kind)
+    if known is not None:
+        return known[0]
     return TssdCorruptError if rule.startswith("F-") else TssdValueError
 
 
@@ -155,7 +154,7 @@ def make(
     else:
         cls = class_of(kind, rule)
         if advice is None:
-            advice = _KINDS[kind][1] if kind in _KINDS else None
+            _, advice = _KINDS.get(kind) or _STORE.get(kind) or (None, None)
         if advice is None and cls is TssdCorruptError:
             advice = _DAMAGED
         where = f"{file}: " if file is not None else ""

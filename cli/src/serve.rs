@@ -46,8 +46,8 @@ pub(crate) struct Args {
     /// Answer /metrics (Prometheus), /healthz and /readyz at this address of this host alone
     #[arg(long, value_name = "ADDR")]
     metrics: Option<SocketAddr>,
-    /// Let clients of other hosts connect at this address too (`tls://ADDR`), with the next three; without
-    /// them (`tcp://ADDR`) it is one of this host alone, and whoever can connect to it may
+    /// Let clients of other hosts connect at this address too (`tls://ADDR`), with --cert, --key and
+    /// --client-ca; without them (`tcp://ADDR`) it is one of this host alone, and whoever can connect may
     #[arg(long, value_name = "ADDR")]
     listen: Option<SocketAddr>,
     /// Let the daemon at this address decide (`tls://HOST:PORT`): what is put here stays here, and the daemons

@@ -463,8 +463,8 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np, tssd
 state = {str(i): np.zeros(1 << 24) for i in range(10)}  # no memory, and long to write
+names = set(os.listdir(sys.argv[1]))
 def strike():
-    names = set(os.listdir(sys.argv[1]))
     while set(os.listdir(sys.argv[1])) == names: time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=strike).start()

@@ -15,11 +15,11 @@ use tssd_format::{
 use crate::disk::Replacement;
 use crate::parallel;
 
-/// Files are read and written in parts of this many bytes.
+/// Files are read and written in parts that end at multiples of this many bytes.
 const PART_BYTES: usize = 4 << 20;
 
-/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes,
-/// and maps them the faster.
+/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes
+/// and their places in the file allow, and maps them the faster.
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// Plans the archive of a state dict; what is to be compressed, is.
@@ -54,9 +54,15 @@ pub fn write<E: From<Error> + Send>(
     let has_failed = AtomicBool::new(false);
     let write = || {
         let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
-        for piece in layout.parts().iter().flat_map(|part| part.chunks(PART_BYTES)) {
-            pause()?;
-            writer.write_all(piece).map_err(Error::io)?;
+        let mut at = 0;
+        for mut part in layout.parts() {
+            while !part.is_empty() {
+                pause()?;
+                let piece;
+                (piece, part) = part.split_at(part.len().min(PART_BYTES - at % PART_BYTES));
+                writer.write_all(piece).map_err(Error::io)?;
+                at += piece.len();
+            }
         }
         Ok::<_, E>(writer.flush().map_err(Error::io)?)
     };

@@ -137,7 +137,7 @@ impl LocalController {
     pub(crate) async fn state(&self, key: &Key) -> Result<Arc<State>> {
         let state = self.0.ledgers.state(key).await?;
         // Somebody who may not write, or cannot now, still reads what is visible.
-        if self.owes_old_proof(&state) && self.settle(key).await.is_ok() {
+        if self.owes_old_proof(&state) && self.settled(key).await {
             return self.0.ledgers.state(key).await;
         }
         Ok(state)
@@ -325,6 +325,14 @@ impl LocalController {
             }
         }
         Ok(false)
+    }
+
+    /// Carries out what the ledger of a key owes, though whoever asks may stop waiting: a step that has begun
+    /// to be written is not left halfway. Says whether it went well.
+    async fn settled(&self, key: &Key) -> bool {
+        let (own, key) = (self.clone(), key.clone());
+        let settling = tokio::spawn(async move { own.settle(&key).await });
+        settling.await.is_ok_and(|settled| settled.is_ok())
     }
 
     /// Carries out what the ledger of a key owes.

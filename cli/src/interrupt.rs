@@ -25,9 +25,25 @@ pub(crate) fn install() -> Result<()> {
         for path in paths.iter() {
             remove(path);
         }
-        std::process::exit(Exit::Interrupted.code().into());
+        exit(Exit::Interrupted)
     })
     .map_err(|error| Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}")))
+}
+
+/// Ends the process at once: while others tidied up, threads that still run could make something again.
+#[cfg(unix)]
+#[expect(unsafe_code, reason = "the standard library tidies up before it ends a process")]
+fn exit(exit: Exit) -> ! {
+    // SAFETY: this is how POSIX declares it.
+    unsafe extern "C" {
+        safe fn _exit(code: std::ffi::c_int) -> !;
+    }
+    _exit(exit.code().into())
+}
+
+#[cfg(not(unix))]
+fn exit(exit: Exit) -> ! {
+    std::process::exit(exit.code().into())
 }
 
 /// What hears of Ctrl-C and of the signals that end a process, in place of [`install`]: the process

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::State;
 
@@ -33,6 +33,13 @@ pub(crate) trait Ledgers: Send + Sync {
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration);
 }
 
+/// Makes this the state of a ledger. Whoever asks may stop waiting: the turn lasts until it is written.
+pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<()> {
+    let saving = tokio::spawn(async move { turn.save(next).await });
+    let ended = |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
+    saving.await.map_err(ended)?
+}
+
 /// The right to advance one ledger.
 #[async_trait]
 pub(crate) trait Turn: Send {
@@ -41,4 +48,70 @@ pub(crate) trait Turn: Send {
 
     /// Makes this its state.
     async fn save(&mut self, next: State) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+    use std::num::NonZeroU32;
+
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::controller::{Controller, LocalController};
+    use crate::environment::SystemEnvironment;
+    use crate::meta::{MemoryMeta, MetaStore};
+    use crate::volume::MemoryVolume;
+
+    /// Records that are there before whoever made them hears of it, as those of a disk are.
+    #[derive(Default)]
+    struct Slow(MemoryMeta);
+
+    #[async_trait]
+    impl MetaStore for Slow {
+        async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
+            let created = self.0.create(name, record).await;
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            created
+        }
+
+        async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
+            self.0.get(name).await
+        }
+
+        async fn list(&self, name: &str) -> Result<Vec<String>> {
+            self.0.list(name).await
+        }
+
+        async fn delete(&self, name: &str) -> Result<()> {
+            self.0.delete(name).await
+        }
+
+        async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
+            self.0.lock(name).await
+        }
+    }
+
+    #[test]
+    fn who_stops_waiting_leaves_no_step_halfway() {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_all().start_paused(true).build().unwrap().block_on(async {
+            let shared: Arc<dyn Ledgers> = Arc::new(SharedLedgers::new(Arc::new(Slow::default())));
+            let owned = OwnedLedgers::default().recover(Arc::new(Slow::default())).await.unwrap();
+            for ledgers in [shared, Arc::new(owned)] {
+                let volume = Arc::new(MemoryVolume::default());
+                let controller = LocalController::new(ledgers, volume, Arc::new(SystemEnvironment));
+                let key = Key::new("policy").unwrap();
+                for keep in 2..6 {
+                    let retain = controller.retain(&key, NonZeroU32::new(keep).unwrap(), None);
+                    // Every other one is not waited for.
+                    let patience = Duration::from_millis(if keep % 2 == 0 { 100 } else { 10_000 });
+                    match timeout(patience, retain).await {
+                        Ok(retained) => retained.unwrap(),
+                        Err(_) => assert_eq!(keep % 2, 0),
+                    }
+                }
+            }
+        });
+    }
 }

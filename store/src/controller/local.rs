@@ -23,7 +23,7 @@ use crate::ledger::{
     Effect, Fate, JobId, ManifestReference, Outcome, Refusal, Selection, Selector, State, Status,
     Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
-use crate::ledgers::Ledgers;
+use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Volume};
@@ -126,10 +126,10 @@ impl LocalController {
 
     /// Gives a command to the ledger of a key. Time passes first, so that what is too old is gone.
     pub(crate) async fn apply(&self, key: &Key, command: Command) -> Result<Outcome> {
-        let mut turn = self.0.ledgers.turn(key).await?;
+        let turn = self.0.ledgers.turn(key).await?;
         let expired = advance(key, turn.state(), Command::Expire { now: self.now() })?;
         let next = advance(key, &expired.state, command)?;
-        turn.save(next.state).await?;
+        save(turn, next.state).await?;
         Ok(next.outcome)
     }
 
@@ -137,7 +137,7 @@ impl LocalController {
     pub(crate) async fn state(&self, key: &Key) -> Result<Arc<State>> {
         let state = self.0.ledgers.state(key).await?;
         // Somebody who may not write, or cannot now, still reads what is visible.
-        if self.owes_old_proof(&state) && self.settled(key).await {
+        if self.owes_old_proof(&state) && self.settle(key).await.is_ok() {
             return self.0.ledgers.state(key).await;
         }
         Ok(state)
@@ -327,14 +327,6 @@ impl LocalController {
         Ok(false)
     }
 
-    /// Carries out what the ledger of a key owes, though whoever asks may stop waiting: a step that has begun
-    /// to be written is not left halfway. Says whether it went well.
-    async fn settled(&self, key: &Key) -> bool {
-        let (own, key) = (self.clone(), key.clone());
-        let settling = tokio::spawn(async move { own.settle(&key).await });
-        settling.await.is_ok_and(|settled| settled.is_ok())
-    }
-
     /// Carries out what the ledger of a key owes.
     pub(crate) async fn settle(&self, key: &Key) -> Result<()> {
         for effect in pending(&*self.0.ledgers.state(key).await?) {
@@ -365,7 +357,7 @@ impl LocalController {
             let (version, folder) = (version.clone(), folder.clone());
             self.on_disk(move |volume| prove(volume, &folder, &version)).await?
         };
-        let mut turn = self.0.ledgers.turn(key).await?;
+        let turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
             return Ok(());
         }
@@ -390,7 +382,7 @@ impl LocalController {
             }
         };
         let next = advance(key, turn.state(), command)?;
-        turn.save(next.state).await
+        save(turn, next.state).await
     }
 
     /// Deletes the data of a version that nobody can reach.
@@ -398,7 +390,7 @@ impl LocalController {
     /// The key's turn is kept meanwhile: its folder may be another version's as soon as the ledger
     /// knows that the data is gone.
     async fn reclaim(&self, key: &Key, id: VersionId) -> Result<()> {
-        let mut turn = self.0.ledgers.turn(key).await?;
+        let turn = self.0.ledgers.turn(key).await?;
         let owed = pending(turn.state());
         let is_owed = owed
             .iter()
@@ -417,7 +409,7 @@ impl LocalController {
         })
         .await?;
         let next = advance(key, turn.state(), Command::Reclaimed { id })?;
-        turn.save(next.state).await
+        save(turn, next.state).await
     }
 
     fn owes_old_proof(&self, state: &State) -> bool {

@@ -50,8 +50,12 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn at(mut self, path: &ObjectPath) -> Self {
-        self.fqn.get_or_insert_with(|| path.fqn());
+    pub(crate) fn at(self, path: &ObjectPath) -> Self {
+        self.of(&path.fqn())
+    }
+
+    pub(crate) fn of(mut self, fqn: &str) -> Self {
+        self.fqn.get_or_insert_with(|| fqn.to_owned());
         self
     }
 }
@@ -59,9 +63,14 @@ impl Refusal {
 impl Failure {
     /// The same with the path of the leaf, if it has none.
     pub(crate) fn at(self, path: &ObjectPath) -> Self {
+        self.of(&path.fqn())
+    }
+
+    /// The same with the fqn of the leaf.
+    pub(crate) fn of(self, fqn: &str) -> Self {
         match self {
-            Self::Format(error) => Self::Format(error.at(path.fqn())),
-            Self::Refused(refusal) => Self::Refused(Box::new(refusal.at(path))),
+            Self::Format(error) => Self::Format(error.at(fqn)),
+            Self::Refused(refusal) => Self::Refused(Box::new(refusal.of(fqn))),
             other => other,
         }
     }
@@ -86,6 +95,11 @@ impl Failure {
 }
 
 impl Failure {
+    /// Whether something has not happened in time.
+    pub(crate) fn is_timeout(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if refusal.kind == "timeout")
+    }
+
     /// The same with the key that it is about, and the version.
     pub(crate) fn of_key(self, key: &str, version: Option<u64>) -> Self {
         match self {
@@ -116,6 +130,12 @@ impl From<io::Error> for Failure {
 impl From<PyErr> for Failure {
     fn from(error: PyErr) -> Self {
         Self::Python(error)
+    }
+}
+
+impl From<std::num::TryFromIntError> for Failure {
+    fn from(error: std::num::TryFromIntError) -> Self {
+        Self::Python(error.into())
     }
 }
 

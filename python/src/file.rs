@@ -9,20 +9,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyEllipsis, PyInt, PySlice, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
 use tssd_format::{
-    Archive, AttrValue, Attrs, Compression, Error, ErrorKind, Layout, Map, Node, Options,
-    TensorReference, to_json_without_elements,
+    Archive, AttrValue, Compression, Error, ErrorKind, Layout, Map, Node, Options, TensorReference,
+    to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
 use crate::error::{Failure, Refusal, Result};
+use crate::index::Index;
 use crate::interrupt::Interrupt;
 use crate::memory::{Block, Memory};
+use crate::metadata;
 use crate::numpy::Numpy;
-use crate::object::{Framework, METADATA_ATTR, Maker, Source, spans, string};
+use crate::object::{Framework, METADATA_ATTR, Maker, Source, spans};
 use crate::torch::Torch;
-use crate::value::{Taken, take, text};
+use crate::value::{Taken, take};
 
 /// Shorter ranges are read rather than mapped: a system has only so many maps for a process.
 const MAPPED_MIN: u64 = 64 << 10;
@@ -87,50 +89,10 @@ fn options(
         Some("blake3") => options.digests(),
         Some(other) => return Err(choice("digest", other, "None or \"blake3\"")),
     };
-    for (name, value) in attrs(metadata)? {
+    for (name, value) in metadata::attrs(metadata)? {
         options = options.attr(name, value);
     }
     Ok(options)
-}
-
-/// What a caller says of a state dict as a whole.
-pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
-    let mut attrs = Attrs::new();
-    for (name, value) in metadata.into_iter().flat_map(PyDictMethods::iter) {
-        let name: String = name.extract().map_err(|_| not_metadata())?;
-        if name.starts_with("tssd.") {
-            let message = format!("metadata {name:?}: names that begin with `tssd.` are reserved");
-            return Err(PyValueError::new_err(message).into());
-        }
-        let value = if value.is_exact_instance_of::<PyString>() {
-            AttrValue::Text(text(&value)?)
-        } else if value.is_exact_instance_of::<PyInt>() {
-            AttrValue::Int(value.extract()?)
-        } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
-            AttrValue::Bytes(bytes.as_bytes().into())
-        } else {
-            return Err(not_metadata().into());
-        };
-        attrs.insert(name, value);
-    }
-    Ok(attrs)
-}
-
-/// The same, as the caller said it; none if nothing was said.
-pub(crate) fn metadata<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<'py, PyDict>>> {
-    let metadata = PyDict::new(py);
-    for (name, value) in attrs.iter().filter(|(name, _)| !name.starts_with("tssd.")) {
-        match value {
-            AttrValue::Int(value) => metadata.set_item(name, value)?,
-            AttrValue::Text(value) => metadata.set_item(name, string(py, value.as_bytes())?)?,
-            AttrValue::Bytes(value) => metadata.set_item(name, PyBytes::new(py, value))?,
-        }
-    }
-    Ok(Some(metadata).filter(|metadata| !metadata.is_empty()))
-}
-
-fn not_metadata() -> PyErr {
-    PyTypeError::new_err("metadata is a dict of str to str, int or bytes")
 }
 
 /// A state dict, planned: what is kept of it shares its tensors.
@@ -145,7 +107,7 @@ pub(crate) fn planned(
     mut options: Options,
     allow_pickle: bool,
 ) -> Result<Planned> {
-    let taken = take(state_dict, allow_pickle)?;
+    let taken = take(state_dict, allow_pickle, None)?;
     if let Some(metadata) = &taken.metadata {
         options = options.attr(METADATA_ATTR, AttrValue::Text(metadata.as_str().into()));
     }
@@ -165,7 +127,7 @@ pub(crate) fn planned(
 /// Args:
 ///     state_dict: a dict or OrderedDict of tensors, numpy arrays, numbers, strs, and nested containers.
 ///     filename: where to save it.
-///     metadata: a dict of str to str, int or bytes, which `safe_open(...).metadata()` gives back.
+///     metadata: a dict of strs to what JSON has, or bytes, which `safe_open(...).metadata()` gives back.
 ///     compression: None; "zstd": zstd after a byte shuffle; "zstd-plain": without it.
 ///     level: of zstd, from -131072 to 22.
 ///     digest: None; "blake3": one for each storage, so that the file can be signed.
@@ -542,7 +504,7 @@ impl SafeOpen {
 
     /// What was given as `metadata` when the file was saved; None if nothing was.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        metadata(py, &self.opened()?.archive.attrs())
+        metadata::given(py, &self.opened()?.archive.attrs())
     }
 
     /// The tensor with an fqn, in memory of its own: a write into it changes no other tensor. A shard of
@@ -722,10 +684,10 @@ impl SafeSlice {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
         let meta = &self.reference.meta;
-        let index = basic(index)?;
+        let index = Index::of(index)?;
         let (shape, strides, first) = match self.framework {
-            Framework::Torch => Torch::import(py)?.index(meta, &index)?,
-            Framework::Numpy => Numpy::import(py)?.index(meta, &index)?,
+            Framework::Torch => Torch::import(py)?.index(meta, index.whole())?,
+            Framework::Numpy => Numpy::import(py)?.index(meta, index.whole())?,
         };
         // In elements from the first of the tensor on.
         let (mut low, mut high) = (first, first);
@@ -754,29 +716,6 @@ impl SafeSlice {
             .view(&reference, &shape, &strides, first)
             .map_err(|error| error.in_file(&self.opened.filename))
     }
-}
-
-/// An index that makes a view; with `...` at its end, so that it never makes a scalar.
-fn basic<'py>(index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyTuple>> {
-    let py = index.py();
-    let mut parts: Vec<Bound<'py, PyAny>> = match index.cast::<PyTuple>() {
-        Ok(tuple) => tuple.iter().collect(),
-        Err(_) => vec![index.clone()],
-    };
-    let is_ellipsis = |part: &Bound<'py, PyAny>| part.is_exact_instance_of::<PyEllipsis>();
-    for part in &parts {
-        let is_int = part.is_instance_of::<PyInt>() && !part.is_instance_of::<PyBool>();
-        if !(is_int || part.is_instance_of::<PySlice>() || is_ellipsis(part)) {
-            let class = crate::value::name_of(&part.get_type());
-            let message =
-                format!("a {class} is no int, slice or ...: get the tensor, and index that");
-            return Err(PyTypeError::new_err(message).into());
-        }
-    }
-    if !parts.iter().any(is_ellipsis) {
-        parts.push(PyEllipsis::get(py).to_owned().into_any());
-    }
-    Ok(PyTuple::new(py, parts)?)
 }
 
 /// Proves a file: every stored byte, and what compressed bytes decode to.

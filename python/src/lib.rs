@@ -15,12 +15,16 @@ mod dtensor;
 mod error;
 /// Files: saved, loaded, opened, proven.
 mod file;
+/// Indices that make a view.
+mod index;
 /// Ctrl-C in long work.
 mod interrupt;
-/// The caller's own tensors, which a get fills.
-mod into;
+/// Plain tensors and arrays on their way into a store, or when they are filled.
+mod local;
 /// Memory that Python's tensors lie in.
 mod memory;
+/// What a caller says of a state dict as a whole.
+mod metadata;
 /// numpy's arrays to tensors and back.
 mod numpy;
 /// What an archive holds, as Python's objects.
@@ -29,8 +33,6 @@ mod object;
 mod slice;
 /// A store of state dicts.
 mod store;
-/// Versions tensor by tensor.
-mod stream;
 /// Tensors of either framework.
 mod tensor;
 /// torch's tensors to tensors and back.
@@ -51,9 +53,9 @@ mod _tssd {
     #[pymodule_export]
     use crate::slice::{TensorShard, TensorSlice};
     #[pymodule_export]
-    use crate::store::{Pending, Store};
-    #[pymodule_export]
-    use crate::stream::{Items, Publishing, Reading, Subscribed};
+    use crate::store::{
+        Items, LeaseSlice, OpenVersion, Pending, Pinned, Publishing, Store, Subscribed,
+    };
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;
     use pyo3::prelude::*;

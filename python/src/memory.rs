@@ -14,6 +14,7 @@ use bytes::Bytes;
 use memmap2::{MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tssd_store::Private;
 
 /// What systems with large pages have as well: only whole ones are given back.
 const PAGE: usize = 64 << 10;
@@ -58,15 +59,17 @@ impl Memory {
 
     /// A range of it, for Python, which nobody else looks at: its pages go back with it.
     pub(crate) fn block(&self, range: Range<usize>) -> Block {
-        let mut block = self.view(range);
-        block.is_alone = true;
-        block
+        self.part(range, true)
     }
 
     /// A range of it, for Python, which others look at too.
     pub(crate) fn view(&self, range: Range<usize>) -> Block {
+        self.part(range, false)
+    }
+
+    fn part(&self, range: Range<usize>, is_alone: bool) -> Block {
         assert!(range.start <= range.end && range.end <= self.0.len(), "a range of the memory");
-        Block { memory: self.clone(), range, is_alone: false }
+        Block(Kept::Part(Part { memory: self.clone(), range, is_alone }))
     }
 }
 
@@ -80,7 +83,17 @@ impl AsRef<[u8]> for Memory {
 
 /// A range of memory that Python gets, and which keeps the memory.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct Block(Kept);
+
+#[derive(Debug)]
+enum Kept {
+    Part(Part),
+    /// A storage of a store.
+    Private(Private),
+}
+
+#[derive(Debug)]
+struct Part {
     memory: Memory,
     range: Range<usize>,
     is_alone: bool,
@@ -88,16 +101,28 @@ pub(crate) struct Block {
 
 impl Block {
     pub(crate) fn start(&self) -> *mut u8 {
-        self.memory.0.as_mut_ptr().wrapping_add(self.range.start)
+        match &self.0 {
+            Kept::Part(part) => part.memory.0.as_mut_ptr().wrapping_add(part.range.start),
+            Kept::Private(private) => private.as_mut_ptr(),
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.range.len()
+        match &self.0 {
+            Kept::Part(part) => part.range.len(),
+            Kept::Private(private) => private.len(),
+        }
+    }
+}
+
+impl From<Private> for Block {
+    fn from(private: Private) -> Self {
+        Self(Kept::Private(private))
     }
 }
 
 /// Pages that nobody can reach any more go back at once, though other blocks keep their memory.
-impl Drop for Block {
+impl Drop for Part {
     fn drop(&mut self) {
         let from = self.range.start.next_multiple_of(PAGE);
         let to = self.range.end / PAGE * PAGE;

@@ -15,7 +15,7 @@ use crate::tensor::borrowed;
 
 /// The module numpy, and what of it is needed again and again.
 pub(crate) struct Numpy<'py> {
-    module: Bound<'py, PyModule>,
+    pub(crate) module: Bound<'py, PyModule>,
     array: Bound<'py, PyAny>,
     memmap: Bound<'py, PyAny>,
     scalar: Bound<'py, PyAny>,
@@ -142,7 +142,22 @@ impl<'py> Numpy<'py> {
         unsafe { borrowed(meta, start, array.unbind()) }
     }
 
-    fn dtype_of(&self, dtype: &Bound<'py, PyAny>) -> Result<Dtype> {
+    /// Refuses what must not be written to.
+    pub(crate) fn prove_fillable(&self, array: &Bound<'py, PyAny>) -> Result<()> {
+        if array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
+            return Ok(());
+        }
+        let text = "an array that is read-only cannot be filled";
+        Err(Refusal::leaf(text, "give a copy of it").into())
+    }
+
+    /// Says which memory an array is, in which way.
+    pub(crate) fn place_of(&self, array: &Bound<'py, PyAny>) -> Result<String> {
+        let interface = array.getattr(intern!(array.py(), "__array_interface__"))?;
+        Ok(format!("{interface} {}", array.getattr("dtype")?))
+    }
+
+    pub(crate) fn dtype_of(&self, dtype: &Bound<'py, PyAny>) -> Result<Dtype> {
         let mut known = self.dtypes.borrow_mut();
         if let Some((_, ours)) = known.iter().find(|(theirs, _)| theirs.is(dtype)) {
             return Ok(*ours);

@@ -301,7 +301,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         })
     }
 
-    fn leaf(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn leaf(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
         match node {
             Node::Tensors(run) => self.tensors(&run),
             Node::Leaf(value) => self.value(&value),

@@ -2,32 +2,53 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bytes::Bytes;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
-use tokio::runtime::{Builder, Runtime};
-use tssd_format::{AttrValue, Attrs, Node, Region, TensorMeta, TensorReference};
-use tssd_store::{
-    ConnectOptions, Credentials, Divergent, Durability, GetOptions, GetReport, JobId, Key, Opened,
-    PendingPut, PutOptions, PutReport, Replicas, Store as Inner, Target, VersionInfo, WriterSet,
-};
+use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened};
 
-use crate::error::{Failure, Refusal, Result};
-use crate::interrupt::Interrupt;
-use crate::into::{Place, fill, places, places_of};
-use crate::memory::{Block, Memory};
-use crate::object::{Contents, Framework, METADATA_ATTR, Maker, Source};
+/// A store, and the threads of this process that wait for it.
+mod connected;
+/// The caller's own tensors, which a get fills.
+mod into;
+/// A version that stays there while it is read.
+mod lease;
+/// A put that goes on by itself.
+mod pending;
+/// A label that holds a version.
+mod pin;
+/// A version that is put tensor by tensor.
+mod publish;
+/// How state dicts are put.
+mod put;
+/// What was done.
+mod report;
+/// Which leaves are wanted.
+mod select;
+/// The versions of a key as they come.
+mod subscription;
+/// What a get without `into` reads.
+mod version;
+
+use self::connected::{Connected, seconds};
+use self::into::{Allowed, Differences, fill_all, fill_one};
+pub(crate) use self::lease::{Items, LeaseSlice, OpenVersion};
+pub(crate) use self::pending::Pending;
+pub(crate) use self::pin::Pinned;
+pub(crate) use self::publish::Publishing;
+use self::put::{Put, taken};
+use self::report::{get_report, put_report, version_info};
+use self::select::select;
+pub(crate) use self::subscription::Subscribed;
+use self::version::{Reading, Version};
+use crate::error::{Failure, Result};
+use crate::local::Transfer;
+use crate::object::{Framework, Maker};
 use crate::slice::TensorSlice;
-use crate::stream::{Publishing, Reading, Subscribed};
-use crate::value::take;
-
-/// How often signals are looked for while something is waited for.
-const EVERY: Duration = Duration::from_millis(50);
+use crate::tssd::TorchStoreStateDict;
 
 /// State dicts by key, in immutable versions.
 ///
@@ -50,58 +71,6 @@ pub(crate) struct Store {
     connected: Mutex<Option<Arc<Connected>>>,
 }
 
-/// A store, and the threads on which it waits: they are those of one process.
-pub(crate) struct Connected {
-    process: u32,
-    pub(crate) store: Inner,
-    pub(crate) runtime: Runtime,
-}
-
-impl Connected {
-    /// Does something, which Ctrl-C ends.
-    pub(crate) fn run<T>(
-        &self,
-        py: Python<'_>,
-        timeout: Option<f64>,
-        work: impl Future<Output = tssd_store::Result<T>> + Send,
-    ) -> Result<T>
-    where
-        T: Send,
-    {
-        let interrupt = Interrupt::new();
-        let timeout = timeout.map(seconds).transpose()?;
-        let all = async {
-            let mut work = pin!(work);
-            let late = async {
-                match timeout {
-                    Some(timeout) => {
-                        tokio::time::sleep(timeout).await;
-                        timeout
-                    }
-                    None => std::future::pending().await,
-                }
-            };
-            let mut late = pin!(late);
-            loop {
-                tokio::select! {
-                    done = &mut work => return Ok(done?),
-                    timeout = &mut late => {
-                        let text = format!("it has not happened within {timeout:?}");
-                        return Err(Refusal::new("timeout", text).into());
-                    }
-                    () = tokio::time::sleep(EVERY) => interrupt.check()?,
-                }
-            }
-        };
-        py.detach(|| self.runtime.block_on(all))
-    }
-}
-
-fn seconds(seconds: f64) -> Result<Duration> {
-    let span = Duration::try_from_secs_f64(seconds);
-    Ok(span.map_err(|error| PyValueError::new_err(format!("{seconds} seconds: {error}")))?)
-}
-
 fn key_of(key: &Bound<'_, PyAny>) -> Result<Key> {
     let key: String = key.extract().map_err(|_| {
         let class = key.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
@@ -111,6 +80,46 @@ fn key_of(key: &Bound<'_, PyAny>) -> Result<Key> {
         ))
     })?;
     Ok(Key::new(key)?)
+}
+
+/// Which version of a key is meant.
+#[derive(FromPyObject)]
+enum Which<'py> {
+    /// One that is held.
+    Lease(Bound<'py, OpenVersion>),
+    Number(u64),
+}
+
+/// How a version is read.
+struct Get<'py, 'a> {
+    version: Option<Which<'py>>,
+    writer: Option<u32>,
+    verify: bool,
+    require: Option<&'a str>,
+    timeout: Option<f64>,
+}
+
+impl Get<'_, '_> {
+    fn number(&self) -> Option<u64> {
+        match self.version {
+            Some(Which::Number(number)) => Some(number),
+            _ => None,
+        }
+    }
+
+    fn open(&self, py: Python<'_>, own: &Connected, key: &Key) -> Result<Arc<Opened>> {
+        let options = GetOptions {
+            version: self.number(),
+            writer: self.writer,
+            unverified: !self.verify,
+            require: self.require.map(str::parse).transpose()?,
+            ..GetOptions::default()
+        };
+        if let Some(Which::Lease(lease)) = &self.version {
+            return Ok(Arc::new(lease.get().of_key(key)?.with(&options)?));
+        }
+        Ok(Arc::new(own.run(py, self.timeout, own.store.open(key, &options))?))
+    }
 }
 
 impl Store {
@@ -130,86 +139,15 @@ impl Store {
                 let (ca, cert, key) = (ca.into(), cert.into(), key.into());
                 options.credentials = Some(Credentials { ca, cert, key });
             }
-            let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
-            let runtime = runtime.map_err(Failure::from)?;
-            let store = runtime.block_on(Inner::create_with(&self.url, &options))?;
-            let own = Arc::new(Connected { process: std::process::id(), store, runtime });
+            let own = Connected::new(&self.url, &options)?;
             Ok(connected.insert(own).clone())
         })
     }
-}
 
-/// What all puts may say.
-struct Put<'py> {
-    version: Option<u64>,
-    writers: Option<Bound<'py, PyAny>>,
-    writer: Option<u32>,
-    job: Option<String>,
-    divergent: &'py str,
-    replicas: &'py str,
-    durability: &'py str,
-    require: Option<&'py str>,
-    rewind: bool,
-    timeout: Option<f64>,
-}
-
-impl Put<'_> {
-    /// The job and the writer are found out where they matter.
-    fn options(&self, py: Python<'_>, attrs: Attrs, is_sharded: bool) -> Result<PutOptions> {
-        let wrong = |what: &str, value: &str, those: &str| {
-            PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
-        };
-        let helper = || py.import("tssd._ranks");
-        let writers = match &self.writers {
-            None => None,
-            Some(writers) => {
-                let ranks = helper()?.call_method1("writers", (writers,))?;
-                Some(ranks.extract::<Vec<u32>>()?.into_iter().collect::<WriterSet>())
-            }
-        };
-        let mut options = PutOptions {
-            version: self.version,
-            writer: self.writer,
-            writers,
-            job: self.job.clone().map(JobId),
-            attrs,
-            divergent: match self.divergent {
-                "error" => Divergent::Error,
-                "lowest" => Divergent::Lowest,
-                "keep" => Divergent::Keep,
-                other => {
-                    return Err(
-                        wrong("divergent", other, "\"error\", \"lowest\" or \"keep\"").into()
-                    );
-                }
-            },
-            replicas: match self.replicas {
-                "primary" => Replicas::Primary,
-                "all" => Replicas::All,
-                other => return Err(wrong("replicas", other, "\"primary\" or \"all\"").into()),
-            },
-            durability: match self.durability {
-                "memory" => Durability::Memory,
-                "disk" => Durability::Disk,
-                other => return Err(wrong("durability", other, "\"memory\" or \"disk\"").into()),
-            },
-            rewind: self.rewind,
-            allow_opaque: true,
-            require: self.require.map(str::parse).transpose()?,
-            ..PutOptions::default()
-        };
-        if let Some(timeout) = self.timeout {
-            options.timeout = seconds(timeout)?;
-        }
-        if is_sharded || options.writers.is_some() {
-            if options.job.is_none() {
-                options.job = helper()?.call_method0("job")?.extract::<Option<_>>()?.map(JobId);
-            }
-            if options.writer.is_none() {
-                options.writer = helper()?.call_method0("rank")?.extract()?;
-            }
-        }
-        Ok(options)
+    /// The store, and a key that is one.
+    fn of(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connected>, Key)> {
+        let name = key_of(key)?;
+        Ok((self.connected(key.py())?, name))
     }
 }
 
@@ -263,7 +201,11 @@ impl Store {
     ///     replicas: "primary" stores each replicated shard once, "all" as often as it is there.
     ///     durability: "memory", or "disk": it outlives the daemon, and is on the disk when this returns.
     ///     wait: False: returns a PendingPut as soon as the tensors may be written to again.
-    ///     metadata: a dict of str to str, int or bytes about the state dict as a whole.
+    ///     metadata: a dict about the state dict as a whole, as JSON has them, of at most 64 KiB: `head` and
+    ///         `open` give it back.
+    ///     transfer_dtype: the dtype that floating tensors are stored as, such as torch.bfloat16: a copy of
+    ///         them. Those of fewer than 16 bits stay, and all others.
+    ///     keep_dtype: fqns, or patterns of them, of floating tensors that stay as well: "*.norm.weight".
     ///     require: "arena", "file", "memory", "tcp" or "tls": any other way is an error.
     ///     rewind: whether a version that is not above the highest gives up those from it on.
     ///     allow_pickle: as for `save_file`.
@@ -276,7 +218,7 @@ impl Store {
     ///     TssdTypeError, TssdValueError: as `save_file`; the store does not allow it, or the contributions do
     ///         not fit together.
     ///     TssdTimeoutError: others were in the way, or had the memory.
-    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, require=None, rewind=false, allow_pickle=false, timeout=None))]
+    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
         &self,
@@ -291,12 +233,17 @@ impl Store {
         durability: &'py str,
         wait: bool,
         metadata: Option<&Bound<'py, PyDict>>,
+        transfer_dtype: Option<&Bound<'py, PyAny>>,
+        keep_dtype: Option<&Bound<'py, PyAny>>,
         require: Option<&'py str>,
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
+        let name = key_of(key)?;
+        let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype)).transpose()?;
+        let taken = taken(state_dict, allow_pickle, transfer)?;
         let put = Put {
             version,
             writers,
@@ -309,27 +256,16 @@ impl Store {
             rewind,
             timeout,
         };
-        let key = key_of(key)?;
-        let taken = take(state_dict, allow_pickle)?;
-        let mut attrs = crate::file::attrs(metadata)?;
-        if let Some(metadata) = &taken.metadata {
-            attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
-        }
-        let leaves = taken.dict.leaves();
-        let is_sharded =
-            leaves.iter().any(|(_, leaf)| matches!(leaf, tssd_format::Value::Shards(_)));
-        let options = put.options(py, attrs, is_sharded)?;
+        let options = put.options(py, metadata, Some(&taken))?;
         let own = self.connected(py)?;
-        let about = |error: Failure| error.of_key(key.as_str(), version);
+        let about = |error: Failure| error.of_key(name.as_str(), version);
         if wait {
-            let put = own.store.put_state_dict(&key, &taken.dict, &options);
+            let put = own.store.put_state_dict(&name, &taken.dict, &options);
             return put_report(py, &own.run(py, None, put).map_err(about)?);
         }
-        let put = own.store.put_state_dict_later(&key, &taken.dict, &options);
+        let put = own.store.put_state_dict_later(&name, &taken.dict, &options);
         let pending = own.run(py, None, put).map_err(about)?;
-        let waiting = Mutex::new(Some(pending));
-        let pending = Pending { own, waiting, done: Mutex::default() };
-        Ok(Bound::new(py, pending)?.into_any())
+        Ok(Bound::new(py, Pending::new(own, name, pending))?.into_any())
     }
 
     /// Gets a version of a state dict, whole, or into the caller's tensors in whatever sharding they have.
@@ -337,10 +273,18 @@ impl Store {
     /// Args:
     ///     key: the name.
     ///     into: tensors to fill in place: a nested dict of tensors, views, DTensors of any mesh and placement,
-    ///         TensorShards or writable arrays, by the fqns of the leaves. None: new tensors, whole.
-    ///     version: the number of the version; None: the newest.
+    ///         TensorShards or writable arrays, by the fqns of the leaves. None: whole tensors, which are views
+    ///         of what is stored where one stored slice has all of a tensor. A view is copy-on-write: who
+    ///         writes into it changes no one else's, and it holds the version as long as it lives. Views of
+    ///         numpy are read-only.
+    ///     version: the number of the version, or what `open` or `wait_for_version` gave; None: the newest.
     ///     writer: whose values to take where writers hold different ones.
-    ///     strict: whether every tensor that is stored must be in `into`. What is in `into` must be stored.
+    ///     names: without `into`: the fqns of the leaves that are wanted, or patterns of them such as
+    ///         "model.layers.0.*". Lists and tuples come whole, if anything in them is wanted.
+    ///     strict: with `into`: whether it must have the tensors that are stored, no more and no fewer; else
+    ///         the report names `missing_keys` and `unexpected_keys`. Shapes must always be the same.
+    ///     cast: with `into`: whether floating tensors may be of another dtype than is stored.
+    ///     copy: without `into`: whether all tensors get memory of their own.
     ///     verify: whether bytes are compared with their checksums.
     ///     require: as for `put_state_dict`.
     ///     return_report: whether a GetReport comes as well.
@@ -352,9 +296,10 @@ impl Store {
     ///
     /// Raises:
     ///     TssdKeyError: there is no such key, version or leaf.
-    ///     TssdValueError: shapes or dtypes differ; nothing was written then.
+    ///     TssdKeyError, TssdTypeError, TssdValueError: names, dtypes or shapes differ; the message has all that
+    ///         differs, and nothing was written.
     ///     TssdCorruptError: bytes are damaged.
-    #[pyo3(signature = (key, into=None, *, version=None, writer=None, strict=true, verify=true, require=None, return_report=false, allow_pickle=false, timeout=None))]
+    #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require=None, return_report=false, allow_pickle=false, timeout=None))]
     #[expect(
         clippy::too_many_arguments,
         clippy::fn_params_excessive_bools,
@@ -364,38 +309,46 @@ impl Store {
         &self,
         key: &Bound<'py, PyAny>,
         into: Option<&Bound<'py, PyAny>>,
-        version: Option<u64>,
+        version: Option<Which<'py>>,
         writer: Option<u32>,
+        names: Option<Bound<'py, PyAny>>,
         strict: bool,
+        cast: bool,
+        copy: bool,
         verify: bool,
         require: Option<&str>,
         return_report: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
-        let (py, name) = (key.py(), key_of(key)?);
-        let require = require.map(str::parse).transpose()?;
-        let options =
-            GetOptions { version, writer, unverified: !verify, require, ..GetOptions::default() };
-        let wanted = into.map(places).transpose()?;
-        let own = self.connected(py)?;
-        let get = || {
-            let opened = own.run(py, timeout, own.store.open(&name, &options))?;
-            if let (Some(into), Some(places)) = (into, wanted) {
-                if strict {
-                    all_wanted(opened.structure(), &places)?;
+        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let get = Get { version, writer, verify, require, timeout };
+        let number = get.number();
+        let read = || {
+            let opened = get.open(py, &own, &name)?;
+            if let Some(into) = into {
+                if names.is_some() {
+                    return Err(
+                        PyValueError::new_err("`into` says itself which names it has").into()
+                    );
                 }
-                let report = filled(py, &own, &opened, places)?;
+                let (report, differences) =
+                    fill_all(&own, &opened, into, Allowed { strict, cast })?;
+                let report = get_report(py, &report, 0, &differences)?;
                 return Ok((into.clone(), report));
             }
-            let version = Version::read(py, &own, &opened, timeout)?;
+            let root = match &names {
+                Some(names) => select(py, &opened, names)?,
+                None => opened.structure().clone(),
+            };
+            let version = Version::read(py, &own, &opened, root, Reading { copy, timeout })?;
             let framework = Framework::of(py, None)?;
             let made = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
-            Ok::<_, Failure>((made.state_dict()?, version.report))
+            let report = get_report(py, &version.report, version.viewed, &Differences::default())?;
+            Ok::<_, Failure>((made.state_dict()?, report))
         };
-        let (value, report) = get().map_err(|error| error.of_key(name.as_str(), version))?;
+        let (value, report) = read().map_err(|error| error.of_key(name.as_str(), number))?;
         if return_report {
-            let report = get_report(py, &report)?;
             return Ok(PyTuple::new(py, [value, report])?.into_any());
         }
         Ok(value)
@@ -410,14 +363,67 @@ impl Store {
         options: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = slf.py();
-        let dict = if let Ok(dict) = value.cast::<PyDict>() {
-            dict.clone()
+        let is_dict =
+            value.is_instance_of::<PyDict>() || value.is_instance_of::<TorchStoreStateDict>();
+        let dict = if is_dict {
+            value.clone()
         } else {
             let dict = PyDict::new(py);
             dict.set_item("", value)?;
-            dict
+            dict.into_any()
         };
         Ok(slf.call_method("put_state_dict", (dict, key), options)?)
+    }
+
+    /// Puts several values, each under its key, one after the other: see `put_state_dict` for the arguments.
+    ///
+    /// Args:
+    ///     values: a dict of keys to values.
+    ///
+    /// Returns:
+    ///     A list of their PutReports.
+    #[pyo3(signature = (values, **options))]
+    fn put_batch<'py>(
+        slf: &Bound<'py, Self>,
+        values: &Bound<'py, PyDict>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> Result<Vec<Bound<'py, PyAny>>> {
+        values.iter().map(|(key, value)| Self::put(slf, &key, &value, options)).collect()
+    }
+
+    /// Gets several values: see `get` for the arguments.
+    ///
+    /// Args:
+    ///     keys: the names; or a dict of names to tensors that are filled, or None.
+    ///
+    /// Returns:
+    ///     A dict of names to values.
+    #[pyo3(signature = (keys, **options))]
+    fn get_batch<'py>(
+        slf: &Bound<'py, Self>,
+        keys: &Bound<'py, PyAny>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> Result<Bound<'py, PyDict>> {
+        let py = slf.py();
+        let values = PyDict::new(py);
+        for key in keys.try_iter()? {
+            let key = key?;
+            let into = match keys.cast::<PyDict>() {
+                Ok(keys) => keys.get_item(&key)?,
+                Err(_) => None,
+            };
+            values.set_item(&key, slf.call_method("get", (&key, into), options)?)?;
+        }
+        Ok(values)
+    }
+
+    /// Deletes all versions of several keys; says how many there were. A key that has none is no error.
+    fn delete_batch(&self, keys: Vec<Bound<'_, PyAny>>) -> Result<u64> {
+        let mut count = 0;
+        for key in &keys {
+            count += self.delete(key, None)?;
+        }
+        Ok(count)
     }
 
     /// Gets one value that was `put`, or one tensor of a state dict.
@@ -439,36 +445,27 @@ impl Store {
         into: Option<&Bound<'py, PyAny>>,
         fqn: Option<&str>,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
-        version: Option<u64>,
+        version: Option<Which<'py>>,
         writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
-        let (py, name) = (key.py(), key_of(key)?);
-        let require = require.map(str::parse).transpose()?;
-        let options =
-            GetOptions { version, writer, unverified: !verify, require, ..GetOptions::default() };
-        let fqn = fqn.unwrap_or_default();
-        let wanted = into.map(|into| places_of(into, fqn)).transpose()?;
-        let own = self.connected(py)?;
-        let get = || {
-            let opened = own.run(py, timeout, own.store.open(&name, &options))?;
-            if let (Some(into), Some(places)) = (into, wanted) {
-                filled(py, &own, &opened, places)?;
+        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let get = Get { version, writer, verify, require, timeout };
+        let (number, fqn) = (get.number(), fqn.unwrap_or_default());
+        let read = || {
+            let opened = get.open(py, &own, &name)?;
+            if let Some(into) = into {
+                fill_one(&own, &opened, into, fqn, false)?;
                 return Ok(into.clone());
             }
             let region = tensor_slice.map(|slice| slice.get().0.region());
-            let version = Version::read_leaf(py, &own, &opened, fqn, region.as_ref())?;
-            let framework = Framework::of(py, None)?;
-            let mut maker = Maker::new(py, &version, &version, framework);
-            match &version.root {
-                Node::Tensors(run) => maker.tensors(run),
-                Node::Leaf(value) => maker.value(value),
-                _ => Err(Refusal::new("not_found", format!("`{fqn}` is no leaf")).into()),
-            }
+            let reading = Reading { timeout, ..Reading::default() };
+            let version = Version::read_leaf(py, &own, &opened, fqn, region.as_ref(), reading)?;
+            version.object(py)
         };
-        get().map_err(|error: Failure| error.of_key(name.as_str(), version))
+        read().map_err(|error: Failure| error.of_key(name.as_str(), number))
     }
 
     /// Puts a version tensor by tensor: `with store.publish(key) as p: p.put(name, tensor)`. It is visible, in
@@ -510,34 +507,39 @@ impl Store {
             rewind,
             timeout,
         };
-        let (py, name) = (key.py(), key_of(key)?);
-        let options = put.options(py, crate::file::attrs(metadata)?, false)?;
-        Publishing::new(self.connected(py)?, name, &options, bucket_bytes, allow_pickle)
+        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let options = put.options(py, metadata, None)?;
+        Publishing::new(own, name, &options, bucket_bytes, allow_pickle)
     }
 
     /// Opens a version to read it tensor by tensor: it stays there, whatever is put, as long as what this
-    /// returns is open.
+    /// returns is open, or a tensor of it lives.
+    ///
+    /// Args:
+    ///     names: the fqns of the tensors that are gone through, or patterns of them; None: all.
+    ///     key, version, writer, verify, require, timeout: as for `get_state_dict`.
     ///
     /// Raises:
     ///     TssdKeyError: there is no such key or version.
-    #[pyo3(signature = (key, *, version=None, writer=None, verify=true, require=None, timeout=None))]
-    fn open(
+    #[pyo3(signature = (key, *, version=None, names=None, writer=None, verify=true, require=None, timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
+    fn open<'py>(
         &self,
-        key: &Bound<'_, PyAny>,
-        version: Option<u64>,
+        key: &Bound<'py, PyAny>,
+        version: Option<Which<'py>>,
+        names: Option<Bound<'py, PyAny>>,
         writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
-    ) -> Result<Reading> {
-        let (py, name) = (key.py(), key_of(key)?);
-        let require = require.map(str::parse).transpose()?;
-        let options =
-            GetOptions { version, writer, unverified: !verify, require, ..GetOptions::default() };
-        let own = self.connected(py)?;
-        let opened = own.run(py, timeout, own.store.open(&name, &options));
-        let opened = opened.map_err(|error| error.of_key(name.as_str(), version))?;
-        Ok(Reading::new(own, name, opened))
+    ) -> Result<OpenVersion> {
+        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let get = Get { version, writer, verify, require, timeout };
+        let open = || {
+            let opened = get.open(py, &own, &name)?;
+            OpenVersion::new(py, own.clone(), name.clone(), opened, names.as_ref())
+        };
+        open().map_err(|error| error.of_key(name.as_str(), get.number()))
     }
 
     /// The versions of a key as they become visible, from the newest on; those that were replaced before
@@ -557,71 +559,105 @@ impl Store {
     /// Whether a version of a key is visible; any version, if none is given.
     #[pyo3(signature = (key, version=None))]
     fn exists(&self, key: &Bound<'_, PyAny>, version: Option<u64>) -> Result<bool> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.exists(&name, version))
     }
 
     /// The visible versions of a key, oldest first, as VersionInfo; none for a key that was never put.
     fn versions<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         let versions = own.run(key.py(), None, own.store.versions(&name))?;
         versions.iter().map(|info| version_info(key.py(), info)).collect()
     }
 
-    /// The newest visible version of a key, as VersionInfo; None for a key that has none.
+    /// The newest visible version of a key, as VersionInfo with its `metadata`; None for a key that has none.
     fn head<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
-        let head = own.run(key.py(), None, own.store.head(&name))?;
-        head.map(|info| version_info(key.py(), &info)).transpose()
+        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let head = own.run(py, None, async {
+            loop {
+                let opened = match own.store.open(&name, &GetOptions::default()).await {
+                    Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+                    opened => opened?,
+                };
+                let mut versions = own.store.versions(&name).await?.into_iter();
+                // It may be gone since.
+                if let Some(info) = versions.find(|info| info.id == opened.id()) {
+                    return Ok(Some((info, opened)));
+                }
+            }
+        });
+        let head = head.map_err(|error| error.of_key(name.as_str(), None))?;
+        head.map(|(info, opened)| report::head(py, &info, opened.attrs())).transpose()
     }
 
     /// Deletes a version of a key, or all; says how many there were. Who has one open keeps it.
     #[pyo3(signature = (key, version=None))]
     fn delete(&self, key: &Bound<'_, PyAny>, version: Option<u64>) -> Result<u64> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.delete(&name, version))
     }
 
     /// How many of the newest versions of a key are kept from now on; at first one.
     fn retain(&self, key: &Bound<'_, PyAny>, keep: NonZeroU32) -> Result<()> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.retain(&name, keep))
     }
 
-    /// Waits until a version is visible whose number is `version` or higher; gives the newest.
+    /// Waits until a version is visible whose number is `version` or higher, and opens the newest.
+    ///
+    /// Returns:
+    ///     What `open` returns: the version stays there, whatever is put, while it is open. It is an int where
+    ///     one is wanted, and `version=` of every get.
     ///
     /// Raises:
     ///     TssdTimeoutError: there is none after `timeout` seconds.
     #[pyo3(signature = (key, version, timeout=None))]
-    fn wait_for_version<'py>(
+    fn wait_for_version(
         &self,
-        key: &Bound<'py, PyAny>,
+        key: &Bound<'_, PyAny>,
         version: u64,
         timeout: Option<f64>,
-    ) -> Result<Bound<'py, PyAny>> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+    ) -> Result<OpenVersion> {
+        let (py, (own, name)) = (key.py(), self.of(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
-        let wait = own.store.wait_for_version(&name, version, forever);
-        let info = own.run(key.py(), timeout, wait);
-        version_info(key.py(), &info.map_err(|error| error.of_key(name.as_str(), Some(version)))?)
+        let opened = own.run(py, timeout, async {
+            loop {
+                own.store.wait_for_version(&name, version, forever).await?;
+                // Meanwhile it may be deleted, or the key rewound.
+                match own.store.open(&name, &GetOptions::default()).await {
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    Ok(opened) if opened.version() < version => {}
+                    opened => return opened,
+                }
+            }
+        });
+        let opened = opened.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
+        OpenVersion::new(py, own, name, Arc::new(opened), None)
     }
 
-    /// Lets a label hold a version, the newest if none is given, whose number is returned.
+    /// Lets a label hold a version, the newest if none is given: it stays, whatever is put. What the label held
+    /// before, it holds no longer.
+    ///
+    /// Returns:
+    ///     A Pin: the number of the version, as an int where one is wanted. As a context manager, it ends with
+    ///     its block; else `unpin` ends it, in any process.
     #[pyo3(signature = (key, label, version=None))]
-    fn pin(&self, key: &Bound<'_, PyAny>, label: &str, version: Option<u64>) -> Result<u64> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
-        own.run(key.py(), None, own.store.pin(&name, version, label))
+    fn pin(&self, key: &Bound<'_, PyAny>, label: &str, version: Option<u64>) -> Result<Pinned> {
+        let (own, name) = self.of(key)?;
+        let pinned = own.run(key.py(), None, own.store.pin(&name, version, label));
+        let version = pinned.map_err(|error| error.of_key(name.as_str(), version))?;
+        Ok(Pinned::new(own, name, label.to_owned(), version))
     }
 
     /// Lets a label hold its version no longer.
     fn unpin(&self, key: &Bound<'_, PyAny>, label: &str) -> Result<()> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.unpin(&name, label))
     }
 
     /// The labels of a key, each with the number of the version that it holds.
     fn pins(&self, key: &Bound<'_, PyAny>) -> Result<BTreeMap<String, u64>> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.pins(&name))
     }
 
@@ -633,7 +669,7 @@ impl Store {
         version: Option<u64>,
         timeout: Option<f64>,
     ) -> Result<u64> {
-        let (own, name) = (self.connected(key.py())?, key_of(key)?);
+        let (own, name) = self.of(key)?;
         let options = GetOptions { version, ..GetOptions::default() };
         let fetched = own.run(key.py(), timeout, own.store.prefetch(&name, &[], &options));
         Ok(fetched.map_err(|error| error.of_key(name.as_str(), version))?.version)
@@ -666,289 +702,4 @@ impl Store {
         let state = (&own.url, ca, cert, key, own.connect_timeout).into_pyobject(py)?;
         Ok((py.import("tssd._ranks")?.getattr("connect")?, (state.into_any().unbind(),)))
     }
-}
-
-/// A put that goes on by itself.
-#[pyclass(frozen, name = "PendingPut", module = "tssd")]
-pub(crate) struct Pending {
-    own: Arc<Connected>,
-    waiting: Mutex<Option<PendingPut>>,
-    done: Mutex<Option<PutReport>>,
-}
-
-#[pymethods]
-impl Pending {
-    /// Waits until the contribution is committed, and gives its PutReport.
-    ///
-    /// Raises:
-    ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: then it can be asked again.
-    #[pyo3(signature = (timeout=None))]
-    fn result<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
-        let lock = |_| PyValueError::new_err("another thread waits for it");
-        let mut pending = self.waiting.try_lock().map_err(lock)?;
-        if let Some(waiting) = pending.as_mut() {
-            let report = self.own.run(py, timeout, waiting.done())?;
-            *pending = None;
-            *self.done.lock().expect("nothing panics that holds it") = Some(report);
-        }
-        let done = self.done.lock().expect("nothing panics that holds it").clone();
-        put_report(py, &done.ok_or_else(|| PyValueError::new_err("the put has failed"))?)
-    }
-}
-
-/// Fails if a tensor that is stored is in no target.
-fn all_wanted(root: &Node, places: &[Place]) -> Result<()> {
-    let leaves = root.clone().into_leaves();
-    let tensors = leaves.iter().filter(|(_, leaf)| matches!(leaf, Node::Tensors(_)));
-    let missing = tensors.map(|(path, _)| path.fqn());
-    let missing: Vec<String> =
-        missing.filter(|fqn| places.iter().all(|place| place.fqn != *fqn)).collect();
-    let Some(first) = missing.first() else { return Ok(()) };
-    let others = missing.len() - 1;
-    let text = format!("`{first}` and {others} other tensors of the version are not in `into`");
-    Err(Refusal::new("invalid", text).advice("say strict=False if they are not wanted").into())
-}
-
-/// Fills the caller's tensors, with the GIL released.
-fn filled(
-    py: Python<'_>,
-    own: &Connected,
-    opened: &Opened,
-    places: Vec<Place>,
-) -> Result<GetReport> {
-    if places.is_empty() {
-        return Ok(opened.report());
-    }
-    py.detach(|| {
-        let _inside = own.runtime.enter();
-        fill(opened, places)
-    })
-}
-
-/// A version whose bytes are in memory of this process.
-pub(crate) struct Version {
-    root: Node,
-    attrs: Attrs,
-    report: GetReport,
-    memory: Memory,
-    /// Where each storage is in the memory.
-    blocks: BTreeMap<u32, std::ops::Range<usize>>,
-    stored: BTreeMap<u32, Bytes>,
-}
-
-/// What is to be read of a version.
-#[derive(Default)]
-struct Wanted {
-    /// Storages that leaves are views of.
-    storages: Vec<u32>,
-    /// Those that are no tensors.
-    stored: Vec<u32>,
-    /// Tensors that are assembled, by the storages that they get.
-    made: Vec<(u32, String, TensorMeta)>,
-}
-
-impl Wanted {
-    /// Goes through a tree; tensors of several slices become whole ones.
-    fn of(&mut self, path: &tssd_format::ObjectPath, node: &mut Node) -> Result<()> {
-        match node {
-            Node::Container(_, children) => {
-                for (step, child) in children {
-                    self.of(&path.clone().step(step.clone()), child)?;
-                }
-            }
-            Node::Stored(_, storage) => self.stored.push(*storage),
-            Node::Tensors(run) => {
-                let global =
-                    run[0].place.as_ref().map(|place| place.slice().global_shape().to_vec());
-                let is_whole = run.len() == 1
-                    && global.as_ref().is_none_or(|global| *global == run[0].meta.shape());
-                if is_whole {
-                    run[0].place = None;
-                    self.storages.extend(run[0].storage);
-                    return Ok(());
-                }
-                let (dtype, flags) = (run[0].meta.dtype(), run[0].meta.flags());
-                let shape = global.unwrap_or_else(|| run[0].meta.shape().to_vec());
-                let meta = TensorMeta::new(dtype, &shape)?.with_flags(flags);
-                let number = u32::MAX - u32::try_from(self.made.len()).unwrap_or(u32::MAX);
-                let storage = (meta.nbytes() > 0).then_some(number);
-                let whole =
-                    TensorReference { meta: meta.clone(), storage, byte_offset: 0, place: None };
-                self.made.push((number, path.fqn(), meta));
-                *run = vec![whole];
-            }
-            Node::Leaf(_) => {}
-        }
-        Ok(())
-    }
-}
-
-impl Version {
-    pub(crate) fn root(&self) -> &Node {
-        &self.root
-    }
-
-    fn read(
-        py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
-        timeout: Option<f64>,
-    ) -> Result<Self> {
-        let mut root = opened.structure().clone();
-        let mut wanted = Wanted::default();
-        wanted.of(&tssd_format::ObjectPath::root(), &mut root)?;
-        wanted.storages.sort_unstable();
-        wanted.storages.dedup();
-        Self::of(py, own, opened, root, &wanted, timeout)
-    }
-
-    fn of(
-        py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
-        root: Node,
-        wanted: &Wanted,
-        timeout: Option<f64>,
-    ) -> Result<Self> {
-        let (views, stored) = own.run(py, timeout, async {
-            let views = opened.storages(&wanted.storages).await?;
-            Ok((views, opened.storages(&wanted.stored).await?))
-        })?;
-        let stored = wanted.stored.iter().copied().zip(stored).collect();
-        let mut blocks = BTreeMap::new();
-        let mut len = 0_usize;
-        let mut place = |number: u32, bytes: usize| {
-            // As torch aligns what it allocates.
-            let start = len.next_multiple_of(64);
-            len = start + bytes;
-            blocks.insert(number, start..len);
-        };
-        for (number, bytes) in wanted.storages.iter().zip(&views) {
-            place(*number, bytes.len());
-        }
-        for (number, _, meta) in &wanted.made {
-            place(*number, usize::try_from(meta.nbytes()).map_err(std::io::Error::other)?);
-        }
-        let report = opened.report();
-        let mut all = report;
-        let memory = py.detach(|| {
-            let _inside = own.runtime.enter();
-            Memory::filled(len.max(1), |target| {
-                for (number, bytes) in wanted.storages.iter().zip(&views) {
-                    tssd_format::copy(bytes, &mut target[blocks[number].clone()]);
-                }
-                let mut targets = Vec::with_capacity(wanted.made.len());
-                let mut rest = target;
-                let mut at = 0;
-                for (number, fqn, meta) in &wanted.made {
-                    let block = &blocks[number];
-                    let (_, tail) = std::mem::take(&mut rest).split_at_mut(block.start - at);
-                    let (bytes, tail) = tail.split_at_mut(block.len());
-                    (rest, at) = (tail, block.end);
-                    let (fqn, meta) = (fqn.clone(), meta.clone());
-                    targets.push(Target { fqn, place: None, meta, bytes });
-                }
-                if !targets.is_empty() {
-                    all = opened.fill(&mut targets)?;
-                }
-                Ok::<_, Failure>(())
-            })
-        })?;
-        let seen: u64 = views.iter().map(|bytes| u64::try_from(bytes.len()).unwrap_or(0)).sum();
-        all.bytes_needed += seen;
-        all.bytes_transferred += seen;
-        Ok(Self { root, attrs: opened.attrs().clone(), report: all, memory, blocks, stored })
-    }
-
-    /// One leaf, or a box of one tensor.
-    pub(crate) fn read_leaf(
-        py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
-        fqn: &str,
-        region: Option<&Region>,
-    ) -> Result<Self> {
-        let leaves = opened.structure().clone().into_leaves();
-        let found = leaves.into_iter().find(|(path, _)| path.fqn() == fqn);
-        if let Some((path, mut node)) = found.filter(|_| region.is_none()) {
-            let mut wanted = Wanted::default();
-            wanted.of(&path, &mut node)?;
-            return Self::of(py, own, opened, node, &wanted, None);
-        }
-        let tensor = own.run(py, None, opened.tensor(fqn, region))?;
-        let meta = tensor.meta().clone();
-        let bytes = tensor.view().span();
-        let memory = Memory::filled(bytes.len().max(1), |target| {
-            target[..bytes.len()].copy_from_slice(bytes);
-            Ok::<_, Failure>(())
-        })?;
-        let storage = (!bytes.is_empty()).then_some(0);
-        let blocks = BTreeMap::from([(0, 0..bytes.len())]);
-        let reference = TensorReference { meta, storage, byte_offset: 0, place: None };
-        let (attrs, report) = (opened.attrs().clone(), opened.report());
-        let root = Node::Tensors(vec![reference]);
-        Ok(Self { root, attrs, report, memory, blocks, stored: BTreeMap::new() })
-    }
-}
-
-impl Contents for Version {
-    fn structure(&self) -> Node {
-        self.root.clone()
-    }
-
-    fn attrs(&self) -> Attrs {
-        self.attrs.clone()
-    }
-
-    fn stored(&self, storage: u32) -> Result<Bytes> {
-        Ok(self.stored[&storage].clone())
-    }
-}
-
-impl Source for Version {
-    fn block(&self, storage: u32) -> Result<(Block, u64)> {
-        Ok((self.memory.block(self.blocks[&storage].clone()), 0))
-    }
-}
-
-pub(crate) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
-    let class = py.import("tssd._reports")?.getattr("PutReport")?;
-    Ok(class.call1((
-        report.version,
-        report.epoch,
-        report.id.to_string(),
-        report.visible,
-        report.missing.iter().collect::<Vec<u32>>(),
-        report.bytes,
-        report.transport.to_string(),
-        &report.why,
-        report.seconds,
-    ))?)
-}
-
-fn get_report<'py>(py: Python<'py>, report: &GetReport) -> Result<Bound<'py, PyAny>> {
-    let class = py.import("tssd._reports")?.getattr("GetReport")?;
-    Ok(class.call1((
-        report.version,
-        report.epoch,
-        report.id.to_string(),
-        report.bytes_needed,
-        report.bytes_transferred,
-        report.bytes_verified,
-        report.transport.to_string(),
-        &report.why,
-        report.plan_seconds,
-        report.seconds,
-    ))?)
-}
-
-pub(crate) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {
-    let class = py.import("tssd._reports")?.getattr("VersionInfo")?;
-    Ok(class.call1((
-        info.number,
-        info.epoch,
-        info.id.to_string(),
-        info.bytes,
-        info.writers.iter().collect::<Vec<u32>>(),
-    ))?)
 }

@@ -171,16 +171,32 @@ impl<'py> Torch<'py> {
         unsafe { borrowed(meta, start, storage.unbind()) }
     }
 
-    /// A tensor of another device as one of the host. Equal views of one storage become one copy.
-    fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        let place = format!(
+    /// Says which memory a tensor is, in which way.
+    pub(crate) fn place_of(&self, tensor: &Bound<'py, PyAny>) -> Result<String> {
+        Ok(format!(
             "{} {} {} {} {}",
             tensor.getattr("device")?,
             tensor.call_method0("data_ptr")?,
             tensor.getattr("dtype")?,
             tensor.getattr("shape")?,
             tensor.call_method0("stride")?,
-        );
+        ))
+    }
+
+    /// Refuses what would be filled in a copy.
+    pub(crate) fn prove_fillable(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
+        for has in ["is_conj", "is_neg"] {
+            if tensor.call_method0(has)?.is_truthy()? {
+                let text = "a view that conjugates or negates cannot be filled";
+                return Err(Refusal::leaf(text, "resolve it first").into());
+            }
+        }
+        Ok(())
+    }
+
+    /// A tensor of another device as one of the host. Equal views of one storage become one copy.
+    fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        let place = self.place_of(tensor)?;
         let mut copies = self.copies.borrow_mut();
         if let Some((_, copy)) = copies.iter().find(|(other, _)| *other == place) {
             return Ok(copy.clone());

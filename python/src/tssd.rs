@@ -5,7 +5,7 @@ use std::io;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 use tssd_format::{
-    FlatLeaf, Node, Options, TensorReference, TorchStoreStateDict as Encoded, Value,
+    AttrValue, FlatLeaf, Node, Options, TensorReference, TorchStoreStateDict as Encoded, Value,
 };
 use tssd_store::file;
 
@@ -14,9 +14,10 @@ use crate::file::{Planned, Whole, copied, planned};
 use crate::interrupt::Interrupt;
 use crate::memory::{Block, Memory};
 use crate::numpy::Numpy;
-use crate::object::{Framework, Maker, Source};
+use crate::object::{Framework, METADATA_ATTR, Maker, Source};
 use crate::slice::TensorSlice;
 use crate::torch::Torch;
+use crate::value::Taken;
 
 /// A state dict as one value: a flattened dict of references, and the tensor blob that they refer to.
 ///
@@ -203,6 +204,15 @@ impl TorchStoreStateDict {
 impl TorchStoreStateDict {
     fn of(memory: Memory) -> Result<Self> {
         Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory })
+    }
+
+    /// The state dict that it was made of: its tensors share the memory.
+    pub(crate) fn taken(&self) -> Result<Taken> {
+        let metadata = match self.encoded.archive().attrs().remove(METADATA_ATTR) {
+            Some(AttrValue::Text(text)) => text.as_str().map(ToOwned::to_owned),
+            _ => None,
+        };
+        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata })
     }
 
     /// Where element 0 of a tensor is in the tensor blob; none if it has no elements, or its storage is

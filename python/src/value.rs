@@ -12,12 +12,13 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    Dict, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard, ShardPlace, StateDict,
-    Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard, ShardPlace,
+    StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Refusal, Result};
+use crate::local::{Filling, Purpose, Transfer};
 use crate::numpy::Numpy;
 use crate::slice::{self, TensorShard};
 use crate::torch::Torch;
@@ -37,8 +38,12 @@ pub(crate) struct Taken {
 
 /// Takes a state dict over. Its tensors are shared, not copied; containers are looked at once, so that
 /// who changes them meanwhile is either seen or not.
-pub(crate) fn take(object: &Bound<'_, PyAny>, allow_pickle: bool) -> Result<Taken> {
-    let mut taker = Taker::new(object.py(), allow_pickle)?;
+pub(crate) fn take<'py>(
+    object: &Bound<'py, PyAny>,
+    allow_pickle: bool,
+    transfer: Option<Transfer<'py>>,
+) -> Result<Taken> {
+    let mut taker = Taker::new(object.py(), allow_pickle, Purpose::Store(transfer))?;
     let value = taker.value(object)?;
     let dict = StateDict::from_value(value).map_err(|_| {
         let class = name_of(&object.get_type());
@@ -59,10 +64,65 @@ pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
 /// A tensor that may be filled, and which part of a global tensor it is, if it is one.
 pub(crate) type Lent = (Tensor, Option<ShardPlace>);
 
-/// The tensors that an object of Python is, which may be filled. None if it is no tensor.
-pub(crate) fn lent(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Lent>>> {
-    let taker = Taker::new(object.py(), false)?;
-    taker.lent(object)
+/// Tensors that are filled in place of others, with those.
+pub(crate) type Staged<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
+
+/// Lends tensors of Python's objects, to be filled.
+pub(crate) struct Lender<'py>(Taker<'py>);
+
+impl<'py> Lender<'py> {
+    pub(crate) fn new(py: Python<'py>) -> Result<Self> {
+        Taker::new(py, false, Purpose::Store(None)).map(Self)
+    }
+
+    /// The dtype of an object, and its shape as a whole. None if it is no tensor.
+    pub(crate) fn look(&self, object: &Bound<'py, PyAny>) -> Result<Option<(Dtype, Vec<u64>)>> {
+        let own = &self.0;
+        let (local, shape) = if let Ok(shard) = object.cast::<TensorShard>() {
+            let slices = shard.get().slices(own.py);
+            (shard.get().local().bind(own.py).clone(), slices[0].global_shape().to_vec())
+        } else {
+            let is_torch = match &own.torch {
+                Some(torch) => torch.is_tensor(object)?,
+                None => false,
+            };
+            if !is_torch && !own.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object)) {
+                return Ok(None);
+            }
+            (object.clone(), object.getattr("shape")?.extract()?)
+        };
+        let dtype = local.getattr("dtype")?;
+        let known = match (&own.torch, &own.numpy) {
+            (Some(torch), _) if torch.is_tensor(&local)? => {
+                torch.prove_fillable(&local)?;
+                torch.dtype_of(&dtype)
+            }
+            (_, Some(numpy)) => {
+                numpy.prove_fillable(&local)?;
+                Some(numpy.dtype_of(&dtype)?)
+            }
+            _ => None,
+        };
+        let known = known.ok_or_else(|| {
+            Refusal::leaf(format!("the format has no {dtype}"), "fill a tensor of another dtype")
+        })?;
+        Ok(Some((known, shape)))
+    }
+
+    /// The tensors that an object is, which may be filled as this dtype. What cannot be filled as it is has
+    /// another one in its place.
+    pub(crate) fn lend(
+        &mut self,
+        object: &Bound<'py, PyAny>,
+        stored: Dtype,
+    ) -> Result<(Vec<Lent>, Staged<'py>)> {
+        self.0.purpose = Purpose::Fill(Filling::new(stored));
+        let lent = self.0.lent(object)?.ok_or_else(|| {
+            Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
+        })?;
+        let Purpose::Fill(filling) = &self.0.purpose else { unreachable!("it was just made") };
+        Ok((lent, filling.staged.take()))
+    }
 }
 
 struct Taker<'py> {
@@ -75,10 +135,11 @@ struct Taker<'py> {
     leaves: u32,
     metadata: serde_json::Map<String, Json>,
     meshes: Meshes<'py>,
+    purpose: Purpose<'py>,
 }
 
 impl<'py> Taker<'py> {
-    fn new(py: Python<'py>, allow_pickle: bool) -> Result<Self> {
+    fn new(py: Python<'py>, allow_pickle: bool, purpose: Purpose<'py>) -> Result<Self> {
         Ok(Self {
             py,
             torch: Torch::imported(py)?,
@@ -89,6 +150,7 @@ impl<'py> Taker<'py> {
             leaves: 0,
             metadata: serde_json::Map::new(),
             meshes: Meshes::default(),
+            purpose,
         })
     }
 
@@ -200,7 +262,7 @@ impl<'py> Taker<'py> {
         if let Some(torch) = &self.torch
             && torch.is_plain(object)?
         {
-            return Ok(Value::Tensor(torch.take(object, torch.flags(object)?)?));
+            return Ok(Value::Tensor(self.local(torch, object, torch.flags(object)?)?));
         }
         if let Some(value) = plain(object)? {
             return Ok(value);
@@ -210,7 +272,7 @@ impl<'py> Taker<'py> {
         }
         if let Some(numpy) = &self.numpy {
             if numpy.is_array(object) {
-                return Ok(Value::Tensor(numpy.take(object, TensorFlags::NDARRAY)?));
+                return Ok(Value::Tensor(self.array(numpy, object)?));
             }
             if numpy.is_scalar(object)? {
                 return Ok(Value::Tensor(numpy.take_scalar(object)?));
@@ -228,6 +290,21 @@ impl<'py> Taker<'py> {
             return self.shard(shard.get());
         }
         self.opaque(object)
+    }
+
+    /// A plain tensor of torch.
+    fn local(
+        &self,
+        torch: &Torch<'py>,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+    ) -> Result<Tensor> {
+        self.purpose.torch(torch, tensor, flags, || self.here().fqn())
+    }
+
+    /// A plain array of numpy.
+    fn array(&self, numpy: &Numpy<'py>, array: &Bound<'py, PyAny>) -> Result<Tensor> {
+        self.purpose.numpy(numpy, array, || self.here().fqn())
     }
 
     fn of_torch(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
@@ -254,12 +331,12 @@ impl<'py> Taker<'py> {
         let object = dtensor::waited(object)?;
         let flags = torch.flags(&object)?;
         if torch.is_plain(&object)? {
-            return Ok(Value::Tensor(torch.take(&object, flags)?));
+            return Ok(Value::Tensor(self.local(torch, &object, flags)?));
         }
         let shards = match dtensor::parts(&object)? {
             Parts::Chunks(chunks) => {
                 let shard = |(local, offsets): (Bound<'py, PyAny>, Vec<u64>)| {
-                    let tensor = torch.take(&local, flags)?;
+                    let tensor = self.local(torch, &local, flags)?;
                     let shape = tensor.meta().shape();
                     let slice = TensorSlice::new(&offsets, shape, &chunks.global_shape)?;
                     Ok(Shard::new(tensor, ShardPlace::new(slice))?)
@@ -269,7 +346,7 @@ impl<'py> Taker<'py> {
             Parts::DTensor(parts) => {
                 let mesh = self.meshes.of(&parts.mesh)?;
                 let (placements, slices) = parts.slices(&mesh)?;
-                let mut local = torch.take(&parts.local, flags)?;
+                let mut local = self.local(torch, &parts.local, flags)?;
                 if !parts.is_in_mesh() {
                     // torch gives it one dimension, whatever the global tensor has.
                     let nothing = slices[0].local_shape();
@@ -288,31 +365,16 @@ impl<'py> Taker<'py> {
         Ok(Value::Shards(shards))
     }
 
-    fn lent(mut self, object: &Bound<'py, PyAny>) -> Result<Option<Vec<Lent>>> {
+    fn lent(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Vec<Lent>>> {
         let is_torch = match &self.torch {
             Some(torch) => torch.is_tensor(object)?,
             None => false,
         };
         let is_array = self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object));
-        let shard = object.cast::<TensorShard>().ok();
-        let value = if is_torch && self.torch.as_ref().expect("just asked").is_plain(object)? {
-            lent_memory(object)?;
-            self.leaf(object)?
-        } else if is_torch {
-            if let Parts::DTensor(parts) = dtensor::parts(object)? {
-                lent_memory(&parts.local)?;
-            }
-            self.tensor_subclass(object)?
-        } else if is_array {
-            lent_memory(object)?;
-            self.leaf(object)?
-        } else if let Some(shard) = shard {
-            lent_memory(shard.get().local().bind(self.py))?;
-            self.shard(shard.get())?
-        } else {
+        if !is_torch && !is_array && object.cast::<TensorShard>().is_err() {
             return Ok(None);
-        };
-        Ok(Some(match value {
+        }
+        Ok(Some(match self.leaf(object)? {
             Value::Tensor(tensor) => vec![(tensor, None)],
             Value::Shards(shards) => {
                 let part = |shard: Shard| (shard.tensor().clone(), Some(shard.place().clone()));
@@ -344,12 +406,10 @@ impl<'py> Taker<'py> {
         if let Some(torch) = &self.torch
             && torch.is_plain(object)?
         {
-            return torch.take(object, torch.flags(object)?).map(Some);
+            return self.local(torch, object, torch.flags(object)?).map(Some);
         }
         match &self.numpy {
-            Some(numpy) if numpy.is_array(object) => {
-                numpy.take(object, TensorFlags::NDARRAY).map(Some)
-            }
+            Some(numpy) if numpy.is_array(object) => self.array(numpy, object).map(Some),
             _ => Ok(None),
         }
     }
@@ -370,32 +430,6 @@ impl<'py> Taker<'py> {
         let bytes = Bytes::copy_from_slice(bytes.as_bytes());
         Ok(Value::Opaque { media: PICKLE.into(), bytes })
     }
-}
-
-/// Refuses what would be filled in a copy, or must not be.
-fn lent_memory(object: &Bound<'_, PyAny>) -> Result<()> {
-    let is = |name: &str| -> Result<bool> {
-        let Some(value) = object.getattr_opt(name)? else { return Ok(false) };
-        let value = if value.is_callable() { value.call0()? } else { value };
-        Ok(value.is_truthy()?)
-    };
-    let refuse = |what: &str, advice: &str| Err(Refusal::leaf(what, advice).into());
-    if let Some(flags) = object.getattr_opt("flags")? {
-        if flags.getattr("writeable")?.is_truthy()? {
-            return Ok(());
-        }
-        return refuse("an array that is read-only cannot be filled", "give a copy of it");
-    }
-    if !is("is_cpu")? {
-        return refuse(
-            "a tensor of another device cannot be filled in place yet",
-            "get it without `into`, and copy it there",
-        );
-    }
-    if is("is_conj")? || is("is_neg")? {
-        return refuse("a view that conjugates or negates cannot be filled", "resolve it first");
-    }
-    Ok(())
 }
 
 /// A key whose tuples nest no deeper than that; the format then has a limit of its own.

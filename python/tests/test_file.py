@@ -165,7 +165,11 @@ def test_metadata(path: Path) -> None:
     tssd.save_file({}, path)
     with tssd.safe_open(path, "np") as file:
         assert file.metadata() is None
-    for bad in ({"a": 1.5}, {1: "a"}, {"a": [1]}):
+    told = {"lr": 1.5, "a": [1, {"b": None}], "big": 2**70, "yes": True, "raw": b"\0", "step": 3}
+    tssd.save_file({}, path, metadata=told)
+    with tssd.safe_open(path, "np") as file:
+        assert file.metadata() == told
+    for bad in ({"a": (1,)}, {1: "a"}, {"a": object()}, {"a": {1: 2}}):
         with pytest.raises(TypeError, match="metadata"):
             tssd.save_file({}, path, metadata=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reserved"):

@@ -78,7 +78,7 @@ def test_what_is_put_is_got(store: tssd.Store) -> None:
     assert head is not None and head.writers == [0] and head.version == 2
     assert store.exists("policy") and store.exists("policy", 2) and not store.exists("policy", 1)
     assert store.head("nothing") is None
-    assert store.pin("policy", "best") == 2 and store.pins("policy") == {"best": 2}
+    assert int(store.pin("policy", "best")) == 2 and store.pins("policy") == {"best": 2}
     store.unpin("policy", "best")
     assert store.delete("policy") == 1 and store.delete("policy") == 0
 
@@ -119,17 +119,23 @@ def test_arrays_are_filled_in_place(store: tssd.Store) -> None:
 def test_what_does_not_fit_is_said_before_anything_is_written(store: tssd.Store) -> None:
     store.put_state_dict(state(3), "policy")
     good = np.full((3, 4), 9, np.float32)
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"model": {"weight": good}}, ValueError, "strict=False"),
-        ({"model": {"weight": good, "nothing": good.copy()}}, KeyError, "nothing"),
-        ({"model": {"weight": good, "bias": np.zeros(4)}}, ValueError, "bias"),
-        ({"model": {"weight": good, "bias": np.zeros(3, np.float32)}}, TypeError, "bias"),
+    bias, empty = np.zeros(3), np.zeros((0, 3), np.int8)
+    whole: dict[str, Any] = {"weight": good, "tied": good, "bias": bias}
+    cases: list[tuple[dict[str, Any], bool, type[Exception], str]] = [
+        ({"weight": good}, True, ValueError, "`empty` is stored.*`model.bias` is stored.*strict=False"),
+        ({**whole, "nothing": good.copy()}, True, KeyError, "`model.nothing` is not stored"),
+        ({**whole, "bias": np.zeros(4)}, False, ValueError, r"`model.bias` has shape \[4\], stored \[3\]"),
+        ({**whole, "bias": np.zeros(3, np.float32)}, False, TypeError, "float32, stored float64.*cast=True"),
+        ({"weight": good, "bias": np.zeros(4), "x": bias}, True, ValueError, "shape.*not stored.*is stored"),
     ]
-    for into, error, says in cases:
+    for model, strict, error, says in cases:
+        into = {"model": model} if "tied" not in model else {"model": model, "empty": empty}
         with pytest.raises(error, match=says) as caught:
-            store.get_state_dict("policy", into, strict=len(into["model"]) == 1)
+            store.get_state_dict("policy", into, strict=strict)
         assert isinstance(caught.value, tssd.TssdError)
         assert (good == 9).all()
+    with pytest.raises(ValueError, match="names"):
+        store.get_state_dict("policy", {"model": whole}, names=["model.*"])
     frozen = np.zeros((3, 4), np.float32)
     frozen.setflags(write=False)
     with pytest.raises(TypeError, match="read-only"):
@@ -263,3 +269,152 @@ def test_a_store_is_pickled_and_forked(tmp_path: Path) -> None:
     with store:
         assert store.get("x") == 3
     assert store.get("x") == 3 and same(repr(store), f"Store({store.url!r})")
+
+
+def test_what_differs_is_reported_where_it_is_allowed(store: tssd.Store) -> None:
+    store.put_state_dict(state(3), "policy")
+    own = np.full(2, 5.0)
+    into = {"model": {"weight": np.zeros((3, 4), np.float64), "own": own}}
+    _, report = store.get_state_dict("policy", into, strict=False, cast=True, return_report=True)
+    assert report.missing_keys == ["model.own"] and (own == 5).all()
+    assert report.unexpected_keys == ["empty", "model.bias", "model.tied"]
+    assert report.cast == ["model.weight"]
+    assert np.array_equal(into["model"]["weight"], state(3)["model"]["weight"].astype(np.float64))
+    with pytest.raises(TypeError, match="only floats"):
+        store.get_state_dict("policy", {"model": {"weight": np.zeros((3, 4), int)}}, strict=False, cast=True)
+
+
+def test_named_leaves_alone_come(store: tssd.Store) -> None:
+    store.put_state_dict(state(3), "policy")
+    got = store.get_state_dict("policy", names=["model.[wb]*", "optimizer.0.lr"])
+    assert list(got) == ["model", "optimizer"] and list(got["model"]) == ["weight", "bias"]
+    assert got["optimizer"] == {0: {"lr": 0.1}}
+    # A tuple has its parts at places.
+    assert store.get_state_dict("policy", names="optimizer.1.1")["optimizer"] == {1: state(3)["optimizer"][1]}
+    with pytest.raises(KeyError, match="nothing is named 'model.x'"):
+        store.get_state_dict("policy", names=["model.weight", "model.x"])
+    with store.open("policy", names=["*.weight"]) as opened:
+        assert opened.keys() == ["model.weight"] and [name for name, _ in opened.items()] == ["model.weight"]
+
+
+def test_a_view_keeps_its_version(store: tssd.Store) -> None:
+    for step in range(1, 6):
+        store.put_state_dict({"w": np.full(100_000, step)}, "policy")
+        got, report = store.get_state_dict("policy", return_report=True)
+        assert report.bytes_viewed == (0 if store.url == "memory:" else 800_000)
+        assert not got["w"].flags.writeable
+        if step == 1:
+            first = got["w"]
+        owned, report = store.get_state_dict("policy", copy=True, return_report=True)
+        assert report.bytes_viewed == 0 and (owned["w"] == step).all()
+    store.delete("policy")
+    store.close()
+    assert (first == 1).all() and (got["w"] == 5).all()
+
+
+def test_a_lease_is_a_version_that_stays(store: tssd.Store) -> None:
+    for step in (1, 2):
+        store.put_state_dict(state(step), "policy")
+    with store.wait_for_version("policy", 2) as lease:
+        assert (int(lease), lease.version, lease.key) == (2, 2, "policy")
+        store.put_state_dict(state(3), "policy")
+        assert not store.exists("policy", lease)
+        got = store.get_state_dict("policy", version=lease)
+        assert np.array_equal(np.asarray(got["model"]["weight"]), state(2)["model"]["weight"])
+        weight = np.zeros((3, 4), np.float32)
+        store.get("policy", weight, fqn="model.weight", version=lease)
+        assert np.array_equal(weight, state(2)["model"]["weight"])
+        with store.open("policy", version=lease) as again:
+            assert again.version == 2
+        with pytest.raises(ValueError, match="one of key `policy`"):
+            store.get_state_dict("other", version=lease)
+    with pytest.raises(ValueError, match="closed"):
+        store.get_state_dict("policy", version=lease)
+    with pytest.raises(KeyError):
+        store.get_state_dict("policy", version=2)
+
+
+def test_a_pin_holds_as_long_as_its_block(store: tssd.Store) -> None:
+    store.put_state_dict(state(1), "policy")
+    with store.pin("policy", "best") as pin:
+        assert (int(pin), pin.version, pin.label) == (1, 1, "best")
+        store.put_state_dict(state(2), "policy")
+        assert store.pins("policy") == {"best": 1}
+        assert store.get_state_dict("policy", version=1)["optimizer"][0]["step"] == 1
+    assert store.pins("policy") == {} and not store.exists("policy", 1)
+
+
+def test_several_keys_at_once(store: tssd.Store) -> None:
+    reports = store.put_batch({"a": np.arange(3), "b": 7}, metadata={"step": 1})
+    assert [report.version for report in reports] == [1, 1]
+    into = np.zeros(3, int)
+    assert store.get_batch({"a": into, "b": None}) == {"a": into, "b": 7} and (into == np.arange(3)).all()
+    assert list(store.get_batch(["b", "a"])) == ["b", "a"]
+    with pytest.raises(KeyError):
+        store.get_batch(["a", "nothing"])
+    assert store.delete_batch(["a", "nothing", "b"]) == 2 and store.keys() == []
+
+
+def test_floats_travel_as_another_dtype(store: tssd.Store) -> None:
+    weight = np.linspace(0, 1, 5, dtype=np.float64)
+    given = {"weight": weight, "tied": weight, "norm": weight.copy(), "ids": np.arange(3)}
+    store.put_state_dict(given, "policy", transfer_dtype="float16", keep_dtype=["no*"])
+    got = {name: np.asarray(value) for name, value in store.get_state_dict("policy").items()}
+    assert {name: str(value.dtype) for name, value in got.items()} == {
+        "weight": "float16",
+        "tied": "float16",
+        "norm": "float64",
+        "ids": "int64",
+    }
+    assert np.array_equal(got["weight"], weight.astype(np.float16))
+    assert np.shares_memory(got["weight"], got["tied"]) and weight.dtype == np.float64
+    for wrong in ("int8", "nothing"):
+        with pytest.raises(TypeError, match="floating"):
+            store.put_state_dict(given, "policy", transfer_dtype=wrong)
+
+
+def test_metadata_comes_back(store: tssd.Store) -> None:
+    told = {"step": 3, "run": {"id": "x", "lr": [0.1, None]}}
+    store.put_state_dict(state(3), "policy", metadata=told)
+    head = store.head("policy")
+    assert head is not None and head.metadata == told
+    with store.open("policy") as opened:
+        assert opened.metadata() == told
+    with pytest.raises(ValueError, match="at most 65536"):
+        store.put_state_dict(state(3), "policy", metadata={"x": "y" * 70_000})
+
+
+def test_slices_of_an_open_version(store: tssd.Store) -> None:
+    whole = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
+    store.put_state_dict({"w": whole, "n": 1}, "policy")
+    with store.open("policy") as opened:
+        part = opened.get_slice("w")
+        assert (part.get_shape(), part.get_dtype()) == ([3, 4, 5], "int32")
+        for index in [(0,), (slice(1, 3), ..., -1), (..., slice(4, None, 2)), (2, slice(0, 0)), (), (-1, -1, -1)]:
+            assert np.array_equal(np.asarray(part[index]), whole[index]), index
+        for index in [3, (0, 0, 0, 0), (..., ...)]:
+            with pytest.raises(IndexError):
+                part[index]
+        with pytest.raises(KeyError):
+            opened.get_slice("x")
+        with pytest.raises(TypeError):
+            opened.get_slice("n")
+
+
+def test_an_encoded_state_dict_is_put_as_what_it_holds(store: tssd.Store) -> None:
+    encoded = tssd.TorchStoreStateDict.from_state_dict(state(3))
+    store.put("policy", encoded)
+    got = store.get_state_dict("policy")
+    assert got["optimizer"] == state(3)["optimizer"] and list(got) == list(state(3))
+    assert np.array_equal(np.asarray(got["model"]["weight"]), state(3)["model"]["weight"])
+
+
+def test_a_put_that_is_not_waited_for_says_when_it_is_visible(store: tssd.Store) -> None:
+    pending = store.put_state_dict(state(1), "policy", wait=False)
+    assert pending.visible(timeout=60) == 1 and store.exists("policy", 1)
+    assert pending.result().version == 1
+    half = store.put_state_dict({"a": 1}, "two", version=1, writers=2, writer=0, job="j", wait=False)
+    with pytest.raises(TimeoutError):
+        half.visible(timeout=0.2)
+    store.put_state_dict({"b": 2}, "two", version=1, writers=2, writer=1, job="j")
+    assert half.visible(timeout=60) == 1

@@ -25,6 +25,24 @@ def rank() -> int | None:
     return None if distributed is None else int(distributed.get_rank())
 
 
+def prove_covered(meshes: set[int]) -> None:
+    """Refuses a put without `writers` if the meshes of its shards do not say who puts.
+
+    Raises:
+        ValueError: there are ranks that are in none of them.
+    """
+    distributed = _distributed()
+    if distributed is None:
+        return
+    others = sorted(set(range(distributed.get_world_size())) - meshes)
+    if others:
+        named = f"ranks {sorted(meshes)}" if meshes else "no ranks"
+        raise ValueError(
+            f"the meshes of the shards have {named}, and there are also ranks {others}: "
+            "say writers=, who puts: how many, a list of global ranks, or a ProcessGroup"
+        )
+
+
 _job: str | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class GetReport:
         epoch: how often the key had been rewound.
         id: the identity of the version, 32 hex digits.
         bytes_needed: how many bytes of tensors were asked for.
-        bytes_transferred: how many were copied.
+        bytes_transferred: how many were copied, or are seen through views.
+        bytes_viewed: how many of these are seen through views.
         bytes_verified: how many were compared with their checksums.
         transport: how they came: "arena", "file", "memory", "tcp" or "tls".
         why: why that way.
         plan_seconds: how long it took to find out what to copy.
         seconds: how long the copy took.
+        missing_keys: fqns in `into` that are not stored.
+        unexpected_keys: fqns of tensors that are stored and not in `into`.
+        cast: fqns in `into` of another dtype than is stored.
     """
 
     version: int
@@ -54,11 +59,15 @@ class GetReport:
     id: str
     bytes_needed: int
     bytes_transferred: int
+    bytes_viewed: int
     bytes_verified: int
     transport: str
     why: str
     plan_seconds: float
     seconds: float
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    cast: list[str]
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class VersionInfo:
         id: its identity, 32 hex digits.
         bytes: how many bytes its archives have.
         writers: the global ranks that wrote it.
+        metadata: what was given with it when it was put, if `head` tells of it.
     """
 
     version: int
@@ -78,6 +88,7 @@ class VersionInfo:
     id: str
     bytes: int
     writers: list[int]
+    metadata: dict[str, Any] | None = None
 
     def __int__(self) -> int:
         return self.version

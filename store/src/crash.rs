@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tssd_format::{Blob, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
 
 use crate::controller::LocalController;
 use crate::environment::Environment;
@@ -16,7 +16,7 @@ use crate::ledger::{Durability, Timestamp};
 use crate::ledgers::SharedLedgers;
 use crate::meta::{MemoryMeta, MetaStore};
 use crate::route::Route;
-use crate::volume::{MemoryVolume, Reservation, Volume};
+use crate::volume::{MemoryVolume, Near, Reservation, Volume};
 use crate::{GetOptions, JobId, Key, PutOptions, Store};
 
 /// What outlives a process: records, blobs, and time.
@@ -87,7 +87,7 @@ impl Volume for Mortal<MemoryVolume> {
         self.inner.reserve(name, len, durability)
     }
 
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+    fn open(&self, name: &str) -> Result<Option<Near>> {
         self.life.step()?;
         self.inner.open(name)
     }

@@ -8,9 +8,12 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tssd_format::Map;
+use tssd_format::{Blob, Map};
+
+use crate::private::PrivateMaps;
 
 /// The lock of a directory that a daemon serves, which says where the daemon listens.
 pub(crate) const CLAIM: &str = ".daemon";
@@ -182,12 +185,14 @@ pub(crate) fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
 
 /// A file as a map; none if there is no such file.
 #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
-pub(crate) fn map(path: &Path) -> io::Result<Option<Map>> {
+pub(crate) fn map(path: &Path) -> io::Result<Option<(Map, Arc<PrivateMaps>)>> {
     let Some(file) = optional(File::open(path))? else { return Ok(None) };
     // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
     // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
     // else may write in the folder is trusted as the owner of the store.
-    unsafe { tssd_format::map_file(&file) }.map(Some)
+    let map = unsafe { tssd_format::map_file(&file)? };
+    let len = usize::try_from(map.size()?).map_err(io::Error::other)?;
+    Ok(Some((map, PrivateMaps::new(file, len))))
 }
 
 /// Removes a file, if it is there.

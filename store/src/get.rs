@@ -22,6 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
+use crate::private::Private;
 use crate::route::Transport;
 use crate::store::Store;
 use crate::version::OpenVersion;
@@ -192,6 +193,20 @@ impl<'a> Read<'a> {
         let views = self.views(storages.iter().copied().collect())?;
         self.needed += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
         Ok(storages.iter().map(|storage| views[storage].clone()).collect())
+    }
+
+    /// Whole storages in memory of this reader alone, where that takes no copy.
+    pub(crate) fn private(&mut self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
+        let private = self.version.private(storages)?;
+        let found = storages.iter().zip(&private).filter(|(_, found)| found.is_some());
+        let found: BTreeSet<u32> = found.map(|(storage, _)| *storage).collect();
+        if self.unverified {
+            let lens = found.iter().map(|storage| self.version.storage_len(*storage));
+            self.transferred += lens.sum::<u64>();
+        } else {
+            self.views(found)?;
+        }
+        Ok(private)
     }
 
     /// One leaf: a view if it lies in one piece, sliced if slices of it are wanted.

@@ -1,14 +1,18 @@
 //! Reading a version leaf by leaf, all of it under one lease.
 
-use std::vec;
+use std::collections::HashMap;
+use std::sync::OnceLock;
 
 use bytes::Bytes;
-use tssd_format::{Attrs, Node, ObjectPath, Region, Tensor, Value};
+use tssd_format::{
+    Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Tensor, Value,
+};
 
 use crate::environment::{in_place, wait};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::get::{GetOptions, GetReport, Read, Target, choose_writer};
 use crate::ledger::VersionId;
+use crate::private::Private;
 use crate::store::Store;
 use crate::version::OpenVersion;
 
@@ -18,15 +22,20 @@ pub struct Opened {
     version: OpenVersion,
     options: GetOptions,
     root: Node,
-    leaves: vec::IntoIter<(ObjectPath, Node)>,
+    leaves: Vec<(ObjectPath, Node)>,
+    /// How many of them were read by [`Opened::next`].
+    read: usize,
+    /// Where in `leaves` an fqn is; none for one that two have.
+    by_fqn: OnceLock<HashMap<String, Option<usize>>>,
 }
 
 impl Opened {
     pub(crate) fn new(store: Store, version: OpenVersion, options: &GetOptions) -> Result<Self> {
         let mut root = version.root.clone();
         choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
-        let leaves = root.clone().into_leaves().into_iter();
-        Ok(Self { store, version, options: options.clone(), root, leaves })
+        let leaves = root.clone().into_leaves();
+        let (options, by_fqn) = (options.clone(), OnceLock::new());
+        Ok(Self { store, version, options, root, leaves, read: 0, by_fqn })
     }
 
     /// The number of the version.
@@ -43,6 +52,43 @@ impl Opened {
     /// that it lies in.
     pub fn structure(&self) -> &Node {
         &self.root
+    }
+
+    /// Its leaves, in insertion order.
+    pub fn leaves(&self) -> &[(ObjectPath, Node)] {
+        &self.leaves
+    }
+
+    /// The leaf with an fqn.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if there is none; `Invalid` if there are two.
+    pub fn leaf(&self, fqn: &str) -> Result<(ObjectPath, Node)> {
+        let by_fqn = self.by_fqn.get_or_init(|| {
+            let mut by_fqn = HashMap::with_capacity(self.leaves.len());
+            for (index, (path, _)) in self.leaves.iter().enumerate() {
+                by_fqn.entry(path.fqn()).and_modify(|found| *found = None).or_insert(Some(index));
+            }
+            by_fqn
+        });
+        let kind = match by_fqn.get(fqn) {
+            Some(Some(index)) => return Ok(self.leaves[*index].clone()),
+            Some(None) => FormatKind::AmbiguousFqn,
+            None => FormatKind::NotFound,
+        };
+        let name = format_args!("version {}", self.version.number);
+        Err(Error::format(name, FormatError::new(kind).at(fqn)))
+    }
+
+    /// The same version, under the same lease, read otherwise: `version` and `require` of the options say
+    /// nothing more.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if writers hold leaves each their own, and `writer` does not say whose.
+    pub fn with(&self, options: &GetOptions) -> Result<Self> {
+        Self::new(self.store.clone(), self.version.clone(), options)
     }
 
     /// What the writers said of the state dict as a whole.
@@ -72,6 +118,20 @@ impl Opened {
         wait(move || Read::new(&version, &store, &options).storages(&storages)).await
     }
 
+    /// Whole storages, proven as [`Opened::storages`] proves them, in memory that the caller alone sees and may
+    /// write to. It is copy-on-write: only what is written takes memory. None for a storage that is not in
+    /// this host's memory or files as it is, raw: read that with [`Opened::storages`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get_state_dict`].
+    pub async fn private(&self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
+        let (store, version, options) =
+            (self.store.clone(), self.version.clone(), self.options.clone());
+        let storages = storages.to_vec();
+        wait(move || Read::new(&version, &store, &options).private(&storages)).await
+    }
+
     /// Reads into the caller's tensors, as [`Store::get_state_dict_into`].
     ///
     /// # Errors
@@ -88,7 +148,7 @@ impl Opened {
 
     /// How many leaves are still to come.
     pub fn remaining(&self) -> usize {
-        self.leaves.len()
+        self.leaves.len() - self.read
     }
 
     /// The next leaf, in insertion order; read now. None after the last one.
@@ -97,7 +157,8 @@ impl Opened {
     ///
     /// As [`Store::get_state_dict`].
     pub async fn next(&mut self) -> Result<Option<(ObjectPath, Value)>> {
-        let Some((path, node)) = self.leaves.next() else { return Ok(None) };
+        let Some((path, node)) = self.leaves.get(self.read).cloned() else { return Ok(None) };
+        self.read += 1;
         let (store, version, options) =
             (self.store.clone(), self.version.clone(), self.options.clone());
         wait(move || {

@@ -16,7 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::net::UnixStream;
-use tssd_format::{Blob, Map};
+use tssd_format::Blob;
 
 use self::calls::Calls;
 pub(crate) use self::calls::{Answer, Owed};
@@ -146,7 +146,7 @@ impl RemoteController {
 impl Client {
     fn open(&self, place: Location) -> Result<Archived> {
         Ok(match place {
-            Location::Span(span) => Archived::Near(Arc::new(Map::from(self.maps.bytes(span)?))),
+            Location::Span(span) => Archived::Near(self.maps.archive(span)?),
             Location::Blob { blob, len, .. } => {
                 Archived::Far(Far { holder: self.lines.clone(), blob: blob.into(), len })
             }

@@ -1,7 +1,8 @@
 //! One visible version, open for reading.
 
 use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::collections::btree_map::{self, BTreeMap};
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +19,7 @@ use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::VersionId;
 use crate::plan::Copy;
+use crate::private::{Held, Private};
 use crate::route::Route;
 use crate::volume::{Archived, Boxed, Far, Holder, Proof};
 
@@ -270,6 +272,39 @@ impl OpenVersion {
     pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
         let bytes = self.bytes(storage, range, unverified)?;
         Ok(Bytes::from_owner(View { bytes, _lease: self.lease.clone() }))
+    }
+
+    /// Storages in memory of one reader alone; none for those that are compressed, elsewhere, or in no file.
+    pub(crate) fn private(&self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
+        let mut maps: BTreeMap<u32, Option<(Arc<Held>, u64)>> = BTreeMap::new();
+        let mut private = Vec::with_capacity(storages.len());
+        for storage in storages {
+            let reference = &self.stored(*storage).reference;
+            let map = match maps.entry(reference.shard) {
+                btree_map::Entry::Occupied(known) => known.into_mut(),
+                btree_map::Entry::Vacant(unknown) => unknown.insert(self.lent(reference.shard)?),
+            };
+            private.push(map.as_ref().filter(|_| reference.packing.is_none()).and_then(
+                |(map, start)| {
+                    let range = reference.offset..reference.offset + reference.len;
+                    map.range(native(start + range.start)..native(start + range.end))
+                },
+            ));
+        }
+        Ok(private)
+    }
+
+    /// An archive in memory of one reader alone, and the byte of the memory that it begins at.
+    fn lent(&self, shard: u32) -> Result<Option<(Arc<Held>, u64)>> {
+        let archive = &self.archives[native(u64::from(shard))];
+        let Some((near, (maps, start))) =
+            archive.near().and_then(|near| Some((near, near.maps.as_ref()?)))
+        else {
+            return Ok(None);
+        };
+        let lent = maps.lend().map_err(|error| Error::io(self.name(), error))?;
+        let lease = (near.blob.clone(), self.lease.clone());
+        Ok(Some((Held::new(lent, lease), *start)))
     }
 
     /// Raw bytes of a storage, proven unless `unverified`: a view where they are in memory as they are.

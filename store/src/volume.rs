@@ -10,10 +10,11 @@ use tssd_format::{Blob, Fill, Filled};
 
 use crate::error::Result;
 use crate::ledger::Durability;
+use crate::private::PrivateMaps;
 use crate::route::Route;
 
 pub(crate) use directory::DirectoryVolume;
-pub(crate) use far::{Archived, Boxed, Far, Holder, Job, Proof};
+pub(crate) use far::{Boxed, Far, Holder, Job, Proof};
 pub(crate) use memory::MemoryVolume;
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
@@ -30,7 +31,7 @@ pub(crate) trait Volume: Send + Sync {
     -> Result<Box<dyn Reservation>>;
 
     /// A blob, if it is there.
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>>;
+    fn open(&self, name: &str) -> Result<Option<Near>>;
 
     /// Deletes a blob, if it is there.
     fn delete(&self, name: &str) -> Result<()>;
@@ -43,6 +44,64 @@ pub(crate) trait Volume: Send + Sync {
 
     /// Forgets a folder that is empty.
     fn remove_folder(&self, name: &str) -> Result<()>;
+}
+
+/// A blob that this process reads by itself.
+#[derive(Clone)]
+pub(crate) struct Near {
+    pub(crate) blob: Arc<dyn Blob>,
+    /// If it lies in a file that can be mapped, maps of that, and the byte that it begins at there.
+    pub(crate) maps: Option<(Arc<PrivateMaps>, u64)>,
+}
+
+impl Near {
+    pub(crate) fn new(blob: impl Blob + 'static) -> Self {
+        Self { blob: Arc::new(blob), maps: None }
+    }
+
+    pub(crate) fn mapped(self, maps: Arc<PrivateMaps>, start: u64) -> Self {
+        Self { maps: Some((maps, start)), ..self }
+    }
+}
+
+/// An archive that is open, wherever it is.
+#[derive(Clone)]
+pub(crate) enum Archived {
+    Near(Near),
+    Far(Far),
+}
+
+impl Archived {
+    pub(crate) fn blob(&self) -> &dyn Blob {
+        match self {
+            Self::Near(near) => &*near.blob,
+            Self::Far(far) => far,
+        }
+    }
+
+    /// The same, to be kept.
+    pub(crate) fn to_blob(&self) -> Arc<dyn Blob> {
+        match self {
+            Self::Near(near) => near.blob.clone(),
+            Self::Far(far) => Arc::new(far.clone()),
+        }
+    }
+
+    /// If its bytes are elsewhere, where.
+    pub(crate) fn far(&self) -> Option<&Far> {
+        match self {
+            Self::Near(_) => None,
+            Self::Far(far) => Some(far),
+        }
+    }
+
+    /// If its bytes are here, where.
+    pub(crate) fn near(&self) -> Option<&Near> {
+        match self {
+            Self::Near(near) => Some(near),
+            Self::Far(_) => None,
+        }
+    }
 }
 
 /// A blob that is being written.

@@ -11,10 +11,10 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::sync::{Notify, mpsc};
-use tssd_format::{Blob, Map};
 
 use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
+use crate::volume::Near;
 
 /// A segment's name in its daemon.
 pub(crate) type SegmentId = u64;
@@ -300,7 +300,7 @@ impl Pool {
     }
 
     /// A blob, as the daemon reads it.
-    pub(crate) fn open(&self, name: &str) -> io::Result<Option<Arc<dyn Blob>>> {
+    pub(crate) fn open(&self, name: &str) -> io::Result<Option<Near>> {
         let mut inner = self.inner();
         let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
@@ -310,8 +310,7 @@ impl Pool {
             let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
             segment.map.insert(map).clone()
         };
-        let bytes = map.bytes(offset, len).expect("a blob lies in its segment");
-        Ok(Some(Arc::new(Map::from(bytes))))
+        Ok(Some(map.archive(offset, len).expect("a blob lies in its segment")))
     }
 
     /// The memory of a segment and its length, for a reader that does not have it yet.

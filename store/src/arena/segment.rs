@@ -11,6 +11,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rustix::fs::{FileType, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
+use tssd_format::Map as BytesMap;
+
+use crate::private::PrivateMaps;
+use crate::volume::Near;
 
 /// What a segment that others read is sealed with: no new map writes, no byte goes.
 const SEALS: SealFlags =
@@ -158,27 +162,41 @@ impl WriteMap {
 
 /// A segment to read.
 #[derive(Debug)]
-pub(crate) struct ReadMap(Map);
+pub(crate) struct ReadMap {
+    map: Map,
+    /// The same for readers who must be free to write; none for who looks at little of it.
+    private: Option<Arc<PrivateMaps>>,
+}
 
 impl ReadMap {
     /// Maps memory that was checked, and its page tables with it.
-    pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
-        let map = Map::new(memory, capacity, ProtFlags::READ, MapFlags::POPULATE)?;
-        Ok(Arc::new(Self(map)))
+    pub(crate) fn new(memory: OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
+        let map = Map::new(&memory, capacity, ProtFlags::READ, MapFlags::POPULATE)?;
+        let private = Some(PrivateMaps::new(memory.into(), map.len));
+        Ok(Arc::new(Self { map, private }))
     }
 
     /// As [`ReadMap::new`], for one who looks at little of it.
     pub(crate) fn sparse(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
         let map = Map::new(memory, capacity, ProtFlags::READ, MapFlags::empty())?;
-        Ok(Arc::new(Self(map)))
+        Ok(Arc::new(Self { map, private: None }))
     }
 
     /// The bytes of one archive in it; none if there are not so many. They must be committed, and a
     /// lease must keep them: then nobody writes them.
     pub(crate) fn bytes(self: &Arc<Self>, offset: u64, len: u64) -> Option<Bytes> {
         let (start, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
-        start.checked_add(len).filter(|end| *end <= self.0.len)?;
+        start.checked_add(len).filter(|end| *end <= self.map.len)?;
         Some(Bytes::from_owner(Committed { map: self.clone(), range: start..start + len }))
+    }
+
+    /// The same as a blob.
+    pub(crate) fn archive(self: &Arc<Self>, offset: u64, len: u64) -> Option<Near> {
+        let near = Near::new(BytesMap::from(self.bytes(offset, len)?));
+        Some(match &self.private {
+            Some(maps) => near.mapped(maps.clone(), offset),
+            None => near,
+        })
     }
 }
 
@@ -191,7 +209,7 @@ struct Committed {
 impl AsRef<[u8]> for Committed {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: `ReadMap::bytes` has compared the range with the length of the map.
-        let start = unsafe { self.map.0.start.add(self.range.start) };
+        let start = unsafe { self.map.map.start.add(self.range.start) };
         // SAFETY: the memory is mapped as long as this lives. Its writer has done with it before it
         // committed, the seals keep everybody else from writing or cutting it, and the pool gives it to
         // its writer again only when the lease that holds it is handed back.

@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use tssd_format::Blob;
-
 use super::pool::Pool;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
-use crate::volume::{Part, Reservation, Volume, directly_below, split};
+use crate::volume::{Near, Part, Reservation, Volume, directly_below, split};
 
 /// The blobs of a pool, by name. What is written here lies in segments of the daemon.
 #[derive(Clone)]
@@ -26,7 +24,7 @@ impl Volume for ArenaVolume {
         Ok(Box::new(Reserved { pool: self.0.clone(), name: name.to_owned(), bytes: vec![0; len] }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+    fn open(&self, name: &str) -> Result<Option<Near>> {
         self.0.open(name).map_err(|error| Error::io(name, error))
     }
 

@@ -26,7 +26,7 @@ use crate::ledger::{
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
-use crate::volume::{Archived, Volume};
+use crate::volume::{Archived, Near, Volume};
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
 const PROOF_PATIENCE: Duration = Duration::from_secs(2);
@@ -602,11 +602,13 @@ fn locate(
     names: Vec<String>,
     id: VersionId,
 ) -> Result<Option<Located>> {
-    let Some(manifest) = volume.open(&format!("{folder}/{MANIFEST}"))? else { return Ok(None) };
+    let Some(Near { blob: manifest, .. }) = volume.open(&format!("{folder}/{MANIFEST}"))? else {
+        return Ok(None);
+    };
     let mut archives = BTreeMap::new();
     for name in names {
-        let Some(blob) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
-        archives.insert(name, Archived::Near(blob));
+        let Some(near) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
+        archives.insert(name, Archived::Near(near));
     }
     // What is open stays readable whatever the ledger does.
     let route = volume.route();
@@ -670,7 +672,7 @@ fn write(volume: &dyn Volume, path: &str, bytes: &[u8], durability: Durability) 
     let there = volume.open(path)?.ok_or_else(|| {
         Error::new(ErrorKind::Busy, format_args!("`{path}` was there and is gone"))
     })?;
-    let same = there.bytes().is_some_and(|there| there == bytes);
+    let same = there.blob.bytes().is_some_and(|there| there == bytes);
     if same {
         return Ok(());
     }

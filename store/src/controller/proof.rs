@@ -5,7 +5,7 @@ use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
 use crate::error::{Error, Result};
 use crate::ledger::Version;
 use crate::merge::{Contribution, Divergent, Label, merge};
-use crate::volume::Volume;
+use crate::volume::{Near, Volume};
 
 /// Merges what the writers of a version have committed. The outer error is the system's, and leaves
 /// the proof owed; the inner one is the writers'.
@@ -20,7 +20,7 @@ pub(super) fn prove(
     });
     for (writer, archive) in committed {
         let path = format!("{folder}/{}", archive.name);
-        let Some(blob) = volume.open(&path)? else {
+        let Some(Near { blob, .. }) = volume.open(&path)? else {
             return Ok(Err(format!("the archive of writer {writer} is gone")));
         };
         match Archive::from_blob(blob) {

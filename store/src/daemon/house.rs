@@ -450,7 +450,7 @@ impl House {
     pub(super) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
         // What was leased is there: a file of the directory too.
         let blob = self.pool.open(name).map_err(|error| Error::io(name, error))?;
-        blob.ok_or_else(|| {
+        blob.map(|near| near.blob).ok_or_else(|| {
             let text = format_args!("`{name}` is not there (any more): locate its version again");
             Error::new(ErrorKind::NotFound, text)
         })

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use tssd_format::Blob;
-
 use super::elsewhere::Elsewhere;
 use crate::arena::{ArenaVolume, Pool, Span};
 use crate::disk;
@@ -11,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::net::Endpoint;
 use crate::route::Route;
-use crate::volume::{DirectoryVolume, Part, Reservation, Volume, directly_below};
+use crate::volume::{DirectoryVolume, Near, Part, Reservation, Volume, directly_below};
 
 /// Blobs in memory, and those that are durable in a directory too.
 #[derive(Clone)]
@@ -74,7 +72,7 @@ impl Tiers {
     pub(super) fn persist(&self, name: &str) -> Result<()> {
         let gone = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
         let blob = self.memory.open(name)?.ok_or_else(gone)?;
-        let bytes = blob.bytes().ok_or_else(gone)?;
+        let bytes = blob.blob.bytes().ok_or_else(gone)?;
         write(self.directory()?, name, bytes)
     }
 
@@ -129,12 +127,12 @@ impl Volume for Tiers {
         })
     }
 
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+    fn open(&self, name: &str) -> Result<Option<Near>> {
         if let Some(blob) = self.memory.open(name)? {
             return Ok(Some(blob));
         }
         if let Some(far) = self.elsewhere.open(name) {
-            return Ok(Some(Arc::new(far)));
+            return Ok(Some(Near::new(far)));
         }
         self.directory.as_ref().map_or(Ok(None), |directory| directory.open(name))
     }

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use bytes::Bytes;
-
 use super::broken;
 use crate::arena::{ReadMap, SegmentId, Span, WriteMap, check_lent, check_shared};
 use crate::error::{Error, Result};
+use crate::volume::Near;
 use crate::wire::{Begun, Reply, Room};
 
 /// Segments by their names: those to read, and those to write that are not being written.
@@ -54,10 +53,10 @@ impl Maps {
         }
     }
 
-    /// The bytes of an archive. Its segment is mapped if it is not yet, which takes long.
-    pub(super) fn bytes(&self, Span { segment, offset, len }: Span) -> Result<Bytes> {
+    /// An archive. Its segment is mapped if it is not yet, which takes long.
+    pub(super) fn archive(&self, Span { segment, offset, len }: Span) -> Result<Near> {
         let map = self.read_map(segment)?;
-        map.bytes(offset, len).ok_or_else(|| broken("an archive reaches beyond its segment"))
+        map.archive(offset, len).ok_or_else(|| broken("an archive reaches beyond its segment"))
     }
 
     fn read_map(&self, segment: SegmentId) -> Result<Arc<ReadMap>> {
@@ -69,7 +68,7 @@ impl Maps {
         if let Some((memory, capacity)) = inner.shared.remove(&segment) {
             drop(inner);
             let map = check_shared(&memory, capacity)
-                .and_then(|()| ReadMap::new(&memory, capacity))
+                .and_then(|()| ReadMap::new(memory, capacity))
                 .map_err(|error| Error::io(format_args!("segment {segment}"), error))?;
             inner = self.inner();
             inner.read.insert(segment, map);

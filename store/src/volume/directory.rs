@@ -2,11 +2,10 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use tssd_format::{Blob, Fill, Filled};
+use tssd_format::{Fill, Filled};
 
-use super::{Part, Reservation, Volume};
+use super::{Near, Part, Reservation, Volume};
 use crate::disk::{self, NewFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
@@ -53,9 +52,9 @@ impl Volume for DirectoryVolume {
         Ok(Box::new(Reserved { file, name: shown }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
+    fn open(&self, name: &str) -> Result<Option<Near>> {
         let map = self.at(name, |path| disk::map(&path))?;
-        Ok(map.map(|map| Arc::new(map) as Arc<dyn Blob>))
+        Ok(map.map(|(map, maps)| Near::new(map).mapped(maps, 0)))
     }
 
     fn delete(&self, name: &str) -> Result<()> {

@@ -65,35 +65,3 @@ impl Blob for Far {
         None
     }
 }
-
-/// An archive that is open, wherever it is.
-#[derive(Clone)]
-pub(crate) enum Archived {
-    Near(Arc<dyn Blob>),
-    Far(Far),
-}
-
-impl Archived {
-    pub(crate) fn blob(&self) -> &dyn Blob {
-        match self {
-            Self::Near(blob) => &**blob,
-            Self::Far(far) => far,
-        }
-    }
-
-    /// The same, to be kept.
-    pub(crate) fn to_blob(&self) -> Arc<dyn Blob> {
-        match self {
-            Self::Near(blob) => blob.clone(),
-            Self::Far(far) => Arc::new(far.clone()),
-        }
-    }
-
-    /// If its bytes are elsewhere, where.
-    pub(crate) fn far(&self) -> Option<&Far> {
-        match self {
-            Self::Near(_) => None,
-            Self::Far(far) => Some(far),
-        }
-    }
-}

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use tssd_format::{Blob, Fill, Filled};
+use tssd_format::{Fill, Filled};
 
-use super::{Part, Reservation, Volume, directly_below, split};
+use super::{Near, Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
@@ -44,8 +44,8 @@ impl Volume for MemoryVolume {
         Ok(Box::new(Reserved { volume: self.clone(), name: name.to_owned(), memory, range }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn Blob>>> {
-        Ok(self.blobs().get(name).cloned().map(|bytes| Arc::new(bytes) as Arc<dyn Blob>))
+    fn open(&self, name: &str) -> Result<Option<Near>> {
+        Ok(self.blobs().get(name).cloned().map(Near::new))
     }
 
     fn delete(&self, name: &str) -> Result<()> {

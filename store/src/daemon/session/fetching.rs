@@ -73,6 +73,6 @@ fn prove(house: &House, blob: &str, name: &str) -> Result<()> {
     let opened = opened.ok_or_else(|| {
         Error::new(ErrorKind::Busy, format_args!("`{name}` was deleted meanwhile"))
     })?;
-    let archive = Archive::from_blob(opened).map_err(failed)?;
+    let archive = Archive::from_blob(opened.blob).map_err(failed)?;
     parallel::map(archive.verify_jobs(), |job| job.run()).map(drop).map_err(failed)
 }

@@ -1,0 +1,89 @@
+//! Indices that make a view: ints, slices and `...`.
+
+use pyo3::exceptions::{PyIndexError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PyTuple};
+use tssd_format::Region;
+
+use crate::error::Result;
+use crate::value::name_of;
+
+/// An index, with `...` at its end, so that it never makes a scalar.
+pub(crate) struct Index<'py>(Bound<'py, PyTuple>);
+
+impl<'py> Index<'py> {
+    pub(crate) fn of(index: &Bound<'py, PyAny>) -> Result<Self> {
+        let py = index.py();
+        let mut parts: Vec<Bound<'py, PyAny>> = match index.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter().collect(),
+            Err(_) => vec![index.clone()],
+        };
+        for part in &parts {
+            let is_int = part.is_instance_of::<PyInt>() && !part.is_instance_of::<PyBool>();
+            if !(is_int || part.is_instance_of::<PySlice>() || is_ellipsis(part)) {
+                let class = name_of(&part.get_type());
+                let message =
+                    format!("a {class} is no int, slice or ...: get the tensor, and index that");
+                return Err(PyTypeError::new_err(message).into());
+            }
+        }
+        if !parts.iter().any(is_ellipsis) {
+            parts.push(PyEllipsis::get(py).to_owned().into_any());
+        }
+        Ok(Self(PyTuple::new(py, parts)?))
+    }
+
+    pub(crate) fn whole(&self) -> &Bound<'py, PyTuple> {
+        &self.0
+    }
+
+    /// The smallest box of a tensor of this shape that has all of what is meant, and what is meant of the box.
+    pub(crate) fn region(&self, shape: &[u64]) -> Result<(Region, Bound<'py, PyTuple>)> {
+        let py = self.0.py();
+        let given = self.0.len() - 1;
+        let ellipses = self.0.iter().filter(is_ellipsis).count();
+        if given > shape.len() || ellipses > 1 {
+            let text = format!("too many indices for a tensor of {} dimensions", shape.len());
+            return Err(PyIndexError::new_err(text).into());
+        }
+        let (mut offsets, mut sizes, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+        for part in self.0.iter() {
+            let dim = sizes.len();
+            if is_ellipsis(&part) {
+                let skipped = &shape[dim..dim + shape.len() - given];
+                offsets.extend(skipped.iter().map(|_| 0));
+                sizes.extend(skipped);
+                rest.push(part);
+            } else if let Ok(slice) = part.cast::<PySlice>() {
+                let size = isize::try_from(shape[dim]).map_err(std::io::Error::other)?;
+                let found = slice.indices(size)?;
+                let last = found.start + found.step * (isize::try_from(found.slicelength)? - 1);
+                let (low, high) = if found.slicelength == 0 {
+                    (0, 0)
+                } else {
+                    (found.start.min(last), found.start.max(last) + 1)
+                };
+                offsets.push(u64::try_from(low)?);
+                sizes.push(u64::try_from(high - low)?);
+                let step = (py.None(), py.None(), found.step);
+                rest.push(py.get_type::<PySlice>().call1(step)?);
+            } else {
+                let at: i64 = part.extract()?;
+                let size = i64::try_from(shape[dim])?;
+                let from_start = if at < 0 { at + size } else { at };
+                if !(0..size).contains(&from_start) {
+                    let text = format!("index {at} is out of range for dimension {dim} of {size}");
+                    return Err(PyIndexError::new_err(text).into());
+                }
+                offsets.push(u64::try_from(from_start)?);
+                sizes.push(1);
+                rest.push(0_u8.into_pyobject(py).map_err(PyErr::from)?.into_any());
+            }
+        }
+        Ok((Region::new(&offsets, &sizes)?, PyTuple::new(py, rest)?))
+    }
+}
+
+fn is_ellipsis(part: &Bound<'_, PyAny>) -> bool {
+    part.is_exact_instance_of::<PyEllipsis>()
+}

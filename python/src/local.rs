@@ -1,0 +1,168 @@
+//! Plain tensors and arrays: what becomes of them on their way into a store, or when they are filled.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use tssd_format::{Dtype, Tensor, TensorFlags};
+
+use crate::error::{Refusal, Result};
+use crate::numpy::Numpy;
+use crate::torch::Torch;
+
+/// What plain tensors are taken for.
+pub(crate) enum Purpose<'py> {
+    /// They are stored, some of them as another dtype.
+    Store(Option<Transfer<'py>>),
+    /// They are filled.
+    Fill(Filling<'py>),
+}
+
+/// The dtype that floating tensors are stored as, and which are not.
+pub(crate) struct Transfer<'py> {
+    dtype: Dtype,
+    keeps: Bound<'py, PyAny>,
+    /// What was cast, by what it was: tied tensors stay tied.
+    cast: RefCell<HashMap<String, Bound<'py, PyAny>>>,
+}
+
+impl<'py> Transfer<'py> {
+    /// To a dtype of torch or numpy, or of that name, but for what these patterns name.
+    pub(crate) fn new(dtype: &Bound<'py, PyAny>, keep: Option<&Bound<'py, PyAny>>) -> Result<Self> {
+        let py = dtype.py();
+        let name = dtype.str()?.to_string();
+        let name = name.strip_prefix("torch.").unwrap_or(&name);
+        let found = Dtype::from_name(name).filter(|dtype| is_floating(*dtype));
+        let dtype = found.ok_or_else(|| {
+            let text =
+                format!("transfer_dtype is a floating dtype, such as \"bfloat16\", not {name}");
+            Refusal::new("WrongType", text)
+        })?;
+        let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
+        let keeps = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
+        Ok(Self { dtype, keeps, cast: RefCell::default() })
+    }
+
+    fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
+        // What has fewer bits has its scale elsewhere.
+        let is_wide = dtype.is_some_and(|dtype| is_floating(dtype) && dtype.bits() >= 16);
+        Ok(is_wide && dtype != Some(self.dtype) && self.keeps.call1((fqn(),))?.is_none())
+    }
+
+    fn once(
+        &self,
+        place: String,
+        cast: impl FnOnce() -> Result<Bound<'py, PyAny>>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let mut known = self.cast.borrow_mut();
+        if let Some(known) = known.get(&place) {
+            return Ok(known.clone());
+        }
+        let cast = cast()?;
+        known.insert(place, cast.clone());
+        Ok(cast)
+    }
+}
+
+/// Whether it is a real number with a fraction.
+pub(crate) fn is_floating(dtype: Dtype) -> bool {
+    dtype.name().starts_with("float") || dtype == Dtype::Bfloat16
+}
+
+/// How tensors are filled.
+pub(crate) struct Filling<'py> {
+    /// As what they are stored.
+    stored: Dtype,
+    /// What cannot be filled as it is, with what is filled in its place.
+    pub(crate) staged: RefCell<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
+}
+
+impl<'py> Filling<'py> {
+    pub(crate) fn new(stored: Dtype) -> Self {
+        Self { stored, staged: RefCell::default() }
+    }
+
+    /// New memory of this dtype that is filled in place of an object.
+    fn stage(
+        &self,
+        module: &Bound<'py, PyModule>,
+        object: &Bound<'py, PyAny>,
+        dtype: &Bound<'py, PyAny>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let options = PyDict::new(object.py());
+        options.set_item("dtype", dtype)?;
+        let shape: Vec<u64> = object.getattr("shape")?.extract()?;
+        let shape = PyTuple::new(object.py(), shape)?;
+        let empty = module.getattr("empty")?.call((shape,), Some(&options))?;
+        self.staged.borrow_mut().push((object.clone(), empty.clone()));
+        Ok(empty)
+    }
+}
+
+impl<'py> Purpose<'py> {
+    /// A plain tensor of torch.
+    pub(crate) fn torch(
+        &self,
+        torch: &Torch<'py>,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+        fqn: impl FnOnce() -> String,
+    ) -> Result<Tensor> {
+        let py = tensor.py();
+        match self {
+            Self::Store(None) => torch.take(tensor, flags),
+            Self::Store(Some(transfer)) => {
+                let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
+                if !transfer.is_cast(dtype, fqn)? {
+                    return torch.take(tensor, flags);
+                }
+                let target = torch.dtype(transfer.dtype)?;
+                let cast = || Ok(tensor.call_method0("detach")?.call_method1("to", (target,))?);
+                torch.take(&transfer.once(torch.place_of(tensor)?, cast)?, flags)
+            }
+            Self::Fill(filling) => {
+                let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
+                let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
+                torch.prove_fillable(tensor)?;
+                if is_cpu && dtype == Some(filling.stored) {
+                    return torch.take(tensor, flags);
+                }
+                let dtype = torch.dtype(filling.stored)?;
+                torch.take(&filling.stage(&torch.module, tensor, dtype)?, flags)
+            }
+        }
+    }
+
+    /// A plain array of numpy.
+    pub(crate) fn numpy(
+        &self,
+        numpy: &Numpy<'py>,
+        array: &Bound<'py, PyAny>,
+        fqn: impl FnOnce() -> String,
+    ) -> Result<Tensor> {
+        let flags = TensorFlags::NDARRAY;
+        match self {
+            Self::Store(None) => numpy.take(array, flags),
+            Self::Store(Some(transfer)) => {
+                let dtype = numpy.dtype_of(&array.getattr("dtype")?).ok();
+                if !transfer.is_cast(dtype, fqn)? {
+                    return numpy.take(array, flags);
+                }
+                let target = numpy.dtype(transfer.dtype)?;
+                let cast = || Ok(array.call_method1("astype", (target,))?);
+                numpy.take(&transfer.once(numpy.place_of(array)?, cast)?, flags)
+            }
+            Self::Fill(filling) => {
+                let dtype = numpy.dtype_of(&array.getattr("dtype")?)?;
+                numpy.prove_fillable(array)?;
+                if dtype == filling.stored {
+                    return numpy.take(array, flags);
+                }
+                let dtype = numpy.dtype(filling.stored)?;
+                numpy.take(&filling.stage(&numpy.module, array, &dtype)?, flags)
+            }
+        }
+    }
+}

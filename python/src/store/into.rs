@@ -1,0 +1,361 @@
+//! The caller's own tensors, which a get fills.
+#![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+use tssd_format::{
+    Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorMeta, TensorReference,
+};
+use tssd_store::{GetReport, Opened, Target};
+
+use super::connected::Connected;
+use crate::error::{Failure, Refusal, Result};
+use crate::local::is_floating;
+use crate::value::{Lender, Staged, key_of};
+
+/// So many bytes, about, are filled in place of others at a time.
+const STAGED_BYTES: u64 = 512 << 20;
+
+/// What a caller allows.
+#[derive(Clone, Copy)]
+pub(crate) struct Allowed {
+    /// Whether `into` and the version have the same tensors.
+    pub(crate) strict: bool,
+    /// Whether floating dtypes may differ.
+    pub(crate) cast: bool,
+}
+
+/// What was found to differ, and was allowed.
+#[derive(Default)]
+pub(crate) struct Differences {
+    /// In `into`, and not stored.
+    pub(crate) missing: Vec<String>,
+    /// Stored, and not in `into`.
+    pub(crate) unexpected: Vec<String>,
+    /// Of another dtype.
+    pub(crate) cast: Vec<String>,
+}
+
+/// A tensor in `into`.
+struct Leaf<'py> {
+    fqn: String,
+    object: Bound<'py, PyAny>,
+    dtype: Dtype,
+    shape: Vec<u64>,
+}
+
+/// The tensors in a nested object.
+struct Leaves<'a, 'py> {
+    lender: &'a Lender<'py>,
+    path: Vec<Step>,
+    found: Vec<Leaf<'py>>,
+}
+
+impl<'py> Leaves<'_, 'py> {
+    fn gather(&mut self, object: &Bound<'py, PyAny>) -> Result<()> {
+        if self.path.len() > MAX_DEPTH {
+            return Err(Refusal::leaf("`into` is nested too deeply", "make it flatter").into());
+        }
+        if let Ok(dict) = object.cast::<PyDict>() {
+            for item in dict.items().iter() {
+                let key: Key = key_of(&item.get_item(0)?, MAX_DEPTH)
+                    .map_err(|error| error.at(&self.here()))?;
+                self.child(Step::Key(key), &item.get_item(1)?)?;
+            }
+            return Ok(());
+        }
+        let items = match object.cast::<PyList>() {
+            Ok(list) => Some(list.to_tuple()),
+            Err(_) => object.cast::<PyTuple>().ok().cloned(),
+        };
+        if let Some(items) = items {
+            for (index, item) in (0..).zip(items.iter()) {
+                self.child(Step::Index(index), &item)?;
+            }
+            return Ok(());
+        }
+        self.leaf(object).map_err(|error| error.at(&self.here()))
+    }
+
+    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<()> {
+        let Some((dtype, shape)) = self.lender.look(object)? else { return Ok(()) };
+        let (fqn, object) = (self.here().fqn(), object.clone());
+        self.found.push(Leaf { fqn, object, dtype, shape });
+        Ok(())
+    }
+
+    fn child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<()> {
+        self.path.push(step);
+        self.gather(object)?;
+        self.path.pop();
+        Ok(())
+    }
+
+    fn here(&self) -> ObjectPath {
+        self.path.iter().cloned().collect()
+    }
+}
+
+/// Fills the tensors in a nested object, by their fqns.
+///
+/// Everything that does not fit is found before the first byte is written.
+pub(crate) fn fill_all(
+    own: &Connected,
+    opened: &Opened,
+    into: &Bound<'_, PyAny>,
+    allowed: Allowed,
+) -> Result<(GetReport, Differences)> {
+    let mut lender = Lender::new(into.py())?;
+    let mut leaves = Leaves { lender: &lender, path: Vec::new(), found: Vec::new() };
+    leaves.gather(into)?;
+    let leaves = leaves.found;
+    let stored = opened.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
+    let (leaves, differences) = compare(leaves, &stored, allowed)?;
+    let report = fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
+    Ok((report, differences))
+}
+
+/// Fills one tensor.
+pub(crate) fn fill_one(
+    own: &Connected,
+    opened: &Opened,
+    into: &Bound<'_, PyAny>,
+    fqn: &str,
+    cast: bool,
+) -> Result<GetReport> {
+    let mut lender = Lender::new(into.py())?;
+    let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
+        Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
+    })?;
+    let (_, node) = opened.leaf(fqn)?;
+    let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
+    let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
+    let (leaves, _) = compare(vec![leaf], &stored, Allowed { strict: true, cast })?;
+    fill_leaves(into.py(), own, opened, &mut lender, leaves)
+}
+
+/// What is stored: dtype and shape as a whole.
+fn meta_of(run: &[TensorReference]) -> (Dtype, &[u64]) {
+    let first = &run[0];
+    let whole = first.place.as_ref().map(|place| place.slice().global_shape());
+    (first.meta.dtype(), whole.unwrap_or_else(|| first.meta.shape()))
+}
+
+/// The leaves that are stored, each with the dtype that it is stored as.
+type Compared<'py> = (Vec<(Leaf<'py>, Dtype)>, Differences);
+
+/// Finds all that differs; it is one error unless it is allowed.
+fn compare<'py>(
+    leaves: Vec<Leaf<'py>>,
+    stored: &BTreeMap<String, &Node>,
+    allowed: Allowed,
+) -> Result<Compared<'py>> {
+    let mut differences = Differences::default();
+    let mut wrong: Vec<(&str, &'static str, String)> = Vec::new();
+    let mut kept = Vec::with_capacity(leaves.len());
+    let mut wanted: BTreeMap<&str, ()> = BTreeMap::new();
+    for leaf in &leaves {
+        wanted.insert(&leaf.fqn, ());
+        let Some(Node::Tensors(run)) = stored.get(&leaf.fqn) else {
+            differences.missing.push(leaf.fqn.clone());
+            let text = format!("`{}` is not stored", leaf.fqn);
+            if allowed.strict {
+                wrong.push((&leaf.fqn, "NotFound", text));
+            }
+            continue;
+        };
+        let (dtype, shape) = meta_of(run);
+        if shape != leaf.shape {
+            let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
+            wrong.push((&leaf.fqn, "SliceMismatch", text));
+        } else if dtype != leaf.dtype {
+            differences.cast.push(leaf.fqn.clone());
+            if !(allowed.cast && is_floating(dtype) && is_floating(leaf.dtype)) {
+                let text = format!("`{}` is {}, stored {dtype}", leaf.fqn, leaf.dtype);
+                wrong.push((&leaf.fqn, "WrongType", text));
+            }
+        }
+        kept.push(dtype);
+    }
+    for (fqn, node) in stored {
+        if matches!(node, Node::Tensors(_)) && !wanted.contains_key(fqn.as_str()) {
+            differences.unexpected.push(fqn.clone());
+            if allowed.strict {
+                wrong.push((fqn, "invalid", format!("`{fqn}` is stored and not in `into`")));
+            }
+        }
+    }
+    if let Some(first) = wrong.first() {
+        return Err(differs(first.0, &wrong, allowed).into());
+    }
+    let missing = std::mem::take(&mut differences.missing);
+    let is_stored = |leaf: &Leaf<'_>| !missing.contains(&leaf.fqn);
+    let leaves = leaves.into_iter().filter(is_stored).zip(kept).collect();
+    Ok((leaves, Differences { missing, ..differences }))
+}
+
+/// How many differences an error shows.
+const SHOWN: usize = 10;
+
+fn differs(fqn: &str, wrong: &[(&str, &'static str, String)], allowed: Allowed) -> Refusal {
+    let mut shown: Vec<&str> = wrong.iter().take(SHOWN).map(|(.., text)| text.as_str()).collect();
+    let others = format!("and {} more", wrong.len().saturating_sub(SHOWN));
+    if wrong.len() > SHOWN {
+        shown.push(&others);
+    }
+    // One kind of difference is its own kind of error; several are a wrong value.
+    let kind = match wrong {
+        [(_, first, _), rest @ ..] if rest.iter().all(|(_, kind, _)| kind == first) => first,
+        _ => "invalid",
+    };
+    let has = |kind: &str| wrong.iter().any(|(_, other, _)| *other == kind);
+    let advice = if has("SliceMismatch") {
+        "give tensors of the stored shapes"
+    } else if has("WrongType") && !allowed.cast {
+        "say cast=True if floats may be converted"
+    } else if has("WrongType") {
+        "give tensors of the stored dtypes: only floats are converted"
+    } else {
+        "say strict=False to fill what both have"
+    };
+    Refusal::new(kind, shown.join("; ")).advice(advice).of(fqn)
+}
+
+/// Tensors that are filled in one go.
+#[derive(Default)]
+struct Batch<'py> {
+    places: Vec<Place>,
+    staged: Staged<'py>,
+    staged_bytes: u64,
+}
+
+fn fill_leaves<'py>(
+    py: Python<'py>,
+    own: &Connected,
+    opened: &Opened,
+    lender: &mut Lender<'py>,
+    leaves: Vec<(Leaf<'py>, Dtype)>,
+) -> Result<GetReport> {
+    let mut report = opened.report();
+    let mut batch = Batch::default();
+    for (leaf, stored) in leaves {
+        let lent = lender.lend(&leaf.object, stored);
+        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
+        if !staged.is_empty() {
+            let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
+            batch.staged_bytes += bytes.sum::<u64>();
+        }
+        batch.staged.extend(staged);
+        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), tensor, part);
+        batch.places.extend(lent.into_iter().map(place));
+        if batch.staged_bytes >= STAGED_BYTES {
+            std::mem::take(&mut batch).fill(py, own, opened, &mut report)?;
+        }
+    }
+    batch.fill(py, own, opened, &mut report)?;
+    Ok(report)
+}
+
+impl Batch<'_> {
+    fn fill(
+        self,
+        py: Python<'_>,
+        own: &Connected,
+        opened: &Opened,
+        report: &mut GetReport,
+    ) -> Result<()> {
+        let rounds = rounds(self.places);
+        py.detach(|| {
+            let _inside = own.runtime.enter();
+            for round in &rounds {
+                let mut targets: Vec<Target<'_>> = round.iter().map(target).collect();
+                let filled = opened.fill(&mut targets)?;
+                report.bytes_needed += filled.bytes_needed;
+                report.bytes_transferred += filled.bytes_transferred;
+                report.bytes_verified += filled.bytes_verified;
+                report.plan_seconds += filled.plan_seconds;
+                report.seconds += filled.seconds;
+            }
+            Ok::<_, Failure>(())
+        })?;
+        for (object, staged) in &self.staged {
+            if let Some(detach) = object.getattr_opt("detach")? {
+                detach.call0()?.call_method1("copy_", (staged,))?;
+            } else {
+                let options = PyDict::new(py);
+                options.set_item("casting", "unsafe")?;
+                let copy = py.import("numpy")?.getattr("copyto")?;
+                copy.call((object, staged), Some(&options))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One tensor to fill, or one box of it.
+struct Place {
+    fqn: String,
+    part: Option<ShardPlace>,
+    meta: TensorMeta,
+    start: usize,
+    len: usize,
+    /// It keeps the memory.
+    _tensor: Tensor,
+}
+
+impl Place {
+    fn new(fqn: String, tensor: Tensor, part: Option<ShardPlace>) -> Self {
+        let meta = tensor.meta().clone();
+        let start = tensor.storage().bytes().as_ptr().addr()
+            + usize::try_from(tensor.byte_offset()).expect("it is in memory");
+        let len = usize::try_from(meta.span_bytes()).expect("it is in memory");
+        Self { fqn, part, meta, start, len, _tensor: tensor }
+    }
+
+    /// Whether it is the same memory, as a tied tensor is.
+    fn is(&self, other: &Self) -> bool {
+        self.fqn == other.fqn
+            && self.start == other.start
+            && self.meta == other.meta
+            && self.part.as_ref().map(ShardPlace::slice)
+                == other.part.as_ref().map(ShardPlace::slice)
+    }
+}
+
+/// All of them, in as few rounds as there are places that have a byte in common: memory that interleaves is
+/// filled one after the other.
+fn rounds(mut places: Vec<Place>) -> Vec<Vec<Place>> {
+    places.sort_by_key(|place| place.start);
+    let mut rounds: Vec<(usize, Vec<Place>)> = Vec::new();
+    for place in places {
+        let same = rounds.iter().flat_map(|(_, round)| round.last());
+        if same.clone().any(|last| last.is(&place)) {
+            continue;
+        }
+        let end = place.start + place.len;
+        match rounds.iter_mut().find(|(last, _)| *last <= place.start) {
+            Some((last, round)) => {
+                *last = end;
+                round.push(place);
+            }
+            None => rounds.push((end, vec![place])),
+        }
+    }
+    rounds.into_iter().map(|(_, round)| round).collect()
+}
+
+fn target(place: &Place) -> Target<'_> {
+    let bytes: &mut [u8] = if place.len == 0 {
+        &mut []
+    } else {
+        let start = std::ptr::with_exposed_provenance_mut(place.start);
+        // SAFETY: what lent the tensor, which the place keeps, has proven that it has these bytes and may be
+        // written to. No other target of a round has one of them (see `rounds`), and rounds follow one
+        // another. That Python looks at a tensor that is being filled is a race in the caller's program,
+        // as with torch's own `copy_`.
+        unsafe { std::slice::from_raw_parts_mut(start, place.len) }
+    };
+    Target { fqn: place.fqn.clone(), place: place.part.clone(), meta: place.meta.clone(), bytes }
+}

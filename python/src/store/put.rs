@@ -1,0 +1,150 @@
+//! How state dicts are put.
+
+use std::collections::BTreeSet;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tssd_format::{AttrValue, Attrs, Value};
+use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, WriterSet};
+
+use super::connected::seconds;
+use crate::error::Result;
+use crate::local::Transfer;
+use crate::metadata;
+use crate::object::METADATA_ATTR;
+use crate::tssd::TorchStoreStateDict;
+use crate::value::{Taken, take};
+
+/// At most so many bytes are said of a version as a whole.
+const MAX_METADATA: usize = 64 << 10;
+
+/// A state dict of Python, or one that is encoded, taken over.
+pub(super) fn taken<'py>(
+    object: &Bound<'py, PyAny>,
+    allow_pickle: bool,
+    transfer: Option<Transfer<'py>>,
+) -> Result<Taken> {
+    match object.cast::<TorchStoreStateDict>() {
+        Ok(encoded) if transfer.is_none() => encoded.get().taken(),
+        Ok(_) => {
+            let text = "a TorchStoreStateDict is stored as it is: cast before you encode it";
+            Err(PyTypeError::new_err(text).into())
+        }
+        Err(_) => take(object, allow_pickle, transfer),
+    }
+}
+
+/// What all puts may say.
+pub(super) struct Put<'py> {
+    pub(super) version: Option<u64>,
+    pub(super) writers: Option<Bound<'py, PyAny>>,
+    pub(super) writer: Option<u32>,
+    pub(super) job: Option<String>,
+    pub(super) divergent: &'py str,
+    pub(super) replicas: &'py str,
+    pub(super) durability: &'py str,
+    pub(super) require: Option<&'py str>,
+    pub(super) rewind: bool,
+    pub(super) timeout: Option<f64>,
+}
+
+impl Put<'_> {
+    /// The job and the writer are found out where they matter.
+    pub(super) fn options(
+        &self,
+        py: Python<'_>,
+        metadata: Option<&Bound<'_, PyDict>>,
+        taken: Option<&Taken>,
+    ) -> Result<PutOptions> {
+        let attrs = self.attrs(metadata, taken)?;
+        let shards = taken.and_then(shards);
+        let wrong = |what: &str, value: &str, those: &str| {
+            PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
+        };
+        let helper = || py.import("tssd._ranks");
+        let writers = match &self.writers {
+            None => None,
+            Some(writers) => {
+                let ranks = helper()?.call_method1("writers", (writers,))?;
+                Some(ranks.extract::<Vec<u32>>()?.into_iter().collect::<WriterSet>())
+            }
+        };
+        let mut options = PutOptions {
+            version: self.version,
+            writer: self.writer,
+            writers,
+            job: self.job.clone().map(JobId),
+            attrs,
+            divergent: match self.divergent {
+                "error" => Divergent::Error,
+                "lowest" => Divergent::Lowest,
+                "keep" => Divergent::Keep,
+                other => {
+                    return Err(
+                        wrong("divergent", other, "\"error\", \"lowest\" or \"keep\"").into()
+                    );
+                }
+            },
+            replicas: match self.replicas {
+                "primary" => Replicas::Primary,
+                "all" => Replicas::All,
+                other => return Err(wrong("replicas", other, "\"primary\" or \"all\"").into()),
+            },
+            durability: match self.durability {
+                "memory" => Durability::Memory,
+                "disk" => Durability::Disk,
+                other => return Err(wrong("durability", other, "\"memory\" or \"disk\"").into()),
+            },
+            rewind: self.rewind,
+            allow_opaque: true,
+            require: self.require.map(str::parse).transpose()?,
+            ..PutOptions::default()
+        };
+        if let Some(timeout) = self.timeout {
+            options.timeout = seconds(timeout)?;
+        }
+        if let (Some(ranks), None) = (&shards, &options.writers) {
+            helper()?.call_method1("prove_covered", (ranks,))?;
+        }
+        if shards.is_some() || options.writers.is_some() {
+            if options.job.is_none() {
+                options.job = helper()?.call_method0("job")?.extract::<Option<_>>()?.map(JobId);
+            }
+            if options.writer.is_none() {
+                options.writer = helper()?.call_method0("rank")?.extract()?;
+            }
+        }
+        Ok(options)
+    }
+
+    fn attrs(&self, metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<Attrs> {
+        let mut attrs = metadata::attrs(metadata)?;
+        let len = |value: &AttrValue| match value {
+            AttrValue::Int(_) => 8,
+            AttrValue::Text(text) => text.as_bytes().len(),
+            AttrValue::Bytes(bytes) => bytes.len(),
+        };
+        let bytes: usize = attrs.iter().map(|(name, value)| name.len() + len(value)).sum();
+        if bytes > MAX_METADATA {
+            let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
+            return Err(PyValueError::new_err(text).into());
+        }
+        if let Some(metadata) = taken.and_then(|taken| taken.metadata.as_ref()) {
+            attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
+        }
+        Ok(attrs)
+    }
+}
+
+/// The ranks of the meshes that the shards of a state dict are on; none if it has no shards.
+fn shards(taken: &Taken) -> Option<BTreeSet<u32>> {
+    let mut ranks = None;
+    for (_, leaf) in taken.dict.leaves() {
+        let Value::Shards(shards) = leaf else { continue };
+        let meshes = shards.iter().filter_map(|shard| shard.place().mesh());
+        let ranks = ranks.get_or_insert_with(BTreeSet::new);
+        meshes.for_each(|mesh| ranks.extend(mesh.ranks()));
+    }
+    ranks
+}

@@ -1,0 +1,71 @@
+//! What was done, as the dataclasses of `tssd/_reports.py`.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tssd_format::Attrs;
+use tssd_store::{GetReport, PutReport, VersionInfo};
+
+use super::into::Differences;
+use crate::error::Result;
+
+pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
+    let class = py.import("tssd._reports")?.getattr("PutReport")?;
+    Ok(class.call1((
+        report.version,
+        report.epoch,
+        report.id.to_string(),
+        report.visible,
+        report.missing.iter().collect::<Vec<u32>>(),
+        report.bytes,
+        report.transport.to_string(),
+        &report.why,
+        report.seconds,
+    ))?)
+}
+
+pub(super) fn get_report<'py>(
+    py: Python<'py>,
+    report: &GetReport,
+    viewed: u64,
+    differences: &Differences,
+) -> Result<Bound<'py, PyAny>> {
+    let of = PyDict::new(py);
+    of.set_item("version", report.version)?;
+    of.set_item("epoch", report.epoch)?;
+    of.set_item("id", report.id.to_string())?;
+    of.set_item("bytes_needed", report.bytes_needed)?;
+    of.set_item("bytes_transferred", report.bytes_transferred)?;
+    of.set_item("bytes_viewed", viewed)?;
+    of.set_item("bytes_verified", report.bytes_verified)?;
+    of.set_item("transport", report.transport.to_string())?;
+    of.set_item("why", &report.why)?;
+    of.set_item("plan_seconds", report.plan_seconds)?;
+    of.set_item("seconds", report.seconds)?;
+    of.set_item("missing_keys", &differences.missing)?;
+    of.set_item("unexpected_keys", &differences.unexpected)?;
+    of.set_item("cast", &differences.cast)?;
+    Ok(py.import("tssd._reports")?.getattr("GetReport")?.call((), Some(&of))?)
+}
+
+pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {
+    let class = py.import("tssd._reports")?.getattr("VersionInfo")?;
+    Ok(class.call1((
+        info.number,
+        info.epoch,
+        info.id.to_string(),
+        info.bytes,
+        info.writers.iter().collect::<Vec<u32>>(),
+    ))?)
+}
+
+/// The newest version, with its metadata.
+pub(super) fn head<'py>(
+    py: Python<'py>,
+    info: &VersionInfo,
+    attrs: &Attrs,
+) -> Result<Bound<'py, PyAny>> {
+    let metadata = PyDict::new(py);
+    metadata.set_item("metadata", crate::metadata::given(py, attrs)?)?;
+    let replace = py.import("dataclasses")?.getattr("replace")?;
+    Ok(replace.call((version_info(py, info)?,), Some(&metadata))?)
+}

@@ -1,0 +1,39 @@
+//! Which leaves are wanted.
+
+use pyo3::prelude::*;
+use tssd_format::{Container, Node};
+use tssd_store::Opened;
+
+use crate::error::Result;
+
+/// Which leaves of a version are named, in their order: `_names.chosen` says.
+pub(super) fn chosen(
+    py: Python<'_>,
+    opened: &Opened,
+    names: &Bound<'_, PyAny>,
+) -> Result<Vec<bool>> {
+    let fqns: Vec<String> = opened.leaves().iter().map(|(path, _)| path.fqn()).collect();
+    Ok(py.import("tssd._names")?.call_method1("chosen", (fqns, names))?.extract()?)
+}
+
+/// The tree without the leaves that are not named. What is no dict has its parts at places of their own: it
+/// comes whole, or not at all.
+pub(super) fn select(py: Python<'_>, opened: &Opened, names: &Bound<'_, PyAny>) -> Result<Node> {
+    let chosen = chosen(py, opened, names)?;
+    let mut root = opened.structure().clone();
+    prune(&mut root, &mut chosen.into_iter());
+    Ok(root)
+}
+
+/// Says whether anything in a node is chosen.
+fn prune(node: &mut Node, chosen: &mut impl Iterator<Item = bool>) -> bool {
+    let Node::Container(container, children) = node else {
+        return chosen.next().unwrap_or(false);
+    };
+    let kept: Vec<bool> = children.iter_mut().map(|(_, child)| prune(child, chosen)).collect();
+    if matches!(container, Container::Dict | Container::OrderedDict) {
+        let mut kept = kept.iter();
+        children.retain(|_| *kept.next().unwrap_or(&true));
+    }
+    kept.contains(&true)
+}

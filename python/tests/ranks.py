@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 import tssd
 from same import same
+from sharding import SHAPES, distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 FOLDER, RANKS, RANK = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-
-SHAPES = [(8, 4), (10, 3), (3, 7), (1, 1), (0, 5)]
 
 
 def main() -> None:
@@ -53,22 +52,6 @@ def main() -> None:
         torch.save(full, FOLDER / "full.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """As distribute_tensor, which knows no strided shards: those are cut by the placements themselves."""
-    if not any(isinstance(placement, _StridedShard) for placement in placements):
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    local = whole
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            pieces, _ = placement._split_tensor(
-                local, mesh.size(dim), with_padding=False, contiguous=True
-            )
-            local = pieces[mesh.get_local_rank(dim)]
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
 
 
 def check(

@@ -10,35 +10,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tssd
+from sharding import SHAPES, distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 FOLDER, RANKS, RANK = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
-SHAPES = [(8, 4), (10, 3), (3, 7), (1, 1), (0, 5)]
-
+# The mesh's name and its placements.
 Sharding = tuple[str, tuple[Placement, ...]]
+Meshes = dict[str, DeviceMesh]
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meet", world_size=RANKS, rank=RANK)
     store = tssd.Store(sys.argv[4])
     meshes = {
-        "flat": init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",)),
-        "grid": init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp")),
+        "2": DeviceMesh("cpu", [2, 5]),
+        "4": DeviceMesh("cpu", [0, 1, 2, 3]),
+        "2x2": DeviceMesh("cpu", [[4, 5], [6, 7]], mesh_dim_names=("dp", "tp")),
+        "2x4": init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")),
     }
-    shardings: list[Sharding] = [("flat", (Shard(0),)), ("flat", (Shard(1),)), ("flat", (Replicate(),))]
-    pairs = itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2)
-    shardings += [("grid", pair) for pair in pairs]
-    for number, sharding in enumerate(shardings):
-        put(store, number + 1, sharding, meshes)
-        for other in shardings:
-            check(store, other, meshes)
-    fsdp_to_tp(store, meshes)
-    refuse(store, meshes["flat"])
+    every_sharding_to_every_other(store, meshes)
+    fsdp_and_tp(store, meshes)
+    stages_of_a_pipeline(store)
+    leaves_that_all_ranks_have(store)
+    partial_is_refused(store, meshes["2x4"])
+    two_that_overwrite_each_other(store)
+    four_that_overwrite_together(store, meshes["4"])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -47,81 +50,266 @@ def whole(shape: tuple[int, int], version: int) -> torch.Tensor:
     return torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape) + 1000 * version
 
 
-def spread(tensor: torch.Tensor, sharding: Sharding, meshes: dict[str, DeviceMesh]) -> DTensor:
-    return distribute_tensor(tensor, meshes[sharding[0]], sharding[1], src_data_rank=None)
+def every_sharding_to_every_other(store: tssd.Store, meshes: Meshes) -> None:
+    one = [(Shard(0),), (Shard(1),), (Replicate(),)]
+    two = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
+    shardings: list[Sharding] = list(itertools.product(["2", "4"], one))
+    for grid in ("2x2", "2x4"):
+        shardings += [(grid, placements) for placements in two]
+        fsdp = _StridedShard(0, split_factor=meshes[grid].size(1))
+        shardings.append((grid, (fsdp, Shard(0))))
+    for version, sharding in enumerate(shardings, 1):
+        put(store, version, sharding, meshes)
+        for other in shardings:
+            get_into(store, version, other, meshes)
+        get_whole_and_parts(store, version)
+        dist.barrier()
 
 
-def put(store: tssd.Store, version: int, sharding: Sharding, meshes: dict[str, DeviceMesh]) -> None:
-    state: dict[str, Any] = {str(shape): spread(whole(shape, version), sharding, meshes) for shape in SHAPES}
-    state["step"] = version
-    report = store.put_state_dict(state, "policy", version=version)
-    assert report.version == version
+def inside(mesh: DeviceMesh) -> bool:
+    return mesh.get_coordinate() is not None
+
+
+def put(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> None:
+    mesh = meshes[sharding[0]]
+    if inside(mesh):
+        state: dict[str, Any] = {
+            str(shape): distributed(whole(shape, version), mesh, sharding[1]) for shape in SHAPES
+        }
+        for shape in SHAPES:
+            assert torch.equal(full(state[str(shape)]), whole(shape, version)), (sharding, shape)
+        state["step"] = version
+        report = store.put_state_dict(state, "policy", version=version, writers=mesh.mesh.flatten().tolist())
+        assert report.version == version
     dist.barrier()
     assert int(store.wait_for_version("policy", version, timeout=60)) == version
 
 
-def check(store: tssd.Store, sharding: Sharding, meshes: dict[str, DeviceMesh]) -> None:
-    head = store.head("policy")
-    assert head is not None
-    into = {str(shape): spread(torch.full(shape, -1.0), sharding, meshes) for shape in SHAPES}
+def full(dtensor: DTensor) -> torch.Tensor:
+    return dtensor.full_tensor()
+
+
+def get_into(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> None:
+    mesh = meshes[sharding[0]]
+    if not inside(mesh):
+        return
+    into = {str(shape): distributed(torch.full(shape, -1.0), mesh, sharding[1]) for shape in SHAPES}
+    locals_before = {name: tensor.to_local().data_ptr() for name, tensor in into.items()}
     got, report = store.get_state_dict("policy", into, return_report=True)
-    assert got is into and report.bytes_transferred == report.bytes_needed
+    assert got is into and report.version == version
+    assert report.bytes_transferred == report.bytes_needed
     for shape in SHAPES:
-        wanted = whole(shape, head.version)
-        assert torch.equal(into[str(shape)].full_tensor(), wanted), (sharding, shape)
-    if RANK == 0:
-        plain = store.get_state_dict("policy")
-        assert plain["step"] == head.version
-        assert all(torch.equal(plain[str(shape)], whole(shape, head.version)) for shape in SHAPES)
-    dist.barrier()
+        tensor = into[str(shape)]
+        assert tensor.to_local().data_ptr() == locals_before[str(shape)]
+        wanted = distributed(whole(shape, version), mesh, sharding[1])
+        assert torch.equal(tensor.to_local(), wanted.to_local()), (version, sharding, shape)
+        assert torch.equal(full(tensor), whole(shape, version)), (version, sharding, shape)
 
 
-def fsdp_to_tp(store: tssd.Store, meshes: dict[str, DeviceMesh]) -> None:
-    """A trainer with FSDP2 and its optimizer; generators with tensor parallelism."""
+def get_whole_and_parts(store: tssd.Store, version: int) -> None:
+    plain = store.get_state_dict("policy")
+    assert plain["step"] == version
+    fused = {str(shape): torch.full((shape[0], shape[1] + 3), -1.0) for shape in SHAPES}
+    into = {name: tensor[:, 1:-2] for name, tensor in fused.items()}
+    store.get_state_dict("policy", into)
+    for shape in SHAPES:
+        name, wanted = str(shape), whole(shape, version)
+        assert torch.equal(plain[name], wanted)
+        assert torch.equal(into[name], wanted)
+        assert (fused[name][:, 0] == -1).all() and (fused[name][:, -2:] == -1).all()
+        for rows, columns in itertools.product(*map(ranges, shape)):
+            size = (len(rows), len(columns))
+            box = tssd.TensorSlice([rows.start, columns.start], None, shape, size, [])
+            part = store.get("policy", fqn=name, tensor_slice=box)
+            assert torch.equal(part, wanted[rows.start : rows.stop, columns.start : columns.stop])
+
+
+def ranges(size: int) -> list[range]:
+    """All of it, what lies in the middle, the last one."""
+    return [range(size), range(size // 3, max(size - 1, size // 3)), range(max(size - 1, 0), size)]
+
+
+def fsdp_and_tp(store: tssd.Store, meshes: Meshes) -> None:
+    """Trainers with FSDP2 and with FSDP2 over TP, and their optimizers; generators with TP of another size."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5))
+        return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
 
-    trainer = model()
-    fully_shard(trainer, mesh=meshes["flat"])
-    optimizer = torch.optim.AdamW(trainer.parameters())
-    trainer(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    state = {"model": trainer.state_dict(), "optimizer": optimizer.state_dict()}
-    store.put_state_dict(state, "trainer")
+    tp = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for version, mesh in ((1, meshes["2x4"]), (2, meshes["4"])):
+        full: dict[str, torch.Tensor] = {}
+        if inside(mesh):
+            trainer = model()
+            if mesh.ndim == 2:
+                parallelize_module(trainer, mesh["tp"], tp)
+            fully_shard(trainer, mesh=mesh["dp"] if mesh.ndim == 2 else mesh)
+            optimizer = torch.optim.AdamW(trainer.parameters())
+            trainer(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            state = {"model": trainer.state_dict(), "optimizer": optimizer.state_dict()}
+            writers = mesh.mesh.flatten().tolist()
+            store.put_state_dict(state, "trainer", version=version, writers=writers)
+            full = {name: value.full_tensor() for name, value in state["model"].items()}
+            torch.save(full, FOLDER / f"full {RANK}.pt")
+            optimized = state["optimizer"]
+            moments = {
+                (number, name): value.full_tensor() if isinstance(value, DTensor) else value
+                for number, moments in optimized["state"].items()
+                for name, value in moments.items()
+            }
+        dist.barrier()
+        if inside(mesh):
+            again = store.get_state_dict("trainer")
+            for (number, name), value in moments.items():
+                assert torch.equal(again["optimizer"]["state"][number][name], value)
+            assert again["optimizer"]["param_groups"] == optimized["param_groups"]
+        full = torch.load(FOLDER / "full 0.pt")
+        for generators in (meshes["2"], meshes["2x4"]["tp"]):
+            if not inside(generators):
+                continue
+            generator = model()
+            parallelize_module(generator, generators, tp)
+            mine = generator.state_dict()
+            store.get_state_dict("trainer", {"model": mine}, strict=False)
+            for name, value in full.items():
+                assert torch.equal(mine[name].full_tensor(), value), name
+                assert not torch.equal(model().state_dict()[name], value), name
+        dist.barrier()
+
+
+def stages_of_a_pipeline(store: tssd.Store) -> None:
+    """Each stage has a mesh and names of its own: what the meshes say of the writers is not all."""
+    meshes = [DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [4, 5, 6, 7])]
+    stage = RANK // 4
+    wanted = {f"layers.{number}": whole((10, 3), number) for number in range(2)}
+    name = f"layers.{stage}"
+    state = {name: distributed(wanted[name], meshes[stage], (Shard(0),)), "step": 7}
+    try:
+        store.put_state_dict(state, "pipeline", version=1)
+        raise AssertionError("one stage was taken for all")
+    except tssd.TssdValueError as error:
+        assert "writers" in str(error), error
+    for version, writers in ((1, RANKS), (2, dist.group.WORLD), (3, list(range(RANKS)))):
+        store.put_state_dict(state, "pipeline", version=version, writers=writers)
+        dist.barrier()
+        got = store.get_state_dict("pipeline", version=version)
+        assert sorted(got) == [*wanted, "step"] and got["step"] == 7
+        assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+        dist.barrier()
+
+
+def leaves_that_all_ranks_have(store: tssd.Store) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    shard = distributed(torch.ones(RANKS), mesh, (Shard(0),))
+    same = torch.arange(250_000.0)
+    replicated = distributed(same, mesh, (Replicate(),))
+    state = {"w": shard, "plain": same[:3], "replicated": replicated, "text": "x"}
+    store.put_state_dict(state, "agree")
     dist.barrier()
-    generator = model()
-    parallelize_module(generator, meshes["grid"]["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    store.get_state_dict("trainer", {"model": generator.state_dict()}, strict=False)
-    for name, value in trainer.state_dict().items():
-        mine = generator.state_dict()[name].full_tensor()
-        assert torch.equal(mine, value.full_tensor()), name
-    again = store.get_state_dict("trainer")
-    for number, moments in state["optimizer"]["state"].items():
-        for name, value in moments.items():
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(again["optimizer"]["state"][number][name], value)
-    assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    head = store.head("agree")
+    assert head is not None and head.writers == list(range(RANKS))
+    assert head.bytes < 2 * same.nbytes, "the replicas are stored once"
+    got = store.get_state_dict("agree")
+    assert list(got) == list(state) and got["text"] == "x"
+    assert torch.equal(got["plain"], same[:3]) and torch.equal(got["replicated"], same)
+
+    for name, differs in (("tensor", torch.full((2,), float(RANK))), ("number", RANK)):
+        state = {"w": shard, "a": {name: differs}}
+        try:
+            report = store.put_state_dict(state, "differ", version=1)
+            assert not report.visible, "it was proven"
+        except tssd.TssdValueError as error:
+            assert error.kind in ("rejected", "refused") and f"a.{name}" in str(error), error
+        dist.barrier()
+        assert not store.exists("differ")
+    store.put_state_dict(state, "differ", version=1, divergent="lowest")
+    dist.barrier()
+    assert store.get_state_dict("differ")["a"] == {"number": 0}
+    dist.barrier()
+    store.put_state_dict(state, "differ", version=2, divergent="keep")
+    dist.barrier()
+    assert store.get_state_dict("differ", writer=RANK)["a"] == {"number": RANK}
+    dist.barrier()
 
 
-def refuse(store: tssd.Store, mesh: DeviceMesh) -> None:
-    partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial("sum")], run_check=False)
+def partial_is_refused(store: tssd.Store, mesh: DeviceMesh) -> None:
+    partial = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Partial("sum")], run_check=False)
     try:
         store.put_state_dict({"a": {"w": partial}}, "partial")
         raise AssertionError("Partial was put")
     except tssd.TssdValueError as error:
         assert (error.kind, error.fqn) == ("PartialPlacement", "a.w"), error
-    # A replicated plain leaf that ranks hold differently.
-    try:
-        shard = distribute_tensor(torch.ones(RANKS), mesh, [Shard(0)], src_data_rank=None)
-        state = {"w": shard, "plain": torch.full((2,), float(RANK))}
-        report = store.put_state_dict(state, "divergent", version=1)
-        assert not report.visible, "it was proven"
-    except tssd.TssdValueError as error:
-        assert error.kind in ("rejected", "refused") and "plain" in str(error), error
+    assert not store.exists("partial")
+
+
+SIZES = [1, 1000, 70_000, 300_000]
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {str(size): torch.full((size,), number) for size in SIZES} | {"number": number}
+
+
+def check_numbered(state: dict[str, Any]) -> int:
+    number = int(state["number"])
+    for size in SIZES:
+        assert (state[str(size)] == number).all(), (number, size, state[str(size)].unique())
+    return number
+
+
+def two_that_overwrite_each_other(store: tssd.Store) -> None:
+    """Each of two ranks makes versions of its own of one key; every other rank reads them all the time."""
     dist.barrier()
-    assert not store.exists("divergent")
+    if RANK < 2:
+        visible = 0
+        for number in range(50):
+            try:
+                visible += store.put_state_dict(numbered(2 * number + RANK), "torn").visible
+            except tssd.TssdValueError as error:
+                # The other's newer version was there first. A reader sees the one or the other.
+                assert "superseded" in str(error), error
+        assert visible
+        store.put(f"done {RANK}", True)
+    else:
+        read(store, "torn", lambda _: all(store.exists(f"done {rank}") for rank in range(2)))
+    dist.barrier()
+
+
+def four_that_overwrite_together(store: tssd.Store, mesh: DeviceMesh) -> None:
+    """The versions of a sharded dict follow one another, while others read them in their own way."""
+    versions = 30
+    if inside(mesh):
+        for number in range(versions):
+            state = {
+                name: distributed(value, mesh, (Shard(0),)) if isinstance(value, torch.Tensor) else value
+                for name, value in numbered(number).items()
+            }
+            store.put_state_dict(state, "together", writers=[0, 1, 2, 3])
+    else:
+        read(store, "together", lambda number: number == versions - 1)
+    dist.barrier()
+
+
+def read(store: tssd.Store, key: str, is_last: Any) -> None:
+    """Views, copies and parts of whatever version is there, until the last one is."""
+    store.wait_for_version(key, 1, timeout=60)
+    views: dict[str, Any] = store.get_state_dict(key)
+    seen, number = 0, -1
+    while not is_last(number):
+        before = check_numbered(views)
+        into = numbered(-1)
+        store.get_state_dict(key, into)
+        into["number"] = into["1"]
+        check_numbered(into)
+        with store.open(key) as version:
+            opened = {name: version.get_tensor(name) for name in map(str, SIZES)}
+            check_numbered(opened | {"number": opened["1"]})
+        # The views that were got a version ago are still what they were.
+        assert check_numbered(views) == before
+        views = store.get_state_dict(key)
+        number = check_numbered(views)
+        seen += 1
+    assert seen
 
 
 main()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from test_store import daemon
 
-RANKS = 4
+RANKS = 8
 
 
 @pytest.mark.parametrize("place", ["daemon", "directory"])
@@ -23,16 +24,23 @@ def test_what_is_put_in_one_sharding_is_got_in_every_other(tmp_path: Path, place
 def run(folder: Path, url: str) -> None:
     script = Path(__file__).with_name("store_ranks.py")
     command = [sys.executable, "-W", "ignore", str(script), str(folder), str(RANKS)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(RANKS)
-    ]
+    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
+    ranks = []
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        for rank, log in enumerate(logs):
+            with log.open("w") as output:
+                ranks.append(
+                    subprocess.Popen([*command, str(rank), url], stdout=output, stderr=subprocess.STDOUT)
+                )
+        end = time.monotonic() + 300
+        while any(rank.poll() is None for rank in ranks):
+            # The others of one that has failed would wait for it.
+            failed = [log.read_text() for rank, log in zip(ranks, logs) if rank.poll() not in (None, 0)]
+            assert not failed, failed[0]
+            assert time.monotonic() < end, [log.read_text()[-2000:] for log in logs]
+            time.sleep(0.1)
+        assert [rank.returncode for rank in ranks] == [0] * RANKS, [log.read_text() for log in logs]
     finally:
         for each in ranks:
             each.kill()
-    failed = [output for each, output in zip(ranks, outputs) if each.returncode != 0]
-    assert not failed, failed[0]
+            each.wait()

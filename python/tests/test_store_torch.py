@@ -1,0 +1,259 @@
+"""torch's tensors in stores: what is kept of them, whose memory they are, what can be filled."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tssd
+from same import bits, same
+from test_store import daemon
+from test_store import store as store
+from test_torch import DTYPES, QUANTIZED, made
+from torch import nn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for such a tensor, of any dtype."""
+    raw = torch.zeros(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+    empty = torch.empty((0,), dtype=tensor.dtype)
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    return empty.set_(raw.untyped_storage(), 0, tensor.shape, strides)
+
+
+def test_every_dtype(store: tssd.Store) -> None:
+    state = {str(dtype): made(dtype, (2, 3, 4)).permute(2, 0, 1) for dtype in DTYPES if dtype not in QUANTIZED}
+    assert len(state) > 30
+    store.put_state_dict(state, "x")
+    assert same(store.get_state_dict("x"), state)
+    into = {name: blank(tensor) for name, tensor in state.items()}
+    store.get_state_dict("x", into)
+    box = tssd.TensorSlice([1, 0, 1], None, [4, 2, 3], [2, 2, 1], [])
+    for name, tensor in state.items():
+        assert bits(into[name]) == bits(tensor), name
+        size = tensor.element_size()
+        part = store.get("x", fqn=name, tensor_slice=box)
+        flat = tensor.as_strided((2, 2, 1), tensor.stride(), 1 * tensor.stride(0) + 1 * tensor.stride(2))
+        assert part.dtype is tensor.dtype and bits(part) == bits(flat) and len(bits(part)) == 4 * size, name
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED, key=str), ids=str)
+def test_quantized_tensors_are_refused(dtype: torch.dtype) -> None:
+    memory = tssd.Store("memory:")
+    with pytest.raises(TypeError, match="quantized") as caught:
+        memory.put_state_dict({"a": {"b": made(dtype)}}, "x")
+    assert caught.value.fqn == "a.b" and not memory.exists("x")  # type: ignore[attr-defined]
+
+
+def test_what_a_tensor_is_comes_back(store: tssd.Store) -> None:
+    x = torch.randn(4, 5, dtype=torch.complex64)
+    weight = nn.Parameter(torch.randn(3, 4))
+    state = {
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "every second": torch.randn(4, 8)[:, ::2],
+        "expanded": torch.randn(1, 3).expand(1_000_000, 3),
+        "no dimensions": torch.tensor(2.5),
+        "nothing": torch.empty(3, 0, 2).transpose(0, 2),
+        "embed": weight,
+        "head": weight,
+        "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+    }
+    computed = {"conj": x.conj(), "neg": x.conj().imag, "zero": torch._efficientzerotensor(3)}
+    store.put_state_dict(state | computed, "x")
+    got = store.get_state_dict("x")
+    assert same({name: got[name] for name in state}, state)
+    assert got["expanded"].untyped_storage().nbytes() == 12
+    assert got["embed"].data_ptr() == got["head"].data_ptr()
+    for name, wanted in computed.items():
+        assert not got[name].is_conj() and not got[name].is_neg()
+        assert torch.equal(got[name], wanted.clone())
+
+
+def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:
+    state = {
+        "image": torch.randn(2, 3, 4, 5),
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.randn(1, 3).expand(6, 3),
+        "q": torch.randn(4, 8),
+        "k": torch.randn(2, 8),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(2.5),
+        "step": 3,
+    }
+    store.put_state_dict(state, "x")
+    fused, wide = torch.zeros(7, 8), torch.zeros(12, 3)
+    parameter = nn.Parameter(torch.zeros(()))
+    into = {
+        "image": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "last": torch.zeros(5, 4, 3, 2).permute(3, 2, 1, 0),
+        "expanded": wide[::2],
+        "q": fused[:4],
+        "k": fused[4:6],
+        "conj": torch.zeros(3, dtype=torch.complex64),
+        "scalar": parameter,
+        "step": 0,
+    }
+    assert store.get_state_dict("x", into) is into
+    for name, tensor in state.items():
+        assert name == "step" or torch.equal(into[name], tensor), name  # type: ignore[arg-type]
+    assert not wide[1::2].any() and not fused[6].any()
+    assert parameter.requires_grad and parameter.is_leaf and parameter == 2.5
+
+
+def bad_places() -> dict[str, Any]:
+    return {
+        "shape": torch.zeros(3, 2),
+        "flat": torch.zeros(6),
+        "float64": torch.zeros(2, 3, dtype=torch.float64),
+        "int32": torch.zeros(2, 3, dtype=torch.int32),
+        "expanded": torch.zeros(1, 3).expand(2, 3),
+        "overlapping": torch.zeros(10).as_strided((2, 3), (1, 1)),
+        "neg": torch._neg_view(torch.zeros(2, 3)),
+        "meta": torch.empty(2, 3, device="meta"),
+        "sparse": torch.zeros(2, 3).to_sparse(),
+        "another slice": tssd.TensorShard(torch.zeros(2, 3), tssd.TensorSlice([2, 0], None, [4, 3], [2, 3], [])),
+        "no tensor": 3,
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_places()))
+def test_a_wrong_into_is_refused_before_anything_is_written(name: str) -> None:
+    memory = tssd.Store("memory:")
+    memory.put_state_dict({"good": torch.ones(3), "bad": torch.ones(2, 3)}, "x")
+    good, bad = torch.zeros(3), bad_places()[name]
+    with pytest.raises(tssd.TssdError) as caught:
+        memory.get_state_dict("x", {"good": good, "bad": bad})
+    assert "bad" in str(caught.value)
+    assert isinstance(caught.value, (TypeError, ValueError))
+    assert not good.any()
+
+
+def test_all_that_is_wrong_with_an_into_is_one_error(store: tssd.Store) -> None:
+    state = {"model": {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3), "d": torch.ones(3)}}
+    store.put_state_dict(state, "x")
+    good = torch.zeros(3)
+    wrong = {"a": good, "b": torch.zeros(4), "c": torch.zeros(3, dtype=torch.float64), "e": torch.zeros(3)}
+    with pytest.raises(tssd.TssdError) as caught:
+        store.get_state_dict("x", {"model": wrong})
+    assert all(f"model.{name}" in str(caught.value) for name in "bcde"), caught.value
+    assert "model.a" not in str(caught.value)
+    assert not good.any()
+
+
+def nested(levels: int) -> Any:
+    value: Any = torch.zeros(2, 3)
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_nesting_is_limited(store: tssd.Store) -> None:
+    with pytest.raises(ValueError, match="64 levels") as caught:
+        store.put_state_dict({"x": nested(10_000)}, "x")
+    assert caught.value.kind == "TooDeep" and not store.exists("x")  # type: ignore[attr-defined]
+    store.put_state_dict({"x": torch.ones(2, 3)}, "x")
+    with pytest.raises(tssd.TssdError, match="deep"):
+        store.get_state_dict("x", {"x": nested(10_000)})
+
+
+def test_a_dict_that_another_thread_changes_is_put_as_it_was_at_some_time(store: tssd.Store) -> None:
+    state: dict[str, Any] = {str(i): torch.full((10,), i) for i in range(300)}
+    stop = threading.Event()
+
+    def change() -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            state[f"new {i % 50}"] = torch.full((10,), i)
+            state.pop(f"new {(i + 25) % 50}", None)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(20):
+            store.put_state_dict(state, "x")
+            got = store.get_state_dict("x")
+            assert {str(i) for i in range(300)} <= got.keys()
+            assert all((got[str(i)] == i).all() for i in range(300))
+            assert all((tensor == tensor[0]).all() for tensor in got.values())
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
+    state = {"big": torch.randn(1000, 1000), "small": torch.arange(10), "tiny": torch.tensor(1)}
+    store.put_state_dict(state, "x")
+    one, other = store.get_state_dict("x"), store.get_state_dict("x")
+    with store.open("x") as version:
+        opened = version.get_tensor("big")
+        for tensor in one.values():
+            tensor.add_(1)
+        one["big"][::2].zero_()
+        assert same(version.get_tensor("big"), state["big"])
+    assert same(opened, state["big"]) and same(other, state)
+    assert same(store.get_state_dict("x"), state)
+    # Later versions are put where memory is free, and not where one is still looked at.
+    for step in range(4):
+        store.put_state_dict({name: tensor + step + 1 for name, tensor in state.items()}, "x")
+    assert same(other, state)
+    assert torch.equal(one["big"][1::2], state["big"][1::2] + 1) and not one["big"][::2].any()
+    assert torch.equal(one["small"], state["small"] + 1) and one["tiny"] == 2
+
+
+def test_views_outlive_version_store_and_daemon(tmp_path: Path) -> None:
+    state = {"big": torch.randn(1000, 1000), "small": torch.arange(10)}
+    with daemon(tmp_path / "socket") as url:
+        store = tssd.Store(url)
+        store.put_state_dict(state, "x")
+        got = store.get_state_dict("x")
+        row, array = got["big"][7], got["big"].numpy()
+        store.delete("x")
+        store.close()
+        assert same(got, state)
+        del store, got
+        gc.collect()
+    assert torch.equal(row, state["big"][7]) and array[3, 5] == state["big"][3, 5]
+    row.zero_()
+    assert (array[7] == 0).all() and array[8].any()
+
+
+@pytest.mark.parametrize("place", ["directory", "daemon"])
+def test_a_fork_keeps_what_was_open(tmp_path: Path, place: str) -> None:
+    if place == "directory":
+        return fork(tssd.Store(str(tmp_path / "store")))
+    with daemon(tmp_path / "socket") as url:
+        fork(tssd.Store(url))
+
+
+def fork(store: tssd.Store) -> None:
+    state = {"a": torch.arange(400_000), "b": torch.ones(5)}
+    store.put_state_dict(state, "x")
+    got, version = store.get_state_dict("x"), store.open("x")
+    child = os.fork()
+    if child == 0:
+        fine = False
+        try:
+            got["b"].zero_()
+            fine = same(got["a"], state["a"]) and same(store.get_state_dict("x"), state)
+            store.put_state_dict({"child": 1}, "y")
+        finally:
+            os._exit(0 if fine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same(got, state)
+    assert store.get_state_dict("y") == {"child": 1}
+    assert same(version.get_tensor("a"), state["a"])
+    version.close()
+    store.put_state_dict({"parent": 2}, "y")
+    assert store.get_state_dict("y") == {"parent": 2}

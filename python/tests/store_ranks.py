@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tssd
+from same import same
 from sharding import SHAPES, distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,7 +37,7 @@ def main() -> None:
         "2x4": init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")),
     }
     every_sharding_to_every_other(store, meshes)
-    fsdp_and_tp(store, meshes)
+    trainers_to_generators(store, meshes)
     stages_of_a_pipeline(store)
     leaves_that_all_ranks_have(store)
     partial_is_refused(store, meshes["2x4"])
@@ -77,7 +78,7 @@ def put(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> 
             str(shape): distributed(whole(shape, version), mesh, sharding[1]) for shape in SHAPES
         }
         for shape in SHAPES:
-            assert torch.equal(full(state[str(shape)]), whole(shape, version)), (sharding, shape)
+            assert torch.equal(state[str(shape)].full_tensor(), whole(shape, version)), (sharding, shape)
         state["step"] = version
         report = store.put_state_dict(state, "policy", version=version, writers=mesh.mesh.flatten().tolist())
         assert report.version == version
@@ -85,25 +86,21 @@ def put(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> 
     assert int(store.wait_for_version("policy", version, timeout=60)) == version
 
 
-def full(dtensor: DTensor) -> torch.Tensor:
-    return dtensor.full_tensor()
-
-
 def get_into(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> None:
     mesh = meshes[sharding[0]]
     if not inside(mesh):
         return
     into = {str(shape): distributed(torch.full(shape, -1.0), mesh, sharding[1]) for shape in SHAPES}
-    locals_before = {name: tensor.to_local().data_ptr() for name, tensor in into.items()}
+    memory = {name: tensor.to_local().data_ptr() for name, tensor in into.items()}
     got, report = store.get_state_dict("policy", into, return_report=True)
     assert got is into and report.version == version
     assert report.bytes_transferred == report.bytes_needed
     for shape in SHAPES:
         tensor = into[str(shape)]
-        assert tensor.to_local().data_ptr() == locals_before[str(shape)]
+        assert tensor.to_local().data_ptr() == memory[str(shape)]
         wanted = distributed(whole(shape, version), mesh, sharding[1])
         assert torch.equal(tensor.to_local(), wanted.to_local()), (version, sharding, shape)
-        assert torch.equal(full(tensor), whole(shape, version)), (version, sharding, shape)
+        assert torch.equal(tensor.full_tensor(), whole(shape, version)), (version, sharding, shape)
 
 
 def get_whole_and_parts(store: tssd.Store, version: int) -> None:
@@ -129,53 +126,53 @@ def ranges(size: int) -> list[range]:
     return [range(size), range(size // 3, max(size - 1, size // 3)), range(max(size - 1, 0), size)]
 
 
-def fsdp_and_tp(store: tssd.Store, meshes: Meshes) -> None:
-    """Trainers with FSDP2 and with FSDP2 over TP, and their optimizers; generators with TP of another size."""
+def trainers_to_generators(store: tssd.Store, meshes: Meshes) -> None:
+    """FSDP2, HSDP and FSDP2 over TP, with their optimizers; generators with TP of other sizes."""
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
 
     tp = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    for version, mesh in ((1, meshes["2x4"]), (2, meshes["4"])):
-        full: dict[str, torch.Tensor] = {}
+    for version, name in enumerate(("4", "2x2", "2x4"), 1):
+        mesh = meshes[name]
         if inside(mesh):
-            trainer = model()
-            if mesh.ndim == 2:
+            trainer = model(0)
+            if name == "2x4":
                 parallelize_module(trainer, mesh["tp"], tp)
-            fully_shard(trainer, mesh=mesh["dp"] if mesh.ndim == 2 else mesh)
+            fully_shard(trainer, mesh=mesh["dp"] if name == "2x4" else mesh)
             optimizer = torch.optim.AdamW(trainer.parameters())
             trainer(torch.ones(2, 6)).sum().backward()
             optimizer.step()
             state = {"model": trainer.state_dict(), "optimizer": optimizer.state_dict()}
-            writers = mesh.mesh.flatten().tolist()
-            store.put_state_dict(state, "trainer", version=version, writers=writers)
-            full = {name: value.full_tensor() for name, value in state["model"].items()}
-            torch.save(full, FOLDER / f"full {RANK}.pt")
-            optimized = state["optimizer"]
-            moments = {
-                (number, name): value.full_tensor() if isinstance(value, DTensor) else value
-                for number, moments in optimized["state"].items()
-                for name, value in moments.items()
-            }
+            ranks = mesh.mesh.flatten().tolist()
+            store.put_state_dict(state, "trainer", version=version, writers=ranks)
+            wanted = leaves(state)
+            if RANK == ranks[0]:
+                torch.save(wanted, FOLDER / "wanted.pt")
         dist.barrier()
-        if inside(mesh):
-            again = store.get_state_dict("trainer")
-            for (number, name), value in moments.items():
-                assert torch.equal(again["optimizer"]["state"][number][name], value)
-            assert again["optimizer"]["param_groups"] == optimized["param_groups"]
-        full = torch.load(FOLDER / "full 0.pt")
+        wanted = torch.load(FOLDER / "wanted.pt")
+        assert same(leaves(store.get_state_dict("trainer")), wanted)
         for generators in (meshes["2"], meshes["2x4"]["tp"]):
-            if not inside(generators):
-                continue
-            generator = model()
-            parallelize_module(generator, generators, tp)
-            mine = generator.state_dict()
-            store.get_state_dict("trainer", {"model": mine}, strict=False)
-            for name, value in full.items():
-                assert torch.equal(mine[name].full_tensor(), value), name
-                assert not torch.equal(model().state_dict()[name], value), name
+            if inside(generators):
+                generator = model(1)
+                parallelize_module(generator, generators, tp)
+                into = {"model": generator.state_dict()}
+                store.get_state_dict("trainer", into, strict=False)
+                for path, tensor in leaves(into).items():
+                    assert same(tensor, wanted[path]), path
         dist.barrier()
+
+
+def leaves(state: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of a nested dict by their paths, tensors whole."""
+    if isinstance(state, DTensor):
+        return {path: state.full_tensor()}
+    if not isinstance(state, (dict, list)):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    children = [leaves(value, f"{path}/{key}") for key, value in items]
+    return {name: leaf for each in children for name, leaf in each.items()}
 
 
 def stages_of_a_pipeline(store: tssd.Store) -> None:
@@ -202,17 +199,17 @@ def stages_of_a_pipeline(store: tssd.Store) -> None:
 def leaves_that_all_ranks_have(store: tssd.Store) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     shard = distributed(torch.ones(RANKS), mesh, (Shard(0),))
-    same = torch.arange(250_000.0)
-    replicated = distributed(same, mesh, (Replicate(),))
-    state = {"w": shard, "plain": same[:3], "replicated": replicated, "text": "x"}
+    equal = torch.arange(250_000.0)
+    replicated = distributed(equal, mesh, (Replicate(),))
+    state = {"w": shard, "plain": equal[:3], "replicated": replicated, "text": "x"}
     store.put_state_dict(state, "agree")
     dist.barrier()
     head = store.head("agree")
     assert head is not None and head.writers == list(range(RANKS))
-    assert head.bytes < 2 * same.nbytes, "the replicas are stored once"
+    assert head.bytes < 2 * equal.nbytes, "the replicas are stored once"
     got = store.get_state_dict("agree")
     assert list(got) == list(state) and got["text"] == "x"
-    assert torch.equal(got["plain"], same[:3]) and torch.equal(got["replicated"], same)
+    assert torch.equal(got["plain"], equal[:3]) and torch.equal(got["replicated"], equal)
 
     for name, differs in (("tensor", torch.full((2,), float(RANK))), ("number", RANK)):
         state = {"w": shard, "a": {name: differs}}

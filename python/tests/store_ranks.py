@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tssd
@@ -38,6 +40,7 @@ def main() -> None:
     }
     every_sharding_to_every_other(store, meshes)
     trainers_to_generators(store, meshes)
+    shards_without_dtensors(store)
     stages_of_a_pipeline(store)
     leaves_that_all_ranks_have(store)
     partial_is_refused(store, meshes["2x4"])
@@ -175,6 +178,23 @@ def leaves(state: Any, path: str = "") -> dict[str, Any]:
     return {name: leaf for each in children for name, leaf in each.items()}
 
 
+def shards_without_dtensors(store: tssd.Store) -> None:
+    """Rows are put as arrays, and got as columns."""
+    wanted = whole((10, 8), 1).numpy()
+    start, stop = 10 * RANK // RANKS, 10 * (RANK + 1) // RANKS
+    rows = tssd.TensorSlice([start, 0], None, [10, 8], [stop - start, 8], [])
+    state = {"w": tssd.TensorShard(wanted[start:stop], rows)}
+    encoded = tssd.TorchStoreStateDict.from_state_dict(state)
+    for version, value in enumerate((state, encoded), 1):
+        store.put("rows", value, version=version, writer=RANK, writers=RANKS)
+        dist.barrier()
+        column = np.full((10, 1), -1.0, np.float32)
+        columns = tssd.TensorSlice([0, RANK], None, [10, 8], [10, 1], [])
+        store.get_state_dict("rows", {"w": tssd.TensorShard(column, columns)}, version=version)
+        assert np.array_equal(column, wanted[:, RANK : RANK + 1])
+        dist.barrier()
+
+
 def stages_of_a_pipeline(store: tssd.Store) -> None:
     """Each stage has a mesh and names of its own: what the meshes say of the writers is not all."""
     meshes = [DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [4, 5, 6, 7])]
@@ -283,11 +303,12 @@ def four_that_overwrite_together(store: tssd.Store, mesh: DeviceMesh) -> None:
             }
             store.put_state_dict(state, "together", writers=[0, 1, 2, 3])
     else:
-        read(store, "together", lambda number: number == versions - 1)
+        reads = read if RANK < 6 else read_under_leases
+        reads(store, "together", lambda number: number == versions - 1)
     dist.barrier()
 
 
-def read(store: tssd.Store, key: str, is_last: Any) -> None:
+def read(store: tssd.Store, key: str, is_last: Callable[[int], bool]) -> None:
     """Views, copies and parts of whatever version is there, until the last one is."""
     store.wait_for_version(key, 1, timeout=60)
     views: dict[str, Any] = store.get_state_dict(key)
@@ -307,6 +328,19 @@ def read(store: tssd.Store, key: str, is_last: Any) -> None:
         number = check_numbered(views)
         seen += 1
     assert seen
+
+
+def read_under_leases(store: tssd.Store, key: str, is_last: Callable[[int], bool]) -> None:
+    """What is waited for stays, however often it is got and whatever is put meanwhile."""
+    version, number = 0, -1
+    while not is_last(number):
+        with store.wait_for_version(key, version + 1, timeout=60) as lease:
+            number = check_numbered(store.get_state_dict(key, version=lease))
+            into = numbered(-1)
+            store.get_state_dict(key, into, version=lease)
+            assert check_numbered(into | {"number": into["1"]}) == number
+            assert int(lease) > version
+            version = int(lease)
 
 
 main()

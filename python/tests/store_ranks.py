@@ -62,10 +62,18 @@ def every_sharding_to_every_other(store: tssd.Store, meshes: Meshes) -> None:
         shardings += [(grid, placements) for placements in two]
         fsdp = _StridedShard(0, split_factor=meshes[grid].size(1))
         shardings.append((grid, (fsdp, Shard(0))))
-    for version, sharding in enumerate(shardings, 1):
-        put(store, version, sharding, meshes)
-        for other in shardings:
-            get_into(store, version, other, meshes)
+    here = [(meshes[name], placements) for name, placements in shardings if inside(meshes[name])]
+    intos = [cut(mesh, placements, 0) for mesh, placements in here]
+    for version, (name, placements) in enumerate(shardings, 1):
+        mesh = meshes[name]
+        if inside(mesh):
+            state = cut(mesh, placements, version) | {"step": version}
+            writers = mesh.mesh.flatten().tolist()
+            assert store.put_state_dict(state, "policy", version=version, writers=writers).version == version
+        dist.barrier()
+        assert int(store.wait_for_version("policy", version, timeout=60)) == version
+        for into in intos:
+            get_into(store, version, into)
         get_whole_and_parts(store, version)
         dist.barrier()
 
@@ -74,36 +82,24 @@ def inside(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is not None
 
 
-def put(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> None:
-    mesh = meshes[sharding[0]]
-    if inside(mesh):
-        state: dict[str, Any] = {
-            str(shape): distributed(whole(shape, version), mesh, sharding[1]) for shape in SHAPES
-        }
-        for shape in SHAPES:
-            assert torch.equal(state[str(shape)].full_tensor(), whole(shape, version)), (sharding, shape)
-        state["step"] = version
-        report = store.put_state_dict(state, "policy", version=version, writers=mesh.mesh.flatten().tolist())
-        assert report.version == version
-    dist.barrier()
-    assert int(store.wait_for_version("policy", version, timeout=60)) == version
+def cut(mesh: DeviceMesh, placements: tuple[Placement, ...], version: int) -> dict[str, Any]:
+    """The tensors of a version in a sharding, which DTensor itself puts together again."""
+    state = {str(shape): distributed(whole(shape, version), mesh, placements) for shape in SHAPES}
+    for shape in SHAPES:
+        assert torch.equal(state[str(shape)].full_tensor(), whole(shape, version)), (placements, shape)
+    return state
 
 
-def get_into(store: tssd.Store, version: int, sharding: Sharding, meshes: Meshes) -> None:
-    mesh = meshes[sharding[0]]
-    if not inside(mesh):
-        return
-    into = {str(shape): distributed(torch.full(shape, -1.0), mesh, sharding[1]) for shape in SHAPES}
-    memory = {name: tensor.to_local().data_ptr() for name, tensor in into.items()}
+def get_into(store: tssd.Store, version: int, into: dict[str, DTensor]) -> None:
+    """Fills shards of the version before with those of this one."""
+    locals_ = {name: tensor.to_local() for name, tensor in into.items()}
+    wanted = {name: local + 1000 for name, local in locals_.items()}
     got, report = store.get_state_dict("policy", into, return_report=True)
     assert got is into and report.version == version
     assert report.bytes_transferred == report.bytes_needed
-    for shape in SHAPES:
-        tensor = into[str(shape)]
-        assert tensor.to_local().data_ptr() == memory[str(shape)]
-        wanted = distributed(whole(shape, version), mesh, sharding[1])
-        assert torch.equal(tensor.to_local(), wanted.to_local()), (version, sharding, shape)
-        assert torch.equal(tensor.full_tensor(), whole(shape, version)), (version, sharding, shape)
+    for name, local in locals_.items():
+        assert into[name].to_local().data_ptr() == local.data_ptr()
+        assert torch.equal(local, wanted[name]), (version, into[name].placements, name)
 
 
 def get_whole_and_parts(store: tssd.Store, version: int) -> None:

@@ -210,6 +210,8 @@ def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
     assert same(other, state)
     assert torch.equal(one["big"][1::2], state["big"][1::2] + 1) and not one["big"][::2].any()
     assert torch.equal(one["small"], state["small"] + 1) and one["tiny"] == 2
+    store.put_state_dict(one, "y")
+    assert same(store.get_state_dict("y"), one)
 
 
 def test_views_outlive_version_store_and_daemon(tmp_path: Path) -> None:

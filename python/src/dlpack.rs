@@ -6,12 +6,26 @@ use std::ptr::null_mut;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use tssd_format::{Dtype, TensorMeta};
 
+use crate::error::Result;
 use crate::memory::Block;
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
-const UINT: u8 = 1;
+
+/// `DLDataTypeCode` of a dtype, of those that torch has known from its first DLPack on.
+fn code(dtype: Dtype) -> Option<u8> {
+    Some(match dtype {
+        Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => 0,
+        Dtype::Uint8 => 1,
+        Dtype::Float16 | Dtype::Float32 | Dtype::Float64 => 2,
+        Dtype::Bfloat16 => 4,
+        Dtype::Complex64 | Dtype::Complex128 => 5,
+        Dtype::Bool => 6,
+        _ => return None,
+    })
+}
 
 #[repr(C)]
 struct Device {
@@ -44,28 +58,56 @@ struct Managed {
     tensor: Tensor,
     context: *mut c_void,
     deleter: Option<unsafe extern "C" fn(*mut Managed)>,
-    shape: [i64; 1],
+    /// The shape, and after it the strides.
+    dims: Vec<i64>,
     _block: Block,
 }
 
-/// A capsule with a block as a tensor of bytes. Whoever takes it may write there.
-pub(crate) fn capsule(py: Python<'_>, block: Block) -> PyResult<Bound<'_, PyAny>> {
+/// A capsule with a block as this tensor, whose bytes are those of the block. Whoever takes it may write there.
+/// None if torch might not know the dtype.
+pub(crate) fn capsule<'py>(
+    py: Python<'py>,
+    block: Block,
+    meta: &TensorMeta,
+) -> Result<Result<Bound<'py, PyAny>>, Block> {
+    let Some(code) = code(meta.dtype()).filter(|_| meta.span_bytes() == wide(block.len())) else {
+        return Err(block);
+    };
+    Ok(made(py, block, meta, code))
+}
+
+fn wide(len: usize) -> u64 {
+    u64::try_from(len).unwrap_or(u64::MAX)
+}
+
+fn made<'py>(
+    py: Python<'py>,
+    block: Block,
+    meta: &TensorMeta,
+    code: u8,
+) -> Result<Bound<'py, PyAny>> {
+    let strides = meta.strides();
+    let dims = meta.shape().iter().chain(&strides).map(|each| i64::try_from(*each));
+    let dims = dims.collect::<Result<Vec<i64>, _>>()?;
+    let ndim = meta.shape().len();
+    let bits = u8::try_from(meta.dtype().itemsize() * 8)?;
     let mut managed = Box::new(Managed {
         tensor: Tensor {
             data: block.start().cast(),
             device: Device { kind: CPU, id: 0 },
-            ndim: 1,
-            dtype: DataType { code: UINT, bits: 8, lanes: 1 },
+            ndim: i32::try_from(ndim)?,
+            dtype: DataType { code, bits, lanes: 1 },
             shape: null_mut(),
             strides: null_mut(),
             byte_offset: 0,
         },
         context: null_mut(),
         deleter: Some(delete),
-        shape: [i64::try_from(block.len())?],
+        dims,
         _block: block,
     });
-    managed.tensor.shape = managed.shape.as_mut_ptr();
+    managed.tensor.shape = managed.dims.as_mut_ptr();
+    managed.tensor.strides = managed.tensor.shape.wrapping_add(ndim);
     let managed = Box::into_raw(managed);
     // SAFETY: the pointer is not null, the name is static, and the destructor is one for capsules.
     let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(destroy)) };
@@ -74,7 +116,7 @@ pub(crate) fn capsule(py: Python<'_>, block: Block) -> PyResult<Bound<'_, PyAny>
         unsafe { delete(managed) };
     }
     // SAFETY: it is a new reference, or null with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
+    Ok(unsafe { Bound::from_owned_ptr_or_err(py, capsule)? })
 }
 
 /// Called once by whoever took the tensor, on any thread, with or without the GIL.

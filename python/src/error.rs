@@ -33,6 +33,8 @@ pub(crate) struct Refusal {
     message: String,
     advice: Option<String>,
     fqn: Option<String>,
+    key: Option<String>,
+    version: Option<u64>,
 }
 
 impl Refusal {
@@ -42,7 +44,8 @@ impl Refusal {
     }
 
     pub(crate) fn new(kind: &'static str, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), advice: None, fqn: None }
+        let (advice, fqn, key, version) = (None, None, None, None);
+        Self { kind, message: message.into(), advice, fqn, key, version }
     }
 
     pub(crate) fn advice(mut self, advice: impl Into<String>) -> Self {
@@ -104,6 +107,10 @@ impl Failure {
     pub(crate) fn of_key(self, key: &str, version: Option<u64>) -> Self {
         match self {
             Self::Store(error, ..) => Self::Store(error, Some(key.to_owned()), version),
+            Self::Refused(mut refusal) => {
+                (refusal.key, refusal.version) = (Some(key.to_owned()), version);
+                Self::Refused(refusal)
+            }
             other => other,
         }
     }
@@ -164,8 +171,8 @@ impl From<Failure> for PyErr {
             Failure::Format(error) => of_format(py, &error, None),
             Failure::InFile(error, path) => of_format(py, &error, Some(&path)),
             Failure::Refused(refusal) => {
-                let Refusal { kind, message, advice, fqn } = *refusal;
-                let parts = Parts { fqn, advice, ..Parts::new(kind, "", message) };
+                let Refusal { kind, message, advice, fqn, key, version } = *refusal;
+                let parts = Parts { fqn, advice, key, version, ..Parts::new(kind, "", message) };
                 make(py, parts)
             }
             Failure::Store(error, key, version) => of_store(py, &error, key, version),

@@ -16,7 +16,7 @@ use tssd_format::{
 };
 
 use crate::dtensor::spelled;
-use crate::error::{Refusal, Result};
+use crate::error::{Failure, Refusal, Result};
 use crate::memory::Block;
 use crate::numpy::Numpy;
 use crate::slice::{TensorShard, local_offsets};
@@ -109,10 +109,18 @@ pub(crate) struct Maker<'py, 'a> {
 struct Storage<'py> {
     /// Where it begins in the storage of the archive.
     start: u64,
-    /// An array of numpy or a tensor of torch, of bytes.
-    bytes: Bound<'py, PyAny>,
-    /// The same as torch's tensors take it, on the device.
-    untyped: Option<Bound<'py, PyAny>>,
+    /// An array of numpy or a tensor of torch, on the host, that has all of it.
+    whole: Bound<'py, PyAny>,
+    /// The same on the device, if that is another.
+    on_device: Option<Bound<'py, PyAny>>,
+}
+
+impl<'py> Storage<'py> {
+    /// As torch's tensors take it.
+    fn untyped(&self) -> Result<Bound<'py, PyAny>> {
+        let whole = self.on_device.as_ref().unwrap_or(&self.whole);
+        Ok(whole.call_method0(intern!(whole.py(), "untyped_storage"))?)
+    }
 }
 
 impl<'py, 'a> Maker<'py, 'a> {
@@ -453,6 +461,12 @@ impl<'py, 'a> Maker<'py, 'a> {
     fn tensor(&mut self, reference: &TensorReference) -> Result<Bound<'py, PyAny>> {
         let flags = reference.meta.flags();
         let is_array = flags.contains(TensorFlags::NDARRAY) || flags.contains(TensorFlags::SCALAR);
+        if self.framework == Framework::Torch
+            && !is_array
+            && let Some(tensor) = self.sole(reference)?
+        {
+            return Ok(tensor);
+        }
         let mut reference = reference.clone();
         if let Some(number) = reference.storage {
             self.prepare(number)?;
@@ -460,19 +474,41 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let storage = reference.storage.map(|number| &self.storages[&number]);
         if self.framework == Framework::Numpy {
-            return self.numpy()?.make(&reference, storage.map(|storage| &storage.bytes));
+            return self.numpy()?.make(&reference, storage.map(|storage| &storage.whole));
         }
         if is_array {
-            let numpy = self.numpy()?;
             let bytes = storage.map(|storage| {
-                let bytes = storage.bytes.call_method0(intern!(self.py, "numpy"))?;
+                let bytes = self.torch()?.array_of(&storage.whole)?;
                 bytes.call_method1("setflags", (false,))?;
-                Ok::<_, PyErr>(bytes)
+                Ok::<_, Failure>(bytes)
             });
-            return numpy.make(&reference, bytes.transpose()?.as_ref());
+            return self.numpy()?.make(&reference, bytes.transpose()?.as_ref());
         }
-        let storage = storage.and_then(|storage| storage.untyped.as_ref());
-        self.torch()?.make(&reference, storage, self.device.as_ref())
+        let untyped = storage.map(Storage::untyped).transpose()?;
+        self.torch()?.make(&reference, untyped.as_ref(), self.device.as_ref())
+    }
+
+    /// A tensor of torch that is all of a storage, met for the first time: the shortest way. None otherwise.
+    fn sole(&mut self, reference: &TensorReference) -> Result<Option<Bound<'py, PyAny>>> {
+        let Some(number) = reference.storage.filter(|number| !self.storages.contains_key(number))
+        else {
+            return Ok(None);
+        };
+        if self.device.is_some() || reference.byte_offset > 0 {
+            return Ok(None);
+        }
+        let (block, start) = self.source.block(number)?;
+        let torch = self.torch()?;
+        let (whole, is_sole) = match torch.view(block, &reference.meta)? {
+            Ok(tensor) => (tensor, true),
+            Err(block) => (torch.bytes(block)?, false),
+        };
+        let tensor = whole.clone();
+        self.storages.insert(number, Storage { start, whole, on_device: None });
+        if !is_sole {
+            return Ok(None);
+        }
+        self.torch()?.with_flags(tensor, reference.meta.flags()).map(Some)
     }
 
     /// Has the bytes of a storage at hand.
@@ -481,21 +517,13 @@ impl<'py, 'a> Maker<'py, 'a> {
             return Ok(());
         }
         let (block, start) = self.source.block(number)?;
-        let storage = match self.framework {
-            Framework::Numpy => {
-                Storage { start, bytes: self.numpy()?.bytes(block)?, untyped: None }
-            }
-            Framework::Torch => {
-                let bytes = self.torch()?.bytes(block)?;
-                let on_device = match &self.device {
-                    Some(device) => bytes.call_method1("to", (device,))?,
-                    None => bytes.clone(),
-                };
-                let untyped = on_device.call_method0(intern!(self.py, "untyped_storage"))?;
-                Storage { start, bytes, untyped: Some(untyped) }
-            }
+        let whole = match self.framework {
+            Framework::Numpy => self.numpy()?.bytes(block)?,
+            Framework::Torch => self.torch()?.bytes(block)?,
         };
-        self.storages.insert(number, storage);
+        let to = |device: &Bound<'py, PyAny>| whole.call_method1("to", (device,));
+        let on_device = self.device.as_ref().map(to).transpose()?;
+        self.storages.insert(number, Storage { start, whole, on_device });
         Ok(())
     }
 
@@ -518,10 +546,10 @@ impl<'py, 'a> Maker<'py, 'a> {
         let first = first - storage.map_or(0, |storage| storage.start);
         let dtype = reference.meta.dtype();
         if self.framework == Framework::Numpy {
-            let bytes = storage.map(|storage| &storage.bytes);
+            let bytes = storage.map(|storage| &storage.whole);
             return self.numpy()?.view(dtype, shape, strides, first, bytes);
         }
-        let storage = storage.and_then(|storage| storage.untyped.as_ref());
+        let untyped = storage.map(Storage::untyped).transpose()?;
         let strides: Vec<u64> =
             strides.iter().map(|stride| u64::try_from(*stride).unwrap_or_default()).collect();
         let reference = TensorReference {
@@ -529,7 +557,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             byte_offset: first,
             ..reference.clone()
         };
-        self.torch()?.make(&reference, storage, self.device.as_ref())
+        self.torch()?.make(&reference, untyped.as_ref(), self.device.as_ref())
     }
 }
 

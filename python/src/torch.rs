@@ -18,6 +18,7 @@ pub(crate) struct Torch<'py> {
     pub(crate) module: Bound<'py, PyModule>,
     tensor: Bound<'py, PyAny>,
     parameter: OnceCell<Bound<'py, PyType>>,
+    from_dlpack: OnceCell<Bound<'py, PyAny>>,
     strided: Bound<'py, PyAny>,
     /// By code; none that this torch lacks.
     dtypes: Vec<Option<Bound<'py, PyAny>>>,
@@ -47,6 +48,7 @@ impl<'py> Torch<'py> {
         Ok(Self {
             tensor: module.getattr("Tensor")?,
             parameter: OnceCell::new(),
+            from_dlpack: OnceCell::new(),
             strided: module.getattr("strided")?,
             dtypes,
             copies: RefCell::default(),
@@ -183,8 +185,12 @@ impl<'py> Torch<'py> {
         ))
     }
 
-    /// Refuses what would be filled in a copy.
+    /// Refuses what has no memory, or would be filled in a copy.
     pub(crate) fn prove_fillable(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
+        if tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()? {
+            let text = "a tensor on the meta device has no memory";
+            return Err(Refusal::leaf(text, "materialize it first, as with `to_empty`").into());
+        }
         for has in ["is_conj", "is_neg"] {
             if tensor.call_method0(has)?.is_truthy()? {
                 let text = "a view that conjugates or negates cannot be filled";
@@ -208,10 +214,45 @@ impl<'py> Torch<'py> {
 
     /// Memory as a tensor of bytes.
     pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
+        let len = u64::try_from(block.len()).map_err(std::io::Error::other)?;
+        let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
+        self.view(block, &meta)?.map_err(|_| Refusal::new("FeatureMissing", "no bytes").into())
+    }
+
+    /// Memory as this tensor, if it is all of its storage; else the memory again.
+    pub(crate) fn view(
+        &self,
+        block: Block,
+        meta: &TensorMeta,
+    ) -> Result<Result<Bound<'py, PyAny>, Block>> {
+        Ok(match capsule(self.module.py(), block, meta) {
+            Ok(capsule) => Ok(self.from_dlpack()?.call1((capsule?,))?),
+            Err(block) => Err(block),
+        })
+    }
+
+    /// The storage of a tensor of the host as an array of bytes.
+    pub(crate) fn array_of(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = self.module.py();
-        let from_dlpack =
-            py.import(intern!(py, "torch.utils.dlpack"))?.getattr(intern!(py, "from_dlpack"))?;
-        Ok(from_dlpack.call1((capsule(py, block)?,))?)
+        let untyped = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let len: u64 = untyped.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
+        let reference = TensorReference { meta, storage: None, byte_offset: 0, place: None };
+        let bytes = self.make(&reference, Some(&untyped), None)?;
+        Ok(bytes.call_method0(intern!(py, "numpy"))?)
+    }
+
+    /// The function that takes a capsule; the public one looks for more.
+    fn from_dlpack(&self) -> Result<&Bound<'py, PyAny>> {
+        if let Some(function) = self.from_dlpack.get() {
+            return Ok(function);
+        }
+        let private = self.module.getattr("_C")?.getattr_opt("_from_dlpack")?;
+        let function = match private {
+            Some(function) => function,
+            None => self.module.py().import("torch.utils.dlpack")?.getattr("from_dlpack")?,
+        };
+        Ok(self.from_dlpack.get_or_init(|| function))
     }
 
     /// A tensor of elements in a storage; none if it has no elements.

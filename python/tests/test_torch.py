@@ -365,3 +365,15 @@ def test_a_fork_of_torch(path: Path) -> None:
         os._exit(0 if loaded["a"][0] == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert loaded["a"][0] == 0
+
+
+def test_an_array_and_a_tensor_of_one_memory_come_back_so(path: Path) -> None:
+    for dtype in (torch.float32, torch.int64):
+        tensor = torch.arange(6).to(dtype).requires_grad_(dtype.is_floating_point)
+        tssd.save_file({"t": tensor, "a": tensor.detach().numpy(), "view": tensor.detach()[2:4]}, path)
+        got = tssd.load_file(path)
+        assert torch.equal(got["t"], tensor) and got["t"].requires_grad == tensor.requires_grad
+        assert np.array_equal(got["a"], tensor.detach().numpy()) and not got["a"].flags.writeable
+        with torch.no_grad():
+            got["t"][2] = 9
+        assert got["a"][2] == 9 and got["view"][0] == 9

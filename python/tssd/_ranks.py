@@ -7,6 +7,7 @@ import sys
 import uuid
 from typing import Any
 
+from ._errors import make
 from ._tssd import Store
 
 
@@ -29,7 +30,7 @@ def prove_covered(meshes: set[int]) -> None:
     """Refuses a put without `writers` if the meshes of its shards do not say who puts.
 
     Raises:
-        ValueError: there are ranks that are in none of them.
+        TssdValueError: there are ranks that are in none of them.
     """
     distributed = _distributed()
     if distributed is None:
@@ -37,10 +38,9 @@ def prove_covered(meshes: set[int]) -> None:
     others = sorted(set(range(distributed.get_world_size())) - meshes)
     if others:
         named = f"ranks {sorted(meshes)}" if meshes else "no ranks"
-        raise ValueError(
-            f"the meshes of the shards have {named}, and there are also ranks {others}: "
-            "say writers=, who puts: how many, a list of global ranks, or a ProcessGroup"
-        )
+        message = f"the meshes of the shards have {named}, and there are also ranks {others}"
+        advice = "say writers=, who puts: how many, a list of global ranks, or a ProcessGroup"
+        raise make("invalid", "", message, None, advice, None, None)
 
 
 _job: str | None = None
@@ -64,7 +64,20 @@ def job() -> str | None:
 
 
 def writers(given: Any) -> list[int]:
-    """Global ranks: of a count, of a list, of a ProcessGroup."""
+    """Global ranks: of a count, of a list, of a ProcessGroup.
+
+    Raises:
+        TssdValueError: it is nobody.
+    """
+    ranks = _global_ranks(given)
+    if not ranks:
+        raise make("invalid", "", f"writers={given!r}: nobody would put", None, None, None, None)
+    return ranks
+
+
+def _global_ranks(given: Any) -> list[int]:
+    if isinstance(given, bool):
+        raise TypeError("writers is a number, a list of global ranks or a ProcessGroup, not a bool")
     if isinstance(given, int):
         return list(range(given))
     distributed = _distributed()

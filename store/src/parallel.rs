@@ -1,7 +1,14 @@
 //! Jobs on all cores.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
+use std::thread;
+
+/// How many cores this process may use. To ask takes twenty system calls.
+fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
+}
 
 /// Runs `work` on every job, on as many threads as there are cores, and returns the results in the
 /// order of the jobs. All threads have ended when it returns: nothing that a job borrows is touched
@@ -13,8 +20,7 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = cores.min(jobs.len());
+    let threads = if jobs.len() > 1 { cores().min(jobs.len()) } else { 1 };
     if threads <= 1 {
         return jobs.into_iter().map(work).collect();
     }
@@ -31,7 +37,7 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
             results.lock().expect("no job panics while it holds the results").push((place, result));
         }
     };
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 1..threads {
             scope.spawn(run);
         }

@@ -19,8 +19,8 @@ use memmap2::{MmapOptions, MmapRaw};
 pub(crate) struct PrivateMaps {
     file: File,
     len: usize,
-    /// Those that nobody has, as new.
-    idle: Mutex<Vec<MmapRaw>>,
+    /// Those that nobody has, as new; and how many of their pages are mapped.
+    idle: Mutex<Vec<(usize, MmapRaw)>>,
 }
 
 impl PrivateMaps {
@@ -31,12 +31,16 @@ impl PrivateMaps {
 
     /// A map that nobody else has.
     pub(crate) fn lend(self: &Arc<Self>) -> io::Result<Lent> {
-        let idle = self.idle().pop();
-        let map = idle.map_or_else(|| self.map(), Ok)?;
+        let warmest = {
+            let mut idle = self.idle();
+            let warmest = (0..idle.len()).max_by_key(|place| idle[*place].0);
+            warmest.map(|place| idle.swap_remove(place).1)
+        };
+        let map = warmest.map_or_else(|| self.map(), Ok)?;
         Ok(Lent { map: Some(map), home: self.clone() })
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<MmapRaw>> {
+    fn idle(&self) -> MutexGuard<'_, Vec<(usize, MmapRaw)>> {
         self.idle.lock().expect("nobody panics while holding the maps")
     }
 
@@ -65,8 +69,8 @@ impl Drop for Lent {
         }
         let home = self.home.clone();
         let restore = move || {
-            if restore(&map).is_ok() {
-                home.idle().push(map);
+            if let Ok(pages) = restore(&map) {
+                home.idle().push((pages, map));
             }
         };
         // Without a thread there is no map for the next one.
@@ -124,9 +128,10 @@ impl std::fmt::Debug for Private {
     }
 }
 
-/// Makes a map that nobody has show its file again: pages that were written go back to the system.
+/// Makes a map that nobody has show its file again: pages that were written go back to the system. Gives the
+/// number of pages that are still mapped.
 #[cfg(target_os = "linux")]
-fn restore(map: &MmapRaw) -> io::Result<()> {
+fn restore(map: &MmapRaw) -> io::Result<usize> {
     use std::os::unix::fs::FileExt;
 
     use memmap2::UncheckedAdvice;
@@ -144,18 +149,21 @@ fn restore(map: &MmapRaw) -> io::Result<()> {
     let pages = map.len().div_ceil(page);
     let first = map.as_ptr().addr() / page;
     let mut entries = vec![0; ENTRIES * ENTRY];
-    let mut at = 0;
+    let (mut at, mut mapped) = (0, 0);
     while at < pages {
         let count = ENTRIES.min(pages - at);
         let entries = &mut entries[..count * ENTRY];
         let place = u64::try_from((first + at) * ENTRY).map_err(io::Error::other)?;
         pagemap.read_exact_at(entries, place)?;
-        let written = |entry: &[u8]| {
+        for (index, entry) in entries.chunks_exact(ENTRY).enumerate() {
             let entry = u64::from_ne_bytes(entry.try_into().expect("an entry has 8 bytes"));
-            entry & (PRESENT | SWAPPED) != 0 && entry & OF_FILE == 0
-        };
-        let all = entries.chunks_exact(ENTRY).enumerate().filter(|(_, entry)| written(entry));
-        for (index, _) in all {
+            if entry & (PRESENT | SWAPPED) == 0 {
+                continue;
+            }
+            if entry & OF_FILE != 0 {
+                mapped += 1;
+                continue;
+            }
             let start = (at + index) * page;
             let len = page.min(map.len() - start);
             // SAFETY: nobody has the map, so nobody looks at what is lost.
@@ -163,11 +171,11 @@ fn restore(map: &MmapRaw) -> io::Result<()> {
         }
         at += count;
     }
-    Ok(())
+    Ok(mapped)
 }
 
 /// Elsewhere nobody says which pages were written.
 #[cfg(not(target_os = "linux"))]
-fn restore(_map: &MmapRaw) -> io::Result<()> {
+fn restore(_map: &MmapRaw) -> io::Result<usize> {
     Err(io::ErrorKind::Unsupported.into())
 }

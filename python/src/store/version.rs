@@ -164,7 +164,13 @@ impl Version {
         region: Option<&Region>,
         reading: Reading,
     ) -> Result<Self> {
-        let (path, mut node) = opened.leaf(fqn)?;
+        let found = opened.leaf(fqn);
+        if fqn.is_empty() && found.is_err() {
+            let text = "it is a state dict, and no single value";
+            let advice = "get it with get_state_dict(key), or say fqn=";
+            return Err(Refusal::new("not_found", text).advice(advice).into());
+        }
+        let (path, mut node) = found?;
         let mut wanted = Wanted::default();
         match (&mut node, region) {
             (Node::Tensors(run), Some(region)) => {

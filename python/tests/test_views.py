@@ -1,0 +1,140 @@
+"""Views of what is stored: whoever writes into one has it for himself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tssd
+from test_store import daemon
+
+torch = pytest.importorskip("torch")
+
+SIZE = 1 << 20
+
+
+@pytest.fixture(params=["directory", "daemon"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "directory":
+        yield str(tmp_path / "store")
+    else:
+        with daemon(tmp_path / "socket") as url:
+            yield url
+
+
+def test_a_write_into_a_view_is_seen_by_nobody_else(url: str) -> None:
+    store, other = tssd.Store(url), tssd.Store(url)
+    store.put_state_dict({"w": torch.ones(SIZE), "b": torch.ones(3)}, "policy")
+    mine, theirs = store.get_state_dict("policy"), other.get_state_dict("policy")
+    again = store.get_state_dict("policy")
+    mine["w"][SIZE // 2 :] = 5
+    mine["b"] += 1
+    for seen in (theirs, again, store.get_state_dict("policy", copy=True), other.get_state_dict("policy")):
+        assert (seen["w"] == 1).all() and (seen["b"] == 1).all()
+    assert (mine["w"][: SIZE // 2] == 1).all() and (mine["w"][SIZE // 2 :] == 5).all()
+
+
+def test_what_was_written_into_a_view_is_gone_for_the_next_one(url: str) -> None:
+    store = tssd.Store(url)
+    for step in range(8):
+        store.put_state_dict({"w": torch.full((SIZE,), step), "b": torch.full((3,), step)}, "policy")
+        for _ in range(4):
+            got = store.get_state_dict("policy")
+            assert (got["w"] == step).all() and (got["b"] == step).all()
+            got["w"][::1000] = -1
+            got["b"].zero_()
+            del got
+            # The map comes home on a thread of its own.
+            time.sleep(0.02)
+
+
+def test_views_of_one_storage_are_tied_and_strided(url: str) -> None:
+    store = tssd.Store(url)
+    base = torch.arange(12.0).reshape(3, 4)
+    store.put_state_dict({"w": base, "t": base.T, "half": base[1:, ::2], "grad": base.clone().requires_grad_()}, "k")
+    got = store.get_state_dict("k")
+    assert torch.equal(got["t"], base.T) and got["t"].stride() == base.T.stride()
+    assert torch.equal(got["half"], base[1:, ::2]) and got["grad"].requires_grad
+    got["w"][1, 0] = 100
+    assert got["t"][0, 1] == 100 and got["half"][0, 0] == 100
+
+
+def test_a_slice_of_one_stored_slice_is_a_view_of_it(url: str) -> None:
+    store = tssd.Store(url)
+    whole = torch.arange(64.0).reshape(8, 8)
+    halves = [tssd.TensorSlice([row, 0], None, [8, 8], [4, 8], []) for row in (0, 4)]
+    for writer, part in enumerate(halves):
+        shard = tssd.TensorShard(whole[4 * writer : 4 * writer + 4], part)
+        store.put_state_dict({"w": shard}, "k", version=1, writers=2, writer=writer, job="j")
+    box = tssd.TensorSlice([5, 2], None, [8, 8], [2, 3], [])
+    got = store.get("k", fqn="w", tensor_slice=box)
+    assert torch.equal(got, whole[5:7, 2:5]) and got.stride() == (8, 1)
+    across = tssd.TensorSlice([3, 2], None, [8, 8], [2, 3], [])
+    got = store.get("k", fqn="w", tensor_slice=across)
+    assert torch.equal(got, whole[3:5, 2:5]) and got.stride() == (3, 1)
+    got, report = store.get_state_dict("k", return_report=True)
+    assert torch.equal(got["w"], whole) and report.bytes_viewed == 0
+
+
+def test_a_view_outlives_store_key_and_daemon(tmp_path: Path) -> None:
+    with daemon(tmp_path / "socket") as url:
+        store = tssd.Store(url)
+        store.put_state_dict({"w": torch.ones(SIZE)}, "k")
+        view = store.get_state_dict("k")["w"]
+        store.delete("k")
+        store.close()
+        del store
+        gc.collect()
+        other = tssd.Store(url)
+        for step in range(4):
+            other.put_state_dict({"w": torch.full((SIZE,), 2.0 + step)}, "k")
+        assert (view == 1).all()
+    assert (view == 1).all()
+    view += 1
+    assert (view == 2).all()
+
+
+def test_a_child_sees_what_its_parent_has_and_makes_a_connection_of_its_own(url: str) -> None:
+    store = tssd.Store(url)
+    store.put_state_dict({"w": torch.ones(SIZE)}, "k")
+    view = store.get_state_dict("k")["w"]
+    child = os.fork()
+    if child == 0:
+        try:
+            # The threads of torch were not forked.
+            torch.set_num_threads(1)
+            view += 1
+            assert (view == 2).all() and (store.get_state_dict("k")["w"] == 1).all()
+            store.put_state_dict({"w": torch.zeros(3)}, "child")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (view == 1).all() and store.exists("child")
+
+
+def test_another_process_writes_into_its_view_alone(url: str) -> None:
+    store = tssd.Store(url)
+    store.put_state_dict({"w": torch.ones(SIZE)}, "k")
+    view = store.get_state_dict("k")["w"]
+    script = "import pickle, sys; store = pickle.loads(bytes.fromhex(sys.argv[1])); store.get_state_dict('k')['w'].zero_()"
+    subprocess.run([sys.executable, "-c", script, pickle.dumps(store).hex()], check=True)
+    assert (view == 1).all() and (store.get_state_dict("k")["w"] == 1).all()
+
+
+def test_views_of_numpy_are_read_only(url: str) -> None:
+    store = tssd.Store(url)
+    store.put_state_dict({"a": np.ones(SIZE)}, "k")
+    view = store.get_state_dict("k")["a"]
+    with pytest.raises(ValueError):
+        view[0] = 2
+    with pytest.raises(ValueError):
+        view.setflags(write=True)

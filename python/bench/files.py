@@ -1,58 +1,133 @@
 """Files beside those of others: save and load of one state dict, in turns.
 
-Usage: python bench/files.py [--mb 512] [--tensors 340] [--rounds 7] [--folder DIR] [--fsync]
+Usage: python bench/files.py [--mb 512] [--tensors 340] [--rounds 9] [--folder DIR]
 
-Prints for each the median of all rounds and the ratio to ours (above 1: ours is faster). Each save makes
-a new file. A load counts until one thread has touched one byte of each page; ours proves all checksums.
-With `--fsync` all files are on the disk in the end, else none is waited for.
+Each save makes a new file; on the disk means that it is there when the save returns, else nobody waits for
+it. A load counts until one thread has touched one byte of each page; ours proves all checksums.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
-import random
 import shutil
-import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
+from race import Runner, State, described, expect_same, like, model, options, race, size, timed
 
-State = dict[str, torch.Tensor]
+
+class Files:
+    """The same state dict in the files of all."""
+
+    def __init__(self, folder: Path, state: State, rounds: int) -> None:
+        self.folder, self.state, self.rounds = folder, state, rounds
+        self.what = f"{described(state)}, {torch.get_num_threads()} threads"
+        self.touched = touch(state)
+
+    def at(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def save_dcp(self) -> None:
+        writer = dcp.FileSystemWriter(self.at("dcp"), sync_files=False)
+        dcp.save(dict(self.state), storage_writer=writer, no_dist=True)
+
+    def load_dcp(self) -> State:
+        state = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
+        dcp.load(state, checkpoint_id=self.at("dcp"), no_dist=True)
+        return state
+
+    def save(self, *, fsync: bool) -> None:
+        state, at = self.state, self.at
+
+        def other(
+            name: str, save: Callable[[], object], file: str, ratio: float | None = None
+        ) -> Runner:
+            return Runner(name, timed(lambda: (save(), fsync and sync(Path(at(file)))), self.clear), ratio)
+
+        race(
+            f"save_file, {'on the disk, ' if fsync else ''}{self.what}",
+            Runner("tssd", timed(lambda: tssd.save_file(state, at("x.tssd"), fsync=fsync), self.clear)),
+            other(
+                "safetensors",
+                lambda: safetensors.torch.save_file(state, at("x.safetensors")),
+                "x.safetensors",
+                ratio=1,
+            ),
+            other("torch.save", lambda: torch.save(state, at("x.pt")), "x.pt", ratio=1.5),
+            other("DCP", self.save_dcp, "dcp", ratio=3),
+            rounds=self.rounds,
+            nbytes=size(state),
+        )
+
+    def load(self) -> None:
+        at = self.at
+        self.clear()
+        tssd.save_file(self.state, at("x.tssd"))
+        safetensors.torch.save_file(self.state, at("x.safetensors"))
+        torch.save(self.state, at("x.pt"))
+        self.save_dcp()
+        ours: dict[str, Callable[[], State]] = {
+            "tssd": lambda: tssd.load_file(at("x.tssd")),
+            "tssd, verify off": lambda: tssd.load_file(at("x.tssd"), verify="off"),
+            "tssd, pread": lambda: tssd.load_file(at("x.tssd"), backend="pread"),
+        }
+        others: dict[str, tuple[Callable[[], State], float | None]] = {
+            "safetensors": (lambda: safetensors.torch.load_file(at("x.safetensors")), 1),
+            "torch.load": (lambda: torch.load(at("x.pt")), 1.5),
+            "torch.load, mmap": (lambda: torch.load(at("x.pt"), mmap=True), None),
+            "DCP": (self.load_dcp, 3),
+        }
+        first, *rest = (Runner(name, timed(partial(self.touch, load))) for name, load in ours.items())
+        race(
+            f"load_file, each page touched, {self.what}",
+            first,
+            *rest,
+            *(
+                Runner(name, timed(partial(self.touch, load)), ratio)
+                for name, (load, ratio) in others.items()
+            ),
+            rounds=self.rounds,
+            nbytes=size(self.state),
+        )
+        for load in [*ours.values(), *(load for load, _ in others.values())]:
+            expect_same(load(), self.state)
+
+    def touch(self, load: Callable[[], State]) -> State:
+        state = load()
+        assert touch(state) == self.touched
+        return state
+
+    def tiny(self) -> None:
+        state = {f"a.{number}": torch.tensor(float(number)) for number in range(10_000)}
+        path = self.at("tiny")
+        race(
+            "10,000 tiny tensors: save and load",
+            Runner(
+                "tssd",
+                timed(lambda: (tssd.save_file(state, path, fsync=False), tssd.load_file(path))),
+            ),
+            rounds=self.rounds,
+        )
+        expect_same(tssd.load_file(path), state)
+
+    def clear(self) -> None:
+        """What replaces a file waits for the file system to part with the old one."""
+        for old in self.folder.iterdir():
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
-def model(megabytes: int, tensors: int) -> State:
-    """Weights in the proportions of a Qwen3: big matrices, and norms between them."""
-    torch.manual_seed(0)
-    layers = max(1, tensors // 11)
-    hidden = int((megabytes * 1e6 / 2 / layers / 12) ** 0.5) // 64 * 64
-    state: State = {}
-    for layer in range(layers):
-        for name, shape in {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (hidden // 2, hidden),
-            "self_attn.v_proj": (hidden // 2, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "self_attn.q_norm": (128,),
-            "self_attn.k_norm": (128,),
-            "mlp.gate_proj": (3 * hidden, hidden),
-            "mlp.up_proj": (3 * hidden, hidden),
-            "mlp.down_proj": (hidden, 3 * hidden),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            tensor = torch.empty(shape, dtype=torch.bfloat16)
-            state[f"model.layers.{layer}.{name}.weight"] = tensor.normal_(0, 0.02)
-    return state
+def sync(path: Path) -> None:
+    for file in path.iterdir() if path.is_dir() else [path]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
 
 def touch(state: State) -> int:
@@ -63,120 +138,20 @@ def touch(state: State) -> int:
     return total
 
 
-def load_dcp(path: str, like: State) -> State:
-    state = {key: torch.empty_like(tensor) for key, tensor in like.items()}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    return state
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mb", type=int, default=512)
-    parser.add_argument("--tensors", type=int, default=340)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = options(__doc__)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--fsync", action="store_true", help="files are on the disk in the end")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
-    state = model(arguments.mb, arguments.tensors)
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    print(f"{nbytes / 1e6:.0f} MB in {len(state)} tensors, {torch.get_num_threads()} threads, {folder}")
-
-    def at(name: str) -> str:
-        return str(folder / name)
-
-    def synced(path: str) -> None:
-        if arguments.fsync:
-            for file in [Path(path)] if Path(path).is_file() else Path(path).iterdir():
-                fd = os.open(file, os.O_RDONLY)
-                os.fsync(fd)
-                os.close(fd)
-
-    def save_dcp() -> None:
-        dcp.save(dict(state), checkpoint_id=at("dcp"), no_dist=True)
-
-    saves: dict[str, Callable[[], Any]] = {
-        "tssd": lambda: tssd.save_file(state, at("x.tssd"), fsync=arguments.fsync),
-        "safetensors": lambda: (
-            safetensors.torch.save_file(state, at("x.safetensors")),
-            synced(at("x.safetensors")),
-        ),
-        "torch.save": lambda: (torch.save(state, at("x.pt")), synced(at("x.pt"))),
-        "DCP": lambda: (save_dcp(), synced(at("dcp"))),
-    }
-    loads: dict[str, Callable[[], State]] = {
-        "tssd": lambda: tssd.load_file(at("x.tssd")),
-        "tssd, verify off": lambda: tssd.load_file(at("x.tssd"), verify="off"),
-        "tssd, pread": lambda: tssd.load_file(at("x.tssd"), backend="pread"),
-        "safetensors": lambda: safetensors.torch.load_file(at("x.safetensors")),
-        "torch.load": lambda: torch.load(at("x.pt")),
-        "torch.load, mmap": lambda: torch.load(at("x.pt"), mmap=True),
-        "DCP": lambda: load_dcp(at("dcp"), state),
-    }
-    wanted = touch(state)
-
-    def saved(save: Callable[[], Any]) -> float:
-        # What replaces a file waits for the file system to part with the old one.
-        for old in folder.iterdir():
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        start = time.perf_counter()
-        save()
-        return time.perf_counter() - start
-
-    def loaded(load: Callable[[], State]) -> float:
-        start = time.perf_counter()
-        found = touch(load())
-        time_ = time.perf_counter() - start
-        assert found == wanted
-        return time_
-
     try:
-        report("save", saves, saved, arguments.rounds, nbytes)
-        for save in saves.values():
-            save()
-        report("load", loads, loaded, arguments.rounds, nbytes)
-        tiny(folder)
+        files = Files(folder, model(arguments.mb, arguments.tensors), arguments.rounds)
+        files.save(fsync=False)
+        files.save(fsync=True)
+        files.load()
+        files.tiny()
     finally:
         shutil.rmtree(folder)
-
-
-def report(
-    what: str,
-    ways: dict[str, Callable[[], Any]],
-    run: Callable[[Callable[[], Any]], float],
-    rounds: int,
-    nbytes: int,
-) -> None:
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        # What one leaves to the disk is not always the next one's burden.
-        for name in random.Random(number).sample(list(ways), len(ways)):
-            way = ways[name]
-            gc.collect()
-            time_ = run(way)
-            # The first round warms up.
-            if number > 0:
-                times[name].append(time_)
-    medians = {name: statistics.median(each) for name, each in times.items()}
-    ours = medians["tssd"]
-    for name, median in medians.items():
-        spread = f"{min(times[name]) * 1e3:.0f}..{max(times[name]) * 1e3:.0f}"
-        speed = nbytes / median / 1e9
-        print(f"{what:5} {name:18} {median * 1e3:8.1f} ms ({spread:>11}) {speed:6.2f} GB/s  {median / ours:5.2f}")
-
-
-def tiny(folder: Path) -> None:
-    """10,000 tensors of one element: saved and loaded."""
-    state = {f"a.{i}": torch.tensor(float(i)) for i in range(10_000)}
-    path = str(folder / "tiny")
-    for _ in range(3):
-        start = time.perf_counter()
-        tssd.save_file(state, path, fsync=False)
-        middle = time.perf_counter()
-        tssd.load_file(path)
-        end = time.perf_counter()
-    print(f"10,000 tiny tensors: save {(middle - start) * 1e3:.0f} ms, load {(end - middle) * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 import tssd
-from race import Runner, State, described, expect_same, like, model, options, race, size, timed
+from race import Runner, State, described, expect_same, model, options, race, size, timed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 
 class Files:
@@ -35,33 +37,36 @@ class Files:
         return str(self.folder / name)
 
     def save_dcp(self) -> None:
-        writer = dcp.FileSystemWriter(self.at("dcp"), sync_files=False)
-        dcp.save(dict(self.state), storage_writer=writer, no_dist=True)
+        writer = FileSystemWriter(self.at("dcp"), sync_files=False)
+        save_dcp(dict(self.state), storage_writer=writer, no_dist=True)
 
     def load_dcp(self) -> State:
         state = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
-        dcp.load(state, checkpoint_id=self.at("dcp"), no_dist=True)
+        load_dcp(state, checkpoint_id=self.at("dcp"), no_dist=True)
         return state
 
     def save(self, *, fsync: bool) -> None:
+        def other(name: str, save: Callable[[], object], ratio: float) -> Runner:
+            def saved() -> None:
+                save()
+                if fsync:
+                    sync(self.folder)
+
+            return Runner(name, timed(saved, before=self.clear), ratio)
+
         state, at = self.state, self.at
-
-        def other(
-            name: str, save: Callable[[], object], file: str, ratio: float | None = None
-        ) -> Runner:
-            return Runner(name, timed(lambda: (save(), fsync and sync(Path(at(file)))), self.clear), ratio)
-
         race(
             f"save_file, {'on the disk, ' if fsync else ''}{self.what}",
-            Runner("tssd", timed(lambda: tssd.save_file(state, at("x.tssd"), fsync=fsync), self.clear)),
-            other(
-                "safetensors",
-                lambda: safetensors.torch.save_file(state, at("x.safetensors")),
-                "x.safetensors",
-                ratio=1,
+            Runner(
+                "tssd",
+                timed(
+                    lambda: tssd.save_file(state, at("x.tssd"), fsync=fsync),
+                    before=self.clear,
+                ),
             ),
-            other("torch.save", lambda: torch.save(state, at("x.pt")), "x.pt", ratio=1.5),
-            other("DCP", self.save_dcp, "dcp", ratio=3),
+            other("safetensors", lambda: safetensors.torch.save_file(state, at("x.st")), ratio=1),
+            other("torch.save", lambda: torch.save(state, at("x.pt")), ratio=1.5),
+            other("DCP", self.save_dcp, ratio=3),
             rounds=self.rounds,
             nbytes=size(state),
         )
@@ -70,52 +75,54 @@ class Files:
         at = self.at
         self.clear()
         tssd.save_file(self.state, at("x.tssd"))
-        safetensors.torch.save_file(self.state, at("x.safetensors"))
+        safetensors.torch.save_file(self.state, at("x.st"))
         torch.save(self.state, at("x.pt"))
         self.save_dcp()
-        ours: dict[str, Callable[[], State]] = {
-            "tssd": lambda: tssd.load_file(at("x.tssd")),
-            "tssd, verify off": lambda: tssd.load_file(at("x.tssd"), verify="off"),
-            "tssd, pread": lambda: tssd.load_file(at("x.tssd"), backend="pread"),
-        }
-        others: dict[str, tuple[Callable[[], State], float | None]] = {
-            "safetensors": (lambda: safetensors.torch.load_file(at("x.safetensors")), 1),
+        # What is still on its way to the disk is nobody's burden then.
+        sync(self.folder)
+        loads: dict[str, tuple[Callable[[], State], float | None]] = {
+            "tssd": (lambda: tssd.load_file(at("x.tssd")), None),
+            "tssd, verify off": (lambda: tssd.load_file(at("x.tssd"), verify="off"), None),
+            "tssd, pread": (lambda: tssd.load_file(at("x.tssd"), backend="pread"), None),
+            "safetensors": (lambda: safetensors.torch.load_file(at("x.st")), 1),
             "torch.load": (lambda: torch.load(at("x.pt")), 1.5),
             "torch.load, mmap": (lambda: torch.load(at("x.pt"), mmap=True), None),
             "DCP": (self.load_dcp, 3),
         }
-        first, *rest = (Runner(name, timed(partial(self.touch, load))) for name, load in ours.items())
         race(
             f"load_file, each page touched, {self.what}",
-            first,
-            *rest,
             *(
                 Runner(name, timed(partial(self.touch, load)), ratio)
-                for name, (load, ratio) in others.items()
+                for name, (load, ratio) in loads.items()
             ),
             rounds=self.rounds,
             nbytes=size(self.state),
         )
-        for load in [*ours.values(), *(load for load, _ in others.values())]:
+        for load, _ in loads.values():
             expect_same(load(), self.state)
 
     def touch(self, load: Callable[[], State]) -> State:
         state = load()
-        assert touch(state) == self.touched
+        if touch(state) != self.touched:
+            raise AssertionError("other bytes than were saved")
         return state
 
     def tiny(self) -> None:
         state = {f"a.{number}": torch.tensor(float(number)) for number in range(10_000)}
         path = self.at("tiny")
+        found: State = {}
+
+        def save_and_load() -> None:
+            nonlocal found
+            tssd.save_file(state, path, fsync=False)
+            found = tssd.load_file(path)
+
         race(
             "10,000 tiny tensors: save and load",
-            Runner(
-                "tssd",
-                timed(lambda: (tssd.save_file(state, path, fsync=False), tssd.load_file(path))),
-            ),
+            Runner("tssd", timed(save_and_load, before=lambda: found.clear())),
             rounds=self.rounds,
         )
-        expect_same(tssd.load_file(path), state)
+        expect_same(found, state)
 
     def clear(self) -> None:
         """What replaces a file waits for the file system to part with the old one."""
@@ -123,9 +130,10 @@ class Files:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
-def sync(path: Path) -> None:
-    for file in path.iterdir() if path.is_dir() else [path]:
-        fd = os.open(file, os.O_RDONLY)
+def sync(folder: Path) -> None:
+    """All files in it, and their names."""
+    for path in [*folder.rglob("*"), folder]:
+        fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 

@@ -52,14 +52,13 @@ def timed(
 
 def race(
     title: str,
-    ours: Runner,
-    *others: Runner,
+    *runners: Runner,
     rounds: int,
     nbytes: int | None = None,
     milliseconds: float | None = None,
 ) -> None:
-    """Lets all take turns and prints the row of each, ours first. The first round warms up."""
-    runners = [ours, *others]
+    """Lets all take turns and prints the row of each. The first runner is ours. The first round warms up."""
+    ours = runners[0]
     times: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for number in range(rounds + 1):
         # Nobody always comes after the same one.

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -201,7 +202,7 @@ class Stores:
 
         race(
             "10,000 tiny tensors: put and get",
-            Runner("tssd", timed(put_and_get)),
+            Runner("tssd", timed(put_and_get, before=lambda: found.clear())),
             rounds=self.rounds,
             milliseconds=300,
         )
@@ -219,7 +220,7 @@ class Stores:
         times: dict[str, list[list[float]]] = {name: [] for name in calls}
         for number in range(self.rounds + 1):
             for name, call in calls.items():
-                own = [timed(lambda key=key: call(key))() for key in state]
+                own = [timed(partial(call, key))() for key in state]
                 if number > 0:
                     times[name].append(own)
         print(f"400 single calls, 4 KiB each ({self.rounds} rounds, interleaved; medians of rounds)")

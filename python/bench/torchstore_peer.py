@@ -21,10 +21,10 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ.setdefault("TORCHSTORE_LOG_LEVEL", "ERROR")
 
-import torchstore  # noqa: E402
-from torchstore.state_dict_utils import get_state_dict, put_state_dict  # noqa: E402
-from torchstore.strategy import ControllerStorageVolumes  # noqa: E402
-from torchstore.transport import TransportType  # noqa: E402
+import torchstore
+from torchstore.state_dict_utils import get_state_dict, put_state_dict
+from torchstore.strategy import ControllerStorageVolumes
+from torchstore.transport import TransportType
 
 
 async def main(megabytes: int, tensors: int) -> None:

@@ -6,7 +6,7 @@ use crate::workspace::Workspace;
 
 /// `bench`: what tests/benches measures.
 mod bench;
-/// The Python package: its tests; `wheel`: what is installed.
+/// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.
 mod python;
 /// What the summary says at the end.
 mod report;
@@ -35,6 +35,7 @@ The project's own commands.
     cargo xtask wheel [-v]        the Python package with the command, in target/wheels
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
     cargo xtask bench [NAME]      the benches in tests/benches, or the one of this name
+    cargo xtask bench python      those in python/bench: installs torch under target/ (about 5 GB)
     cargo xtask help              this text
 
 The output of a step is shown if it fails, or with -v at once; target/xtask.log has it all.
@@ -65,6 +66,7 @@ fn main() -> ExitCode {
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Wheel { verbose } => python::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
+        Task::Bench { name: Some("python") } => python::bench(&workspace),
         Task::Bench { name } => bench::run(&workspace, name),
     });
     match outcome {

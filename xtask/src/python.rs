@@ -1,9 +1,11 @@
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 use std::io;
 use std::path::Path;
+use std::process::Command;
 
 use crate::runner;
 use crate::step::{Step, Worth};
+use crate::torch;
 use crate::virtual_environment::VirtualEnvironment;
 use crate::workspace::Workspace;
 
@@ -38,16 +40,8 @@ pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
 
 /// The wheel, installed beside torch: its types, and all tests.
 pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Step> {
-    let install =
-        "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
-    let mut steps = wheel(workspace);
+    let mut steps = installed(workspace, python);
     steps.extend([
-        Step::program("wheel installed", python, install)
-            .argument("--force-reinstall")
-            .argument("--find-links")
-            .argument(wheels(workspace))
-            .argument("tssd")
-            .worth(Worth::Nothing),
         Step::program("Python types", python, "python/check_types.py"),
         Step::program("Python tests with torch", python, TESTS).env("TSSD_BIN", workspace.tssd()),
     ]);
@@ -63,6 +57,41 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
         println!("the wheel is in {}", wheels(workspace).display());
     }
     Ok(is_built)
+}
+
+/// Races the wheel, as users have it, with what they would have without it.
+pub(crate) fn bench(workspace: &Workspace) -> io::Result<bool> {
+    let torch = torch::environment(workspace);
+    let mut steps = environment(workspace).steps(workspace)?;
+    steps.extend(torch.steps(workspace)?);
+    steps.extend(installed(workspace, &torch.python()));
+    if !runner::run(workspace, steps, Vec::new(), false)? {
+        return Ok(false);
+    }
+    for script in ["python/bench/store.py", "python/bench/files.py"] {
+        let mut command = Command::new(torch.python());
+        command.arg(script).env("TSSD_BIN", workspace.target.join("release/tssd"));
+        if !command.current_dir(&workspace.root).status()?.success() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The wheel in the virtual environment of this Python.
+fn installed(workspace: &Workspace, python: &Path) -> Vec<Step> {
+    let install =
+        "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
+    let mut steps = wheel(workspace);
+    steps.push(
+        Step::program("wheel installed", python, install)
+            .argument("--force-reinstall")
+            .argument("--find-links")
+            .argument(wheels(workspace))
+            .argument("tssd")
+            .worth(Worth::Nothing),
+    );
+    steps
 }
 
 fn wheels(workspace: &Workspace) -> std::path::PathBuf {

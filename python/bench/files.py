@@ -78,8 +78,7 @@ class Files:
         safetensors.torch.save_file(self.state, at("x.st"))
         torch.save(self.state, at("x.pt"))
         self.save_dcp()
-        # What is still on its way to the disk is nobody's burden then.
-        sync(self.folder)
+        os.sync()
         loads: dict[str, tuple[Callable[[], State], float | None]] = {
             "tssd": (lambda: tssd.load_file(at("x.tssd")), None),
             "tssd, verify off": (lambda: tssd.load_file(at("x.tssd"), verify="off"), None),
@@ -125,9 +124,10 @@ class Files:
         expect_same(found, state)
 
     def clear(self) -> None:
-        """What replaces a file waits for the file system to part with the old one."""
+        """What replaces a file waits for the file system to part with the old one, and for what others wrote."""
         for old in self.folder.iterdir():
             shutil.rmtree(old) if old.is_dir() else old.unlink()
+        os.sync()
 
 
 def sync(folder: Path) -> None:

@@ -193,20 +193,28 @@ class Stores:
 
     def of_tiny_ones(self) -> None:
         state = {f"a.{number}": torch.tensor(float(number)) for number in range(10_000)}
+        into = like(state)
         found: State = {}
 
-        def put_and_get() -> None:
+        def get() -> None:
             nonlocal found
             self.writer.put_state_dict(state, "tiny")
             found = self.reader.get_state_dict("tiny")
 
-        race(
-            "10,000 tiny tensors: put and get",
-            Runner("tssd", timed(put_and_get, before=lambda: found.clear())),
-            rounds=self.rounds,
-            milliseconds=300,
-        )
+        def get_into() -> None:
+            self.writer.put_state_dict(state, "tiny")
+            self.reader.get_state_dict("tiny", into)
+
+        for name, work in {"get": get, "get(into)": get_into}.items():
+            race(
+                f"10,000 tiny tensors: put and {name}",
+                Runner("tssd", timed(work, before=lambda: found.clear())),
+                rounds=self.rounds,
+                milliseconds=300,
+            )
+        get()
         expect_same(found, state)
+        expect_same(into, state)
 
     def of_single_ones(self) -> None:
         """400 tensors, each under a key of its own: what counts is the slowest call."""

@@ -47,8 +47,10 @@ def daemon(folder: Path, memory: int) -> Iterator[str]:
     with subprocess.Popen([*command, "--socket", socket], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield f"unix:{socket}"
-        process.terminate()
+        try:
+            yield f"unix:{socket}"
+        finally:
+            process.terminate()
 
 
 class Torchstore:
@@ -63,7 +65,10 @@ class Torchstore:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(what, key, file=self.process.stdin, flush=True)
-        return float(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"torchstore_peer.py has ended: run it by {TORCHSTORE} to see why")
+        return float(answer)
 
     def put_new(self) -> float:
         """A version in a key that it alone has: the only way in which no reader sees a mix."""

@@ -17,7 +17,7 @@ mod error;
 mod file;
 /// Indices that make a view.
 mod index;
-/// Ctrl-C in long work.
+/// Ctrl-C, and cancelled tasks, in long work.
 mod interrupt;
 /// Plain tensors and arrays on their way into a store, or when they are filled.
 mod local;
@@ -48,6 +48,8 @@ mod _tssd {
     use crate::error::kinds;
     #[pymodule_export]
     use crate::file::{SafeOpen, SafeSlice, inspect, load, load_file, save, save_file, verify};
+    #[pymodule_export]
+    use crate::interrupt::Cancel;
     #[pymodule_export]
     use crate::memory::Buffer;
     #[pymodule_export]

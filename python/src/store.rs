@@ -163,6 +163,20 @@ impl Store {
         key_file: Option<String>,
         connect_timeout: f64,
     ) -> Result<Self> {
+        let store = Self::_unconnected(url, ca, cert, key_file, connect_timeout)?;
+        store.connected(py)?;
+        Ok(store)
+    }
+
+    /// One that the first call connects.
+    #[staticmethod]
+    fn _unconnected(
+        url: Option<String>,
+        ca: Option<String>,
+        cert: Option<String>,
+        key_file: Option<String>,
+        connect_timeout: f64,
+    ) -> Result<Self> {
         let named = std::env::var("TSSD_STORE").ok().filter(|url| !url.is_empty());
         let url = url.or(named).unwrap_or_else(|| "unix:default".to_owned());
         let credentials = match (ca, cert, key_file) {
@@ -173,9 +187,7 @@ impl Store {
                 return Err(PyValueError::new_err(text).into());
             }
         };
-        let store = Self { url, credentials, connect_timeout, connected: Mutex::default() };
-        store.connected(py)?;
-        Ok(store)
+        Ok(Self { url, credentials, connect_timeout, connected: Mutex::default() })
     }
 
     /// Where it is.

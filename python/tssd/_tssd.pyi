@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import GenericAlias, TracebackType
 from typing import Any, Generic, Literal, TypeVar, final
@@ -12,6 +12,7 @@ from ._reference import TensorReference
 from ._reports import PutReport, VersionInfo
 
 _Path = str | PathLike[str]
+_Result = TypeVar("_Result")
 _Framework = Literal["pt", "torch", "pytorch", "np", "numpy"]
 _Backend = Literal["mmap", "pread"]
 _Verify = Literal["eager", "lazy", "off"]
@@ -182,6 +183,12 @@ class _Buffer:
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
 
+@final
+class _Cancel:
+    def __new__(cls) -> _Cancel: ...
+    def cancel(self) -> None: ...
+    def run(self, call: Callable[[], _Result]) -> _Result: ...
+
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]
 _Durability = Literal["memory", "disk"]
@@ -198,6 +205,14 @@ class Store:
         cert: str | None = None,
         key_file: str | None = None,
         connect_timeout: float = 30.0,
+    ) -> Store: ...
+    @staticmethod
+    def _unconnected(
+        url: str | None,
+        ca: str | None,
+        cert: str | None,
+        key_file: str | None,
+        connect_timeout: float,
     ) -> Store: ...
     @property
     def url(self) -> str: ...

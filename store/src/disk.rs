@@ -36,6 +36,18 @@ impl NewFile {
         Self::beside(target, TEMPORARY)
     }
 
+    /// Says how long it will be: a system that knows finds room at once, a third faster than bit by bit.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn expect(&self, len: u64) {
+        let flags = rustix::fs::FallocateFlags::empty();
+        // Where there is no room, or no such call, writing says so or does without.
+        drop(rustix::fs::fallocate(&self.file, flags, 0, len));
+    }
+
+    /// Elsewhere nobody asks.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn expect(&self, _len: u64) {}
+
     /// Starts a file that will have this name, under one that begins otherwise.
     fn beside(target: &Path, prefix: &str) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -107,6 +119,11 @@ impl Replacement {
             new.file.set_permissions(old.permissions())?;
         }
         Ok(Self(new))
+    }
+
+    /// Says how long the file will be, for the system to find room for it at once.
+    pub fn expect(&self, len: u64) {
+        self.0.expect(len);
     }
 
     /// A writer at a place of the file; several may write different places at once.

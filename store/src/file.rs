@@ -50,6 +50,7 @@ pub fn write<E: From<Error> + Send>(
     file: &Replacement,
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
+    file.expect(layout.file_len());
     let jobs = layout.jobs();
     let has_failed = AtomicBool::new(false);
     let write = || {

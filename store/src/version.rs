@@ -23,6 +23,9 @@ use crate::private::{Held, Private};
 use crate::route::Route;
 use crate::volume::{Archived, Boxed, Far, Holder, Proof};
 
+/// Archives of fewer bytes are sooner copied than mapped.
+const PRIVATE_MIN: u64 = 256 << 10;
+
 /// What is known of a version, without its bytes: it stays true whoever has them.
 pub(crate) struct Contents {
     pub(crate) id: VersionId,
@@ -294,11 +297,16 @@ impl OpenVersion {
         Ok(private)
     }
 
+    /// How many bytes an archive has.
+    fn len_of(&self, shard: u32) -> u64 {
+        self.manifest.shards()[native(u64::from(shard))].file_len
+    }
+
     /// An archive in memory of one reader alone, and the byte of the memory that it begins at.
     fn lent(&self, shard: u32) -> Result<Option<(Arc<Held>, u64)>> {
         let archive = &self.archives[native(u64::from(shard))];
-        let Some((near, (maps, start))) =
-            archive.near().and_then(|near| Some((near, near.maps.as_ref()?)))
+        let near = archive.near().filter(|_| self.len_of(shard) >= PRIVATE_MIN);
+        let Some((near, (maps, start))) = near.and_then(|near| Some((near, near.maps.as_ref()?)))
         else {
             return Ok(None);
         };

@@ -44,10 +44,11 @@ impl Volume for DirectoryVolume {
     fn reserve(
         &self,
         name: &str,
-        _len: u64,
+        len: u64,
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
         let file = self.at(name, |path| NewFile::create(&path))?;
+        file.expect(len);
         let shown = self.root.join(name).display().to_string();
         Ok(Box::new(Reserved { file, name: shown }))
     }

@@ -19,26 +19,29 @@ _Verify = Literal["eager", "lazy", "off"]
 _Compression = Literal["zstd", "zstd-plain"]
 
 __all__ = [
-    "_kinds",
-    "safe_open",
-    "SafeSlice",
-    "inspect",
-    "load",
-    "load_file",
-    "save",
-    "save_file",
-    "verify",
-    "_Buffer",
     "OpenVersion",
     "PendingPut",
+    "Pin",
     "Publisher",
+    "SafeSlice",
     "Store",
     "Subscription",
-    "_Items",
     "TensorShard",
     "TensorSlice",
     "TorchStoreStateDict",
+    "VersionSlice",
+    "_Buffer",
+    "_Cancel",
+    "_Items",
     "__version__",
+    "_kinds",
+    "inspect",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "verify",
 ]
 
 __version__: str
@@ -254,10 +257,10 @@ class Store:
         allow_pickle: bool = False,
         timeout: float | None = None,
     ) -> Any: ...
-    def put(self, key: str, value: Any, **options: Any) -> Any: ...
-    def put_batch(self, values: dict[str, Any], **options: Any) -> list[PutReport]: ...
+    def put(self, /, key: str, value: Any, **options: Any) -> Any: ...
+    def put_batch(self, /, values: dict[str, Any], **options: Any) -> list[PutReport]: ...
     def get_batch(
-        self, keys: Sequence[str] | dict[str, Any], **options: Any
+        self, /, keys: Sequence[str] | dict[str, Any], **options: Any
     ) -> dict[str, Any]: ...
     def delete_batch(self, keys: Sequence[str]) -> int: ...
     def get(
@@ -368,7 +371,7 @@ class OpenVersion:
 class VersionSlice:
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
-    def __getitem__(self, index: Any) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 @final
 class Pin:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -26,18 +27,24 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Wrapped = TypeVar("_Wrapped")
 
-# So many calls wait at once; more than that wait for these.
-_THREADS = 256
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="tssd")
+def _start() -> None:
+    global _threads
+    # So many calls wait at once; more than that wait for these.
+    _threads = ThreadPoolExecutor(256, thread_name_prefix="tssd")
+
+
+_threads: ThreadPoolExecutor
+_start()
+# Threads are not forked.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start)
 
 
 async def _run(call: Callable[[], _R]) -> _R:
     cancel = _tssd._Cancel()
-    future = asyncio.get_running_loop().run_in_executor(_threads(), cancel.run, call)
+    future = asyncio.get_running_loop().run_in_executor(_threads, cancel.run, call)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -65,11 +72,12 @@ class _Wrapper(Generic[_Wrapped]):
 def _awaitable(
     method: Callable[Concatenate[_Wrapped, _P], _R],
 ) -> Callable[Concatenate[_Wrapper[_Wrapped], _P], Coroutine[Any, Any, _R]]:
-    @functools.wraps(method)
-    async def call(own: _Wrapper[_Wrapped], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    async def call(own: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         bare: dict[str, Any] = _bare(kwargs)
-        return await _run(lambda: method(own._wrapped, *args, **bare))
+        result: Any = await _run(lambda: method(own._wrapped, *args, **bare))
+        return PendingPut(result) if isinstance(result, _tssd.PendingPut) else result  # type: ignore[return-value]
 
+    functools.update_wrapper(call, method)
     return call
 
 
@@ -241,7 +249,9 @@ class Store(_Wrapper[_tssd.Store]):
         """Where it is."""
         return self._wrapped.url
 
+    put_state_dict = _awaitable(_tssd.Store.put_state_dict)
     get_state_dict = _awaitable(_tssd.Store.get_state_dict)
+    put = _awaitable(_tssd.Store.put)
     put_batch = _awaitable(_tssd.Store.put_batch)
     get = _awaitable(_tssd.Store.get)
     get_batch = _awaitable(_tssd.Store.get_batch)
@@ -256,14 +266,6 @@ class Store(_Wrapper[_tssd.Store]):
     pins = _awaitable(_tssd.Store.pins)
     prefetch = _awaitable(_tssd.Store.prefetch)
     close = _awaitable(_tssd.Store.close)
-
-    @functools.wraps(_tssd.Store.put_state_dict)
-    async def put_state_dict(self, *args: Any, **options: Any) -> Any:
-        return _of(await _run(lambda: self._wrapped.put_state_dict(*args, **options)))
-
-    @functools.wraps(_tssd.Store.put)
-    async def put(self, *args: Any, **options: Any) -> Any:
-        return _of(await _run(lambda: self._wrapped.put(*args, **options)))
 
     def publish(self, key: str, **options: Any) -> _Opening[Publisher]:
         """As `tssd.Store.publish`: `async with store.publish(key) as p: await p.put(name, tensor)`."""
@@ -307,6 +309,3 @@ class Store(_Wrapper[_tssd.Store]):
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-
-def _of(result: Any) -> Any:
-    return PendingPut(result) if isinstance(result, _tssd.PendingPut) else result

@@ -41,7 +41,7 @@ impl NewFile {
     pub(crate) fn expect(&self, len: u64) {
         let flags = rustix::fs::FallocateFlags::empty();
         // Where there is no room, or no such call, writing says so or does without.
-        drop(rustix::fs::fallocate(&self.file, flags, 0, len));
+        let _found = rustix::fs::fallocate(&self.file, flags, 0, len);
     }
 
     /// Elsewhere nobody asks.

@@ -1,0 +1,110 @@
+"""Stores for asyncio: the same calls, awaited; and tasks that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tssd
+import tssd.aio
+from test_store import daemon
+
+
+def test_it_has_what_a_store_has() -> None:
+    public = {name for name in dir(tssd.Store) if not name.startswith("_")}
+    assert public == {name for name in dir(tssd.aio.Store) if not name.startswith("_")}
+    for name in public - {"url"}:
+        assert inspect.getdoc(getattr(tssd.aio.Store, name))
+
+
+def test_what_is_put_is_got() -> None:
+    async def main() -> None:
+        async with tssd.aio.Store("memory:") as store:
+            report = await store.put_state_dict({"w": np.arange(6), "b": np.ones(2)}, "policy", metadata={"step": 1})
+            assert report.version == 1
+            got = await store.get_state_dict("policy")
+            assert np.array_equal(np.asarray(got["w"]), np.arange(6))
+            into = np.zeros(6, int)
+            assert await store.get("policy", into, fqn="w") is into and into[5] == 5
+            async with store.open("policy", names=["w"]) as opened:
+                assert [name async for name, _ in opened.items()] == ["w"]
+                assert np.array_equal(np.asarray(await opened.get_slice("w", slice(2, 4))), [2, 3])
+                assert (opened.metadata(), len(opened), opened.keys()) == ({"step": 1}, 1, ["w"])
+            async with store.publish("policy") as publisher:
+                await publisher.put("w", np.arange(3))
+            assert publisher.report is not None and publisher.report.version == 2
+            async with store.wait_for_version("policy", 2) as lease:
+                await store.put("policy", {"w": np.arange(4)})
+                assert len((await store.get_state_dict("policy", version=lease))["w"]) == 3
+            pin = await store.pin("policy", "best")
+            assert (int(pin), await store.pins("policy")) == (3, {"best": 3})
+            await pin.unpin()
+            pending = await store.put_state_dict({"w": np.arange(5)}, "policy", wait=False)
+            assert await pending.visible() == 4 and (await pending.result()).version == 4
+            assert await store.keys() == ["policy"] and await store.exists("policy")
+            assert await store.delete_batch(["policy"]) == 1 and await store.head("policy") is None
+            with pytest.raises(KeyError):
+                await store.get_state_dict("policy")
+
+    asyncio.run(main())
+
+
+def test_versions_are_waited_for_beside_other_tasks(tmp_path: Path) -> None:
+    async def main(url: str) -> None:
+        trainer, generator = tssd.aio.Store(url), tssd.aio.Store(url)
+        seen: list[int] = []
+
+        async def follow() -> None:
+            async for info in generator.subscribe("policy"):
+                seen.append(info.version)
+                if info.version == 5:
+                    return
+
+        following = asyncio.create_task(follow())
+        for step in range(1, 6):
+            await trainer.put_state_dict({"w": np.full(10, step)}, "policy", version=step)
+        await asyncio.wait_for(following, 60)
+        assert seen == sorted(set(seen)) and seen[-1] == 5
+        # More waits at once than a pool of threads usually has.
+        waits = [asyncio.ensure_future(generator.wait_for_version("policy", 6)) for _ in range(40)]
+        await trainer.put_state_dict({"w": np.full(10, 6)}, "policy", version=6)
+        leases = await asyncio.wait_for(asyncio.gather(*waits), 60)
+        assert {lease.version for lease in leases} == {6}
+
+    with daemon(tmp_path / "socket") as url:
+        asyncio.run(main(url))
+
+
+def test_a_cancelled_task_ends_its_call() -> None:
+    async def main() -> None:
+        store = tssd.aio.Store("memory:")
+
+        async def never() -> None:
+            await store.wait_for_version("policy", 1)
+
+        waiting = asyncio.create_task(never())
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert time.monotonic() - began < 10
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(never(), 0.2)
+        # A put that is cancelled while its block is open leaves nothing.
+        async def half() -> None:
+            async with store.publish("policy") as publisher:
+                await publisher.put("w", np.ones(10))
+                await never()
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(half(), 0.2)
+        assert await store.keys() == []
+        await store.put("policy", {"w": np.ones(3)})
+        assert (await store.get_state_dict("policy"))["w"][0] == 1
+
+    asyncio.run(main())

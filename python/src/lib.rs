@@ -29,6 +29,8 @@ mod metadata;
 mod numpy;
 /// What an archive holds, as Python's objects.
 mod object;
+/// Python's garbage collector, at rest.
+mod pause;
 /// Tensor slices and shards.
 mod slice;
 /// A store of state dicts.

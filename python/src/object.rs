@@ -19,6 +19,7 @@ use crate::dtensor::spelled;
 use crate::error::{Failure, Refusal, Result};
 use crate::memory::Block;
 use crate::numpy::Numpy;
+use crate::pause::Pause;
 use crate::slice::{TensorShard, local_offsets};
 use crate::torch::Torch;
 use crate::value::PICKLE;
@@ -182,6 +183,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             }
         }
         let structure = self.contents.structure();
+        let _pause = Pause::new(self.py)?;
         self.object(structure)
     }
 

@@ -162,9 +162,8 @@ impl<'a> Read<'a> {
     /// The whole state dict, with slices where they are wanted. A leaf that lies in one piece is a
     /// view; others are assembled. Tied leaves come back tied.
     pub(crate) fn state_dict(&mut self, options: &GetOptions) -> Result<StateDict> {
-        let mut root = self.version.root.clone();
-        choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
-        let leaves = root.clone().into_leaves();
+        let root = self.version.tree(options.writer)?;
+        let leaves = Node::clone(&root).into_leaves();
         let tensors = leaves.iter().filter(|(_, node)| matches!(node, Node::Tensors(_)));
         let names: BTreeSet<String> = if options.slices.is_empty() {
             BTreeSet::new()

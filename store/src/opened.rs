@@ -1,7 +1,7 @@
 //! Reading a version leaf by leaf, all of it under one lease.
 
 use std::collections::HashMap;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use tssd_format::{
@@ -10,7 +10,7 @@ use tssd_format::{
 
 use crate::environment::{in_place, wait};
 use crate::error::{Error, Result};
-use crate::get::{GetOptions, GetReport, Read, Target, choose_writer};
+use crate::get::{GetOptions, GetReport, Read, Target};
 use crate::ledger::VersionId;
 use crate::private::Private;
 use crate::store::Store;
@@ -21,8 +21,8 @@ pub struct Opened {
     store: Store,
     version: OpenVersion,
     options: GetOptions,
-    root: Node,
-    leaves: Vec<(ObjectPath, Node)>,
+    root: Arc<Node>,
+    leaves: OnceLock<Vec<(ObjectPath, Node)>>,
     /// How many of them were read by [`Opened::next`].
     read: usize,
     /// Where in `leaves` an fqn is; none for one that two have.
@@ -31,11 +31,9 @@ pub struct Opened {
 
 impl Opened {
     pub(crate) fn new(store: Store, version: OpenVersion, options: &GetOptions) -> Result<Self> {
-        let mut root = version.root.clone();
-        choose_writer(&ObjectPath::root(), &mut root, options.writer)?;
-        let leaves = root.clone().into_leaves();
-        let (options, by_fqn) = (options.clone(), OnceLock::new());
-        Ok(Self { store, version, options, root, leaves, read: 0, by_fqn })
+        let root = version.tree(options.writer)?;
+        let (leaves, by_fqn) = (OnceLock::new(), OnceLock::new());
+        Ok(Self { store, version, options: options.clone(), root, leaves, read: 0, by_fqn })
     }
 
     /// The number of the version.
@@ -56,7 +54,7 @@ impl Opened {
 
     /// Its leaves, in insertion order.
     pub fn leaves(&self) -> &[(ObjectPath, Node)] {
-        &self.leaves
+        self.leaves.get_or_init(|| Node::clone(&self.root).into_leaves())
     }
 
     /// The leaf with an fqn.
@@ -66,14 +64,14 @@ impl Opened {
     /// `NotFound` if there is none; `Invalid` if there are two.
     pub fn leaf(&self, fqn: &str) -> Result<(ObjectPath, Node)> {
         let by_fqn = self.by_fqn.get_or_init(|| {
-            let mut by_fqn = HashMap::with_capacity(self.leaves.len());
-            for (index, (path, _)) in self.leaves.iter().enumerate() {
+            let mut by_fqn = HashMap::with_capacity(self.leaves().len());
+            for (index, (path, _)) in self.leaves().iter().enumerate() {
                 by_fqn.entry(path.fqn()).and_modify(|found| *found = None).or_insert(Some(index));
             }
             by_fqn
         });
         let kind = match by_fqn.get(fqn) {
-            Some(Some(index)) => return Ok(self.leaves[*index].clone()),
+            Some(Some(index)) => return Ok(self.leaves()[*index].clone()),
             Some(None) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
         };
@@ -112,6 +110,9 @@ impl Opened {
     ///
     /// As [`Store::get_state_dict`].
     pub async fn storages(&self, storages: &[u32]) -> Result<Vec<Bytes>> {
+        if storages.is_empty() {
+            return Ok(Vec::new());
+        }
         let (store, version, options) =
             (self.store.clone(), self.version.clone(), self.options.clone());
         let storages = storages.to_vec();
@@ -126,8 +127,15 @@ impl Opened {
     ///
     /// As [`Store::get_state_dict`].
     pub async fn private(&self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
+        if storages.is_empty() {
+            return Ok(Vec::new());
+        }
         let (store, version, options) =
             (self.store.clone(), self.version.clone(), self.options.clone());
+        if options.unverified {
+            // Nothing is looked at.
+            return Read::new(&version, &store, &options).private(storages);
+        }
         let storages = storages.to_vec();
         wait(move || Read::new(&version, &store, &options).private(&storages)).await
     }
@@ -148,7 +156,7 @@ impl Opened {
 
     /// How many leaves are still to come.
     pub fn remaining(&self) -> usize {
-        self.leaves.len() - self.read
+        self.leaves().len() - self.read
     }
 
     /// The next leaf, in insertion order; read now. None after the last one.
@@ -157,7 +165,7 @@ impl Opened {
     ///
     /// As [`Store::get_state_dict`].
     pub async fn next(&mut self) -> Result<Option<(ObjectPath, Value)>> {
-        let Some((path, node)) = self.leaves.get(self.read).cloned() else { return Ok(None) };
+        let Some((path, node)) = self.leaves().get(self.read).cloned() else { return Ok(None) };
         self.read += 1;
         let (store, version, options) =
             (self.store.clone(), self.version.clone(), self.options.clone());

@@ -142,7 +142,7 @@ fn restore(map: &MmapRaw) -> io::Result<usize> {
     const SWAPPED: u64 = 1 << 62;
     const OF_FILE: u64 = 1 << 61;
     /// So many at a time: whoever maps something waits meanwhile.
-    const ENTRIES: usize = 4096;
+    const ENTRIES: usize = 256;
 
     let page = rustix::param::page_size();
     let pagemap = File::open("/proc/self/pagemap")?;

@@ -17,6 +17,7 @@ use tssd_format::{
 
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
+use crate::get::choose_writer;
 use crate::ledger::VersionId;
 use crate::plan::Copy;
 use crate::private::{Held, Private};
@@ -33,7 +34,9 @@ pub(crate) struct Contents {
     pub(crate) number: u64,
     /// The name of its layout, under which plans are cached.
     pub(crate) layout: [u8; 16],
-    pub(crate) root: Node,
+    root: Arc<Node>,
+    /// Whether writers hold leaves of it each their own.
+    is_divergent: bool,
     /// What its writers say of it as a whole.
     pub(crate) attrs: Attrs,
     manifest: Archive,
@@ -90,18 +93,30 @@ impl Contents {
         }
         let storages =
             (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
+        let root = manifest.structure();
         Ok(Self {
             id: label.id,
             epoch: label.epoch,
             number: label.number,
             layout: label.layout,
-            root: manifest.structure(),
+            is_divergent: is_divergent(&root),
+            root: Arc::new(root),
             attrs: user_attrs(&manifest),
             storages: storages.collect(),
             tensors: Mutex::default(),
             verified: AtomicU64::new(0),
             manifest,
         })
+    }
+
+    /// The tree, as a writer has it.
+    pub(crate) fn tree(&self, writer: Option<u32>) -> Result<Arc<Node>> {
+        if !self.is_divergent {
+            return Ok(self.root.clone());
+        }
+        let mut root = Node::clone(&self.root);
+        choose_writer(&ObjectPath::root(), &mut root, writer)?;
+        Ok(Arc::new(root))
     }
 
     /// The references of the tensor leaf with an fqn, as a writer has it.
@@ -478,6 +493,12 @@ fn user_attrs(manifest: &Archive) -> Attrs {
         attrs.remove(own);
     }
     attrs
+}
+
+/// Whether writers hold leaves of a tree each their own.
+fn is_divergent(node: &Node) -> bool {
+    let Node::Container(container, children) = node else { return false };
+    *container == Container::Divergent || children.iter().any(|(_, child)| is_divergent(child))
 }
 
 /// Finds the tensor leaves of a tree, with one writer's own in the place of divergent nodes.

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use bytes::Bytes;
 use pyo3::prelude::*;
 use tssd_format::{
-    Attrs, Node, ObjectPath, Region, ShardPlace, TensorMeta, TensorReference, TensorSlice,
+    Attrs, Node, ObjectPath, Region, ShardPlace, Step, TensorMeta, TensorReference, TensorSlice,
 };
 use tssd_store::{GetReport, Opened, Private, Target};
 
@@ -26,7 +26,8 @@ pub(crate) struct Reading {
 
 /// Leaves whose bytes are in memory of this process.
 pub(crate) struct Version {
-    root: Node,
+    /// It is asked for once.
+    root: Mutex<Node>,
     attrs: Attrs,
     pub(super) report: GetReport,
     /// How many bytes are seen through views.
@@ -56,15 +57,17 @@ struct Wanted {
 
 impl Wanted {
     /// Goes through a tree; tensors of several slices become whole ones.
-    fn of(&mut self, path: &ObjectPath, node: &mut Node) -> Result<()> {
+    fn of(&mut self, path: &mut Vec<Step>, node: &mut Node) -> Result<()> {
         match node {
             Node::Container(_, children) => {
                 for (step, child) in children {
-                    self.of(&path.clone().step(step.clone()), child)?;
+                    path.push(step.clone());
+                    self.of(path, child)?;
+                    path.pop();
                 }
             }
             Node::Stored(_, storage) => self.stored.push(*storage),
-            Node::Tensors(run) => *run = vec![self.tensor(path.fqn(), run, None)?],
+            Node::Tensors(run) => *run = vec![self.tensor(path, run, None)?],
             Node::Leaf(_) => {}
         }
         Ok(())
@@ -73,7 +76,7 @@ impl Wanted {
     /// One tensor, or a box of it: what it will be a view of.
     fn tensor(
         &mut self,
-        fqn: String,
+        path: &[Step],
         run: &[TensorReference],
         region: Option<&Region>,
     ) -> Result<TensorReference> {
@@ -82,6 +85,7 @@ impl Wanted {
         let whole = Region::whole(global);
         let wanted = region.unwrap_or(&whole);
         if !whole.contains(wanted) {
+            let fqn = fqn(path);
             let text = format!("`{fqn}` has shape {global:?}: the slice reaches beyond it");
             return Err(Refusal::new("SliceMismatch", text).into());
         }
@@ -96,9 +100,14 @@ impl Wanted {
         let storage = (meta.nbytes() > 0).then_some(number);
         let slice = |region: &Region| TensorSlice::new(region.offsets(), region.shape(), global);
         let part = region.map(slice).transpose()?.map(ShardPlace::new);
+        let fqn = fqn(path);
         self.made.push(Assembled { number, fqn, meta: meta.clone(), part });
         Ok(TensorReference { meta, storage, byte_offset: 0, place: None })
     }
+}
+
+fn fqn(path: &[Step]) -> String {
+    path.iter().cloned().collect::<ObjectPath>().fqn()
 }
 
 /// A box of a tensor as a view of one stored slice of it, if that has all of the box.
@@ -136,10 +145,7 @@ impl Version {
     /// What was read, if it is one leaf.
     pub(crate) fn object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let mut maker = Maker::new(py, self, self, Framework::of(py, None)?);
-        match &self.root {
-            Node::Tensors(run) => maker.tensors(run),
-            node => maker.leaf(node.clone()),
-        }
+        maker.leaf(self.structure())
     }
 
     /// A tree of a version.
@@ -151,7 +157,7 @@ impl Version {
         reading: Reading,
     ) -> Result<Self> {
         let mut wanted = Wanted::default();
-        wanted.of(&ObjectPath::root(), &mut root)?;
+        wanted.of(&mut Vec::new(), &mut root)?;
         Self::of(py, own, opened, root, wanted, reading)
     }
 
@@ -171,15 +177,15 @@ impl Version {
             return Err(Refusal::new("not_found", text).advice(advice).into());
         }
         let (path, mut node) = found?;
-        let mut wanted = Wanted::default();
+        let (mut path, mut wanted) = (path.steps().to_vec(), Wanted::default());
         match (&mut node, region) {
             (Node::Tensors(run), Some(region)) => {
-                *run = vec![wanted.tensor(path.fqn(), run, Some(region))?];
+                *run = vec![wanted.tensor(&path, run, Some(region))?];
             }
             (_, Some(_)) => {
                 return Err(Refusal::new("NotATensor", format!("`{fqn}` is no tensor")).into());
             }
-            (node, None) => wanted.of(&path, node)?,
+            (node, None) => wanted.of(&mut path, node)?,
         }
         Self::of(py, own, opened, node, wanted, reading)
     }
@@ -226,7 +232,7 @@ impl Version {
         }
         blocks.extend(made);
         let stored = wanted.stored.into_iter().zip(stored).collect();
-        let blocks = Mutex::new(blocks);
+        let (root, blocks) = (Mutex::new(root), Mutex::new(blocks));
         Ok(Self { root, attrs: opened.attrs().clone(), report, viewed, blocks, stored })
     }
 }
@@ -285,7 +291,8 @@ fn made(
 
 impl Contents for Version {
     fn structure(&self) -> Node {
-        self.root.clone()
+        let mut root = self.root.lock().expect("nothing panics that holds it");
+        std::mem::replace(&mut root, Node::Tensors(Vec::new()))
     }
 
     fn attrs(&self) -> Attrs {

@@ -11,8 +11,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
 use tssd_format::{
-    Archive, AttrValue, Compression, Error, ErrorKind, Layout, Map, Node, Options, TensorReference,
-    to_json_without_elements,
+    Archive, AttrValue, Compression, Error, ErrorKind, Layout, MANIFEST, Map, Node, Options,
+    TensorReference, to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
@@ -323,6 +323,9 @@ impl tssd_format::Blob for Slice<'_> {
 fn open(filename: &PathBuf) -> Result<File> {
     let file = File::open(filename)?;
     if file.metadata()?.is_dir() {
+        if filename.join(MANIFEST).exists() {
+            return Err(Error::new(ErrorKind::BlobElsewhere).into());
+        }
         return Err(io::Error::from_raw_os_error(EISDIR).into());
     }
     Ok(file)

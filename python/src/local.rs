@@ -1,7 +1,7 @@
 //! Plain tensors and arrays: what becomes of them on their way into a store, or when they are filled.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -25,7 +25,7 @@ pub(crate) struct Transfer<'py> {
     dtype: Dtype,
     keeps: Bound<'py, PyAny>,
     /// What was cast, by what it was: tied tensors stay tied.
-    cast: RefCell<HashMap<String, Bound<'py, PyAny>>>,
+    cast: RefCell<BTreeMap<String, Bound<'py, PyAny>>>,
 }
 
 impl<'py> Transfer<'py> {
@@ -120,12 +120,12 @@ impl<'py> Purpose<'py> {
                 }
                 let target = torch.dtype(transfer.dtype)?;
                 let cast = || Ok(tensor.call_method0("detach")?.call_method1("to", (target,))?);
-                torch.take(&transfer.once(torch.place_of(tensor)?, cast)?, flags)
+                torch.take(&transfer.once(Torch::place_of(tensor)?, cast)?, flags)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
                 let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
-                torch.prove_fillable(tensor)?;
+                Torch::prove_fillable(tensor)?;
                 if is_cpu && dtype == Some(filling.stored) {
                     return torch.take(tensor, flags);
                 }
@@ -152,11 +152,11 @@ impl<'py> Purpose<'py> {
                 }
                 let target = numpy.dtype(transfer.dtype)?;
                 let cast = || Ok(array.call_method1("astype", (target,))?);
-                numpy.take(&transfer.once(numpy.place_of(array)?, cast)?, flags)
+                numpy.take(&transfer.once(Numpy::place_of(array)?, cast)?, flags)
             }
             Self::Fill(filling) => {
                 let dtype = numpy.dtype_of(&array.getattr("dtype")?)?;
-                numpy.prove_fillable(array)?;
+                Numpy::prove_fillable(array)?;
                 if dtype == filling.stored {
                     return numpy.take(array, flags);
                 }

@@ -143,7 +143,7 @@ impl<'py> Numpy<'py> {
     }
 
     /// Refuses what must not be written to.
-    pub(crate) fn prove_fillable(&self, array: &Bound<'py, PyAny>) -> Result<()> {
+    pub(crate) fn prove_fillable(array: &Bound<'py, PyAny>) -> Result<()> {
         if array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
             return Ok(());
         }
@@ -152,7 +152,7 @@ impl<'py> Numpy<'py> {
     }
 
     /// Says which memory an array is, in which way.
-    pub(crate) fn place_of(&self, array: &Bound<'py, PyAny>) -> Result<String> {
+    pub(crate) fn place_of(array: &Bound<'py, PyAny>) -> Result<String> {
         let interface = array.getattr(intern!(array.py(), "__array_interface__"))?;
         Ok(format!("{interface} {}", array.getattr("dtype")?))
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened};
 
 /// A store, and the threads of this process that wait for it.
@@ -80,6 +80,14 @@ fn key_of(key: &Bound<'_, PyAny>) -> Result<Key> {
         ))
     })?;
     Ok(Key::new(key)?)
+}
+
+/// Keys; a str is one, not several.
+fn several<'py>(keys: &Bound<'py, PyAny>) -> Result<Bound<'py, PyIterator>> {
+    if keys.is_instance_of::<PyString>() {
+        return Err(PyTypeError::new_err("several keys are a list of strs, this is one str").into());
+    }
+    Ok(keys.try_iter()?)
 }
 
 /// Which version of a key is meant.
@@ -323,7 +331,7 @@ impl Store {
         into: Option<&Bound<'py, PyAny>>,
         version: Option<Which<'py>>,
         writer: Option<u32>,
-        names: Option<Bound<'py, PyAny>>,
+        names: Option<&Bound<'py, PyAny>>,
         strict: bool,
         cast: bool,
         copy: bool,
@@ -349,7 +357,7 @@ impl Store {
                 let report = get_report(py, &report, 0, &differences)?;
                 return Ok((into.clone(), report));
             }
-            let root = match &names {
+            let root = match names {
                 Some(names) => select(py, &opened, names)?,
                 None => opened.structure().clone(),
             };
@@ -418,7 +426,7 @@ impl Store {
     ) -> Result<Bound<'py, PyDict>> {
         let py = slf.py();
         let values = PyDict::new(py);
-        for key in keys.try_iter()? {
+        for key in several(keys)? {
             let key = key?;
             let into = match keys.cast::<PyDict>() {
                 Ok(keys) => keys.get_item(&key)?,
@@ -430,10 +438,10 @@ impl Store {
     }
 
     /// Deletes all versions of several keys; says how many there were. A key that has none is no error.
-    fn delete_batch(&self, keys: Vec<Bound<'_, PyAny>>) -> Result<u64> {
+    fn delete_batch(&self, keys: &Bound<'_, PyAny>) -> Result<u64> {
         let mut count = 0;
-        for key in &keys {
-            count += self.delete(key, None)?;
+        for key in several(keys)? {
+            count += self.delete(&key?, None)?;
         }
         Ok(count)
     }
@@ -539,7 +547,7 @@ impl Store {
         &self,
         key: &Bound<'py, PyAny>,
         version: Option<Which<'py>>,
-        names: Option<Bound<'py, PyAny>>,
+        names: Option<&Bound<'py, PyAny>>,
         writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
@@ -549,7 +557,7 @@ impl Store {
         let get = Get { version, writer, verify, require, timeout };
         let open = || {
             let opened = get.open(py, &own, &name)?;
-            OpenVersion::new(py, own.clone(), name.clone(), opened, names.as_ref())
+            OpenVersion::new(py, own.clone(), name.clone(), opened, names)
         };
         open().map_err(|error| error.of_key(name.as_str(), get.number()))
     }

@@ -174,7 +174,7 @@ impl<'py> Torch<'py> {
     }
 
     /// Says which memory a tensor is, in which way.
-    pub(crate) fn place_of(&self, tensor: &Bound<'py, PyAny>) -> Result<String> {
+    pub(crate) fn place_of(tensor: &Bound<'py, PyAny>) -> Result<String> {
         Ok(format!(
             "{} {} {} {} {}",
             tensor.getattr("device")?,
@@ -186,7 +186,7 @@ impl<'py> Torch<'py> {
     }
 
     /// Refuses what has no memory, or would be filled in a copy.
-    pub(crate) fn prove_fillable(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
+    pub(crate) fn prove_fillable(tensor: &Bound<'py, PyAny>) -> Result<()> {
         if tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()? {
             let text = "a tensor on the meta device has no memory";
             return Err(Refusal::leaf(text, "materialize it first, as with `to_empty`").into());
@@ -202,7 +202,7 @@ impl<'py> Torch<'py> {
 
     /// A tensor of another device as one of the host. Equal views of one storage become one copy.
     fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        let place = self.place_of(tensor)?;
+        let place = Self::place_of(tensor)?;
         let mut copies = self.copies.borrow_mut();
         if let Some((_, copy)) = copies.iter().find(|(other, _)| *other == place) {
             return Ok(copy.clone());
@@ -226,7 +226,7 @@ impl<'py> Torch<'py> {
         meta: &TensorMeta,
     ) -> Result<Result<Bound<'py, PyAny>, Block>> {
         Ok(match capsule(self.module.py(), block, meta) {
-            Ok(capsule) => Ok(self.from_dlpack()?.call1((capsule?,))?),
+            Ok(capsule) => Ok(self.dlpack()?.call1((capsule?,))?),
             Err(block) => Err(block),
         })
     }
@@ -243,7 +243,7 @@ impl<'py> Torch<'py> {
     }
 
     /// The function that takes a capsule; the public one looks for more.
-    fn from_dlpack(&self) -> Result<&Bound<'py, PyAny>> {
+    fn dlpack(&self) -> Result<&Bound<'py, PyAny>> {
         if let Some(function) = self.from_dlpack.get() {
             return Ok(function);
         }

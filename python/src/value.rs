@@ -94,11 +94,11 @@ impl<'py> Lender<'py> {
         let dtype = local.getattr("dtype")?;
         let known = match (&own.torch, &own.numpy) {
             (Some(torch), _) if torch.is_tensor(&local)? => {
-                torch.prove_fillable(&local)?;
+                Torch::prove_fillable(&local)?;
                 torch.dtype_of(&dtype)
             }
             (_, Some(numpy)) => {
-                numpy.prove_fillable(&local)?;
+                Numpy::prove_fillable(&local)?;
                 Some(numpy.dtype_of(&dtype)?)
             }
             _ => None,

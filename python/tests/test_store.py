@@ -352,6 +352,9 @@ def test_several_keys_at_once(store: tssd.Store) -> None:
     assert list(store.get_batch(["b", "a"])) == ["b", "a"]
     with pytest.raises(KeyError):
         store.get_batch(["a", "nothing"])
+    for batch in (store.get_batch, store.delete_batch):
+        with pytest.raises(TypeError, match="one str"):
+            batch("a")
     assert store.delete_batch(["a", "nothing", "b"]) == 2 and store.keys() == []
 
 
@@ -418,3 +421,12 @@ def test_a_put_that_is_not_waited_for_says_when_it_is_visible(store: tssd.Store)
         half.visible(timeout=0.2)
     store.put_state_dict({"b": 2}, "two", version=1, writers=2, writer=1, job="j")
     assert half.visible(timeout=60) == 1
+
+
+def test_a_version_in_a_directory_is_a_shard_set(tmp_path: Path) -> None:
+    tssd.Store(str(tmp_path / "store")).put_state_dict(state(1), "policy")
+    folder = next((tmp_path / "store").rglob("manifest.tssd")).parent
+    for path in (folder, folder / "manifest.tssd"):
+        for load in (tssd.load_file, lambda path: tssd.safe_open(path, "np")):
+            with pytest.raises(ValueError, match="tssd convert SET -o FILE"):
+                load(path)

@@ -101,7 +101,7 @@ _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "ShapeOverflow": (TssdValueError, None),
     "Misaligned": (TssdValueError, "clone one of the tensors that overlap"),
     "LimitExceeded": (TssdMemoryError, None),
-    "BlobElsewhere": (TssdValueError, "this is a manifest: `tssd convert` joins it with its archives"),
+    "BlobElsewhere": (TssdValueError, "it is a shard set: `tssd convert SET -o FILE` joins its archives"),
 }
 
 # What a store says, as its protocol calls it.

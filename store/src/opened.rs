@@ -1,6 +1,6 @@
 //! Reading a version leaf by leaf, all of it under one lease.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -26,7 +26,7 @@ pub struct Opened {
     /// How many of them were read by [`Opened::next`].
     read: usize,
     /// Where in `leaves` an fqn is; none for one that two have.
-    by_fqn: OnceLock<HashMap<String, Option<usize>>>,
+    by_fqn: OnceLock<BTreeMap<String, Option<usize>>>,
 }
 
 impl Opened {
@@ -64,7 +64,7 @@ impl Opened {
     /// `NotFound` if there is none; `Invalid` if there are two.
     pub fn leaf(&self, fqn: &str) -> Result<(ObjectPath, Node)> {
         let by_fqn = self.by_fqn.get_or_init(|| {
-            let mut by_fqn = HashMap::with_capacity(self.leaves().len());
+            let mut by_fqn = BTreeMap::new();
             for (index, (path, _)) in self.leaves().iter().enumerate() {
                 by_fqn.entry(path.fqn()).and_modify(|found| *found = None).or_insert(Some(index));
             }

@@ -136,7 +136,7 @@ fn restore(map: &MmapRaw) -> io::Result<usize> {
 
     use memmap2::UncheckedAdvice;
 
-    /// Bytes of `/proc/self/pagemap` for each page, and the bits that are looked at: see proc_pid_pagemap(5).
+    /// Bytes of `/proc/self/pagemap` for each page, and the bits that are looked at: see `proc_pid_pagemap(5)`.
     const ENTRY: usize = 8;
     const PRESENT: u64 = 1 << 63;
     const SWAPPED: u64 = 1 << 62;
@@ -156,7 +156,7 @@ fn restore(map: &MmapRaw) -> io::Result<usize> {
         let place = u64::try_from((first + at) * ENTRY).map_err(io::Error::other)?;
         pagemap.read_exact_at(entries, place)?;
         for (index, entry) in entries.chunks_exact(ENTRY).enumerate() {
-            let entry = u64::from_ne_bytes(entry.try_into().expect("an entry has 8 bytes"));
+            let entry = u64::from_le_bytes(entry.try_into().expect("an entry has 8 bytes"));
             if entry & (PRESENT | SWAPPED) == 0 {
                 continue;
             }

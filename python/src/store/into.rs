@@ -1,7 +1,7 @@
 //! The caller's own tensors, which a get fills.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -155,9 +155,9 @@ fn compare<'py>(
     let mut differences = Differences::default();
     let mut wrong: Vec<(&str, &'static str, String)> = Vec::new();
     let mut kept = Vec::with_capacity(leaves.len());
-    let mut wanted: BTreeMap<&str, ()> = BTreeMap::new();
+    let mut wanted = BTreeSet::new();
     for leaf in &leaves {
-        wanted.insert(&leaf.fqn, ());
+        wanted.insert(leaf.fqn.as_str());
         let Some(Node::Tensors(run)) = stored.get(&leaf.fqn) else {
             differences.missing.push(leaf.fqn.clone());
             let text = format!("`{}` is not stored", leaf.fqn);
@@ -180,7 +180,7 @@ fn compare<'py>(
         kept.push(dtype);
     }
     for (fqn, node) in stored {
-        if matches!(node, Node::Tensors(_)) && !wanted.contains_key(fqn.as_str()) {
+        if matches!(node, Node::Tensors(_)) && !wanted.contains(fqn.as_str()) {
             differences.unexpected.push(fqn.clone());
             if allowed.strict {
                 wrong.push((fqn, "invalid", format!("`{fqn}` is stored and not in `into`")));
@@ -330,7 +330,7 @@ fn rounds(mut places: Vec<Place>) -> Vec<Vec<Place>> {
     places.sort_by_key(|place| place.start);
     let mut rounds: Vec<(usize, Vec<Place>)> = Vec::new();
     for place in places {
-        let same = rounds.iter().flat_map(|(_, round)| round.last());
+        let same = rounds.iter().filter_map(|(_, round)| round.last());
         if same.clone().any(|last| last.is(&place)) {
             continue;
         }

@@ -57,7 +57,7 @@ impl Put<'_> {
         metadata: Option<&Bound<'_, PyDict>>,
         taken: Option<&Taken>,
     ) -> Result<PutOptions> {
-        let attrs = self.attrs(metadata, taken)?;
+        let attrs = attrs(metadata, taken)?;
         let shards = taken.and_then(shards);
         let wrong = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
@@ -117,24 +117,25 @@ impl Put<'_> {
         }
         Ok(options)
     }
+}
 
-    fn attrs(&self, metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<Attrs> {
-        let mut attrs = metadata::attrs(metadata)?;
-        let len = |value: &AttrValue| match value {
-            AttrValue::Int(_) => 8,
-            AttrValue::Text(text) => text.as_bytes().len(),
-            AttrValue::Bytes(bytes) => bytes.len(),
-        };
-        let bytes: usize = attrs.iter().map(|(name, value)| name.len() + len(value)).sum();
-        if bytes > MAX_METADATA {
-            let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
-            return Err(PyValueError::new_err(text).into());
-        }
-        if let Some(metadata) = taken.and_then(|taken| taken.metadata.as_ref()) {
-            attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
-        }
-        Ok(attrs)
+/// What is said of a version as a whole.
+fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<Attrs> {
+    let mut attrs = metadata::attrs(metadata)?;
+    let len = |value: &AttrValue| match value {
+        AttrValue::Int(_) => 8,
+        AttrValue::Text(text) => text.as_bytes().len(),
+        AttrValue::Bytes(bytes) => bytes.len(),
+    };
+    let bytes: usize = attrs.iter().map(|(name, value)| name.len() + len(value)).sum();
+    if bytes > MAX_METADATA {
+        let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
+        return Err(PyValueError::new_err(text).into());
     }
+    if let Some(metadata) = taken.and_then(|taken| taken.metadata.as_ref()) {
+        attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
+    }
+    Ok(attrs)
 }
 
 /// The ranks of the meshes that the shards of a state dict are on; none if it has no shards.

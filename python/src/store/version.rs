@@ -80,7 +80,7 @@ impl Wanted {
         run: &[TensorReference],
         region: Option<&Region>,
     ) -> Result<TensorReference> {
-        let slice = run[0].place.as_ref().map(|place| place.slice());
+        let slice = run[0].place.as_ref().map(ShardPlace::slice);
         let global = slice.map_or_else(|| run[0].meta.shape(), |slice| slice.global_shape());
         let whole = Region::whole(global);
         let wanted = region.unwrap_or(&whole);

@@ -1,0 +1,78 @@
+"""How much memory of their own puts and gets need: less than the model, whatever it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from test_store import daemon
+
+# A model of 256 MiB; what is allowed beside it, in MiB.
+MODEL, ALLOWED = 256, 64
+
+PREAMBLE = """
+import re, sys, threading
+import numpy as np
+import tssd
+
+def private():
+    with open("/proc/self/status") as status:
+        return int(re.search(r"RssAnon:\\s+(\\d+) kB", status.read())[1]) / 1024
+
+class Peak:
+    def __enter__(self):
+        self.most, self.before, self.done = 0, private(), threading.Event()
+        self.watch = threading.Thread(target=self.look)
+        self.watch.start()
+        return self
+    def look(self):
+        while not self.done.wait(0.0005):
+            self.most = max(self.most, private() - self.before)
+    def __exit__(self, *_):
+        self.done.set()
+        self.watch.join()
+        print(self.most)
+
+store = tssd.Store(sys.argv[1])
+"""
+
+
+def peak(url: str, script: str) -> float:
+    code = PREAMBLE + textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="daemons need Linux")
+def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
+    with daemon(tmp_path / "socket") as url:
+        # Tensors are made one by one, in buckets of 32 MiB.
+        most = peak(
+            url,
+            f"""
+            with Peak(), store.publish("policy", bucket_bytes=32 << 20) as publisher:
+                for layer in range({MODEL}):
+                    publisher.put(str(layer), np.full(1 << 20, layer % 251, np.uint8))
+            """,
+        )
+        assert 0 < most < ALLOWED
+        into = f"""
+            into = {{str(layer): np.ones(1 << 20, np.uint8) for layer in range({MODEL})}}
+            with Peak():
+                store.get_state_dict("policy", into)
+            assert all((into[str(layer)] == layer % 251).all() for layer in range({MODEL}))
+            """
+        assert peak(url, into) < ALLOWED
+        # Views that are read take none either.
+        views = """
+            with Peak():
+                total = sum(int(each.sum()) for each in store.get_state_dict("policy").values())
+            assert total > 0
+            """
+        assert peak(url, views) < ALLOWED
+        # What the watch sees if there is a copy: else the rest would prove nothing.
+        copy = "with Peak(): kept = store.get_state_dict('policy', copy=True)"
+        assert peak(url, copy) > MODEL / 2

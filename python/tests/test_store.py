@@ -67,6 +67,7 @@ def test_what_is_put_is_got(store: tssd.Store) -> None:
         assert (put.version, put.visible, put.missing) == (step, True, [])
         got, report = store.get_state_dict("policy", return_report=True)
         assert isinstance(report, tssd.GetReport) and report.version == step and report.id == put.id
+        assert len(put.digest) == 32 and report.digest == put.digest
         assert report.transport == put.transport
         assert list(got) == list(state(step))
         for key in ("weight", "tied", "bias"):

@@ -14,6 +14,7 @@ class PutReport:
         version: the number of the version.
         epoch: how often the key had been rewound.
         id: the identity of the version, 32 hex digits.
+        digest: what this put contains, 32 hex digits: equal digests are equal contents.
         visible: whether readers see it.
         missing: the writers whose contributions it waits for.
         bytes: how many bytes this put has stored.
@@ -25,6 +26,7 @@ class PutReport:
     version: int
     epoch: int
     id: str
+    digest: str
     visible: bool
     missing: list[int]
     bytes: int
@@ -41,6 +43,7 @@ class GetReport:
         version: the number of the version.
         epoch: how often the key had been rewound.
         id: the identity of the version, 32 hex digits.
+        digest: what the version contains, 32 hex digits; of one writer, the digest of its put.
         bytes_needed: how many bytes of tensors were asked for.
         bytes_transferred: how many were copied, or are seen through views.
         bytes_viewed: how many of these are seen through views.
@@ -57,6 +60,7 @@ class GetReport:
     version: int
     epoch: int
     id: str
+    digest: str
     bytes_needed: int
     bytes_transferred: int
     bytes_viewed: int

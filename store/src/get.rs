@@ -19,7 +19,7 @@ pub(crate) use self::tree::choose_writer;
 use self::tree::{Tree, Wish, is_whole};
 use crate::controller::{Controller, Got};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ledger::VersionId;
+use crate::ledger::{Digest, VersionId};
 use crate::parallel;
 use crate::plan::{self, Copy, Wanted};
 use crate::private::Private;
@@ -68,6 +68,9 @@ pub struct GetReport {
     pub epoch: u32,
     /// Its identity.
     pub id: VersionId,
+    /// What the version contains: equal digests are equal contents. Of a version of one writer it is the
+    /// digest of its put.
+    pub digest: Digest,
     /// What the writers said of the state dict as a whole.
     pub attrs: Attrs,
     /// How many bytes of tensors were asked for: tied ones once.
@@ -148,6 +151,7 @@ impl<'a> Read<'a> {
             version: self.version.number,
             epoch: self.version.epoch,
             id: self.version.id,
+            digest: self.version.digest,
             attrs: self.version.attrs.clone(),
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,

@@ -63,7 +63,7 @@ pub use disk::Replacement;
 pub use error::{Error, ErrorKind, Result};
 pub use get::{GetOptions, GetReport, Target};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
-pub use ledger::{Durability, JobId, Refusal, VersionId, WriterSet};
+pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use opened::Opened;
 pub use private::Private;

@@ -8,7 +8,7 @@ use tssd_format::{
     StorageReference, TensorReference, ZSTD_LEVEL_ATTR,
 };
 
-use crate::ledger::WriterSet;
+use crate::ledger::{Digest, WriterSet};
 use crate::plan::fingerprint;
 
 /// What one writer has committed.
@@ -39,6 +39,7 @@ pub(crate) struct Label {
     pub(crate) epoch: u32,
     pub(crate) number: u64,
     pub(crate) writers: WriterSet,
+    pub(crate) digest: Digest,
 }
 
 /// The manifest of a version, given its contributions in the order of their writers; or what is
@@ -57,6 +58,7 @@ pub(crate) fn merge(
     let shards: Vec<ShardFile> = contributions.iter().map(Contribution::shard_file).collect();
     let mut attrs = common_attrs(contributions)?;
     attrs.extend([
+        ("tssd.digest".to_owned(), AttrValue::Text(label.digest.to_string().into())),
         ("tssd.epoch".to_owned(), AttrValue::Int(i64::from(label.epoch))),
         ("tssd.id".to_owned(), AttrValue::Text(format!("{:032x}", label.id).into())),
         ("tssd.layout".to_owned(), AttrValue::Bytes(fingerprint(&root, &storages).into())),

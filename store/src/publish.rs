@@ -190,6 +190,7 @@ impl Publisher {
             version: open.number,
             epoch: open.epoch,
             id: open.id,
+            digest,
             visible: progress.visible,
             missing: progress.missing,
             bytes: self.bytes,

@@ -103,6 +103,8 @@ pub struct PutReport {
     pub epoch: u32,
     /// Its identity.
     pub id: VersionId,
+    /// What this put contains: equal digests are equal contents.
+    pub digest: Digest,
     /// Whether readers see it now.
     pub visible: bool,
     /// The writers whose contributions it waits for.
@@ -177,6 +179,7 @@ impl Staged {
             version: number,
             epoch,
             id,
+            digest,
             visible: false,
             missing: WriterSet::default(),
             bytes,

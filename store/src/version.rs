@@ -18,7 +18,7 @@ use tssd_format::{
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::choose_writer;
-use crate::ledger::VersionId;
+use crate::ledger::{Digest, VersionId};
 use crate::plan::Copy;
 use crate::private::{Held, Private};
 use crate::route::Route;
@@ -30,6 +30,8 @@ const PRIVATE_MIN: u64 = 256 << 10;
 /// What is known of a version, without its bytes: it stays true whoever has them.
 pub(crate) struct Contents {
     pub(crate) id: VersionId,
+    /// What it contains.
+    pub(crate) digest: Digest,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
     /// The name of its layout, under which plans are cached.
@@ -96,6 +98,7 @@ impl Contents {
         let root = manifest.structure();
         Ok(Self {
             id: label.id,
+            digest: label.digest,
             epoch: label.epoch,
             number: label.number,
             layout: label.layout,
@@ -459,6 +462,7 @@ impl Stored {
 /// What the attributes of a manifest say of its version.
 struct Label {
     id: VersionId,
+    digest: Digest,
     epoch: u32,
     number: u64,
     layout: [u8; 16],
@@ -472,9 +476,11 @@ impl Label {
             _ => None,
         };
         let AttrValue::Text(id) = attrs.get("tssd.id")? else { return None };
+        let AttrValue::Text(digest) = attrs.get("tssd.digest")? else { return None };
         let AttrValue::Bytes(layout) = attrs.get("tssd.layout")? else { return None };
         Some(Self {
             id: id.as_str()?.parse().ok()?,
+            digest: digest.as_str()?.parse().ok()?,
             epoch: u32::try_from(int("tssd.epoch")?).ok()?,
             number: int("tssd.version")?.cast_unsigned(),
             layout: (**layout).try_into().ok()?,
@@ -483,8 +489,15 @@ impl Label {
 }
 
 /// The attributes that say something of a version in a store, and nothing of its state dict.
-pub const VERSION_ATTRS: [&str; 6] =
-    ["tssd.divergent", "tssd.epoch", "tssd.id", "tssd.layout", "tssd.version", "tssd.writers"];
+pub const VERSION_ATTRS: [&str; 7] = [
+    "tssd.digest",
+    "tssd.divergent",
+    "tssd.epoch",
+    "tssd.id",
+    "tssd.layout",
+    "tssd.version",
+    "tssd.writers",
+];
 
 /// The attributes of a manifest but those that the store and its compression have added.
 fn user_attrs(manifest: &Archive) -> Attrs {

@@ -217,14 +217,21 @@ fn a_version_on_disk_lies_as_it_is_described() {
     assert!(
         matches!(attrs.get("tssd.layout"), Some(AttrValue::Bytes(layout)) if layout.len() == 16)
     );
-    assert_eq!(attrs.len(), 5);
+    assert_eq!(attrs.len(), 6);
     let shards = manifest.shards();
-    for ((shard, name), writer) in shards.iter().zip([first, second]).zip(0..) {
+    let mut digests = Vec::new();
+    for ((shard, name), writer) in shards.iter().zip([first, second]).zip(0_u32..) {
         let archive = open(name);
         assert_eq!((&shard.name, shard.writer), (name, writer));
         assert_eq!(shard.file_len, archive.file_len());
         assert_eq!(shard.index_off, archive.index_range().start);
         assert_eq!(shard.index_crc32, archive.index_crc32());
+        let bytes = std::fs::read(folder.path().join(version).join(name)).unwrap();
+        let tail = blake3::hash(&bytes[usize::try_from(shard.index_off).unwrap()..]);
+        digests.extend(writer.to_le_bytes());
+        digests.extend(&tail.as_bytes()[..16]);
     }
+    let digest = blake3::hash(&digests).to_hex()[..32].to_owned();
+    assert_eq!(attrs.get("tssd.digest"), Some(&AttrValue::Text(digest.into())));
     assert_eq!(shards.len(), 2);
 }

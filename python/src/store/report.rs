@@ -14,6 +14,7 @@ pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bou
         report.version,
         report.epoch,
         report.id.to_string(),
+        report.digest.to_string(),
         report.visible,
         report.missing.iter().collect::<Vec<u32>>(),
         report.bytes,
@@ -33,6 +34,7 @@ pub(super) fn get_report<'py>(
     of.set_item("version", report.version)?;
     of.set_item("epoch", report.epoch)?;
     of.set_item("id", report.id.to_string())?;
+    of.set_item("digest", report.digest.to_string())?;
     of.set_item("bytes_needed", report.bytes_needed)?;
     of.set_item("bytes_transferred", report.bytes_transferred)?;
     of.set_item("bytes_viewed", viewed)?;

@@ -2,8 +2,9 @@
 
 use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
 
+use super::local::digest;
 use crate::error::{Error, Result};
-use crate::ledger::Version;
+use crate::ledger::{Digest, Version};
 use crate::merge::{Contribution, Divergent, Label, merge};
 use crate::volume::{Near, Volume};
 
@@ -44,8 +45,25 @@ pub(super) fn prove(
         epoch: version.epoch,
         number: version.number,
         writers: version.writers.clone(),
+        digest: digest_of(version),
     };
     Ok(merge(&contributions, divergent, &label))
+}
+
+/// What a version contains: of one writer, what that has put; of several, what they have, in their order.
+fn digest_of(version: &Version) -> Digest {
+    let writers = version.contributions.keys();
+    let digests = writers.filter_map(|writer| Some((*writer, version.digest_of(*writer)?)));
+    let digests: Vec<(u32, Digest)> = digests.collect();
+    match digests.as_slice() {
+        [(_, only)] => *only,
+        all => {
+            let each = all
+                .iter()
+                .flat_map(|(writer, digest)| writer.to_le_bytes().into_iter().chain(digest.0));
+            digest(&each.collect::<Vec<u8>>())
+        }
+    }
 }
 
 /// The attribute of an archive that says what its writer wants done with divergent leaves.

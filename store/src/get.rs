@@ -18,6 +18,7 @@ use self::target::{check, split};
 pub(crate) use self::tree::choose_writer;
 use self::tree::{Tree, Wish, is_whole};
 use crate::controller::{Controller, Got};
+use crate::environment::in_place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, VersionId};
 use crate::parallel;
@@ -273,13 +274,9 @@ impl<'a> Read<'a> {
         let leaves: Vec<Arc<[TensorReference]>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
         let mut requests = Vec::with_capacity(wanted.len());
         for ((fqn, place), references) in wanted.iter().zip(&leaves) {
-            let global_shape = plan::global_shape(&references[0]);
-            let (region, asked) = match place {
-                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
-                None => (Region::whole(&global_shape), global_shape),
-            };
+            let (region, global_shape) = wanted_box(place.as_ref(), references);
             let meta = self.meta(&references[0], region.shape())?;
-            let wanted = Wanted { region, global_shape: asked.into(), meta };
+            let wanted = Wanted { region, global_shape: global_shape.into(), meta };
             requests.push(Request { fqn: fqn.clone(), references, wanted });
         }
         let plan = self.plan(&requests)?;
@@ -299,11 +296,7 @@ impl<'a> Read<'a> {
         let mut work = Vec::with_capacity(targets.len());
         for (target, references) in targets.iter_mut().zip(&leaves) {
             check(target).map_err(|error| self.format_error(error))?;
-            let global_shape = plan::global_shape(&references[0]);
-            let (region, global_shape) = match &target.place {
-                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
-                None => (Region::whole(&global_shape), global_shape),
-            };
+            let (region, global_shape) = wanted_box(target.place.as_ref(), references);
             let meta = target.meta.clone();
             if region.shape() != meta.shape() {
                 let error = FormatError::new(FormatKind::SliceMismatch)
@@ -362,14 +355,10 @@ impl<'a> Read<'a> {
         let mut memories = Vec::with_capacity(wishes.len());
         let mut requests = Vec::with_capacity(wishes.len());
         for ((references, place), fqn) in wishes {
-            let global_shape = plan::global_shape(&references[0]);
-            let (region, asked) = match place {
-                Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
-                None => (Region::whole(&global_shape), global_shape),
-            };
+            let (region, global_shape) = wanted_box(*place, references);
             let meta = self.meta(&references[0], region.shape())?;
             memories.push(memory(meta.nbytes())?);
-            let wanted = Wanted { region, global_shape: asked.into(), meta: meta.clone() };
+            let wanted = Wanted { region, global_shape: global_shape.into(), meta: meta.clone() };
             requests.push(Request { fqn: fqn.clone(), references, wanted });
             metas.push(meta);
         }
@@ -491,6 +480,31 @@ impl<'a> Read<'a> {
 
     fn format_error(&self, error: FormatError) -> Error {
         Error::request(format_args!("version {}", self.version.number), error)
+    }
+}
+
+/// Fills the caller's tensors from a version. The memory is the caller's: no other thread may have it when the
+/// future is dropped that this is called in.
+pub(crate) fn fill(
+    version: &OpenVersion,
+    store: &Store,
+    targets: &mut [Target<'_>],
+    options: &GetOptions,
+) -> Result<GetReport> {
+    let mut fill = || {
+        let mut read = Read::new(version, store, options);
+        read.fill_targets(targets, options.writer)?;
+        Ok(read.report())
+    };
+    if version.holder().is_some() { in_place(fill) } else { fill() }
+}
+
+/// The box of a tensor that is wanted, and the shape that the tensor is said to have as a whole.
+fn wanted_box(place: Option<&ShardPlace>, references: &[TensorReference]) -> (Region, Vec<u64>) {
+    let global_shape = plan::global_shape(&references[0]);
+    match place {
+        Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
+        None => (Region::whole(&global_shape), global_shape),
     }
 }
 

@@ -8,9 +8,9 @@ use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Tensor, Value,
 };
 
-use crate::environment::{in_place, wait};
+use crate::environment::wait;
 use crate::error::{Error, Result};
-use crate::get::{GetOptions, GetReport, Read, Target};
+use crate::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::ledger::VersionId;
 use crate::private::Private;
 use crate::store::Store;
@@ -146,12 +146,7 @@ impl Opened {
     ///
     /// As there.
     pub fn fill(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
-        let mut fill = || {
-            let mut read = Read::new(&self.version, &self.store, &self.options);
-            read.fill_targets(targets, self.options.writer)?;
-            Ok(read.report())
-        };
-        if self.version.holder().is_some() { in_place(fill) } else { fill() }
+        fill(&self.version, &self.store, targets, &self.options)
     }
 
     /// How many leaves are still to come.

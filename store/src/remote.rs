@@ -45,9 +45,6 @@ const PATIENCE: Duration = Duration::from_mins(1);
 /// A version may take so long to come from another host.
 const FETCH: Duration = Duration::from_hours(1);
 
-/// No manifest is longer: it is read into memory at once.
-const MAX_MANIFEST: usize = 4 << 30;
-
 /// A controller in a daemon.
 #[derive(Clone)]
 pub(crate) struct RemoteController(Arc<Client>);
@@ -175,10 +172,7 @@ impl Client {
     fn manifest(&self, place: Location) -> Result<Arc<dyn Blob>> {
         let opened = self.open(place)?;
         let Some(far) = opened.far() else { return Ok(opened.to_blob()) };
-        let len = usize::try_from(far.len).ok().filter(|len| *len <= MAX_MANIFEST);
-        let mut bytes = vec![0; len.ok_or_else(|| broken("its manifest is longer than can be"))?];
-        far.read_exact_at(&mut bytes, 0).map_err(|error| Error::io("manifest", error))?;
-        Ok(Arc::new(Bytes::from(bytes)))
+        Ok(Arc::new(Bytes::from(self.lines.manifest(&far.blob, far.len)?)))
     }
 }
 

@@ -11,9 +11,9 @@ use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
 use crate::disk;
-use crate::environment::{SystemEnvironment, in_place, wait};
+use crate::environment::{SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
-use crate::get::{GetOptions, GetReport, PlanCache, Read, Target};
+use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
@@ -427,13 +427,7 @@ impl Store {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let version = self.version(key, options).await?;
-        let mut fill = || {
-            let mut read = Read::new(&version, self, options);
-            read.fill_targets(targets, options.writer)?;
-            Ok(read.report())
-        };
-        // The memory is the caller's: no other thread may have it when the future is dropped.
-        if version.holder().is_some() { in_place(fill) } else { fill() }
+        fill(&version, self, targets, options)
     }
 
     /// Reads one tensor, whole.

@@ -26,16 +26,13 @@ use crate::ledgers::OwnedLedgers;
 use crate::meta::DirectoryMeta;
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
-use crate::volume::{DirectoryVolume, Holder};
+use crate::volume::DirectoryVolume;
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
 pub(super) const COPIES: usize = 256 << 10;
 
 /// Who holds what is fetched.
 const FETCHER: PeerId = 0;
-
-/// No manifest is longer.
-const MAX_MANIFEST: usize = 4 << 30;
 
 /// Of how many keys it is known what a reader got last.
 const MAX_READ: usize = 16;
@@ -320,14 +317,7 @@ impl House {
             return Ok(());
         }
         let lines = self.tiers.elsewhere.host(&endpoint);
-        let read = move || {
-            let len = usize::try_from(len).ok().filter(|len| *len <= MAX_MANIFEST);
-            let text = "a manifest is longer than can be";
-            let mut bytes = vec![0; len.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))?];
-            let read = lines.read_exact_at(&name, &mut bytes, 0);
-            read.map_err(|error| Error::io(&name, error)).map(|()| bytes)
-        };
-        let bytes = wait(read).await?;
+        let bytes = wait(move || lines.manifest(&name, len)).await?;
         let written = self.pool.write(&grant.manifest, &bytes);
         let written = written.map_err(|error| Error::io(&grant.manifest, error))?;
         written.map_err(|exhausted| self.no_room(&exhausted))?;

@@ -14,6 +14,7 @@ use bytes::Bytes;
 use super::{hello, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Duplex;
+use crate::parallel::{self, cores};
 use crate::volume::{Boxed, Holder, Job, Proof};
 use crate::wire::{
     FrameKind, HEADER_BYTES, Header, Limits, MAX_READ, Piece, Protocol, Range, Reply, Request, Sum,
@@ -21,6 +22,9 @@ use crate::wire::{
 
 /// How many connections there are at most: more do not make a network faster.
 const MAX_LINES: usize = 8;
+
+/// No manifest is longer.
+const MAX_MANIFEST: usize = 4 << 30;
 
 /// How many bytes are asked for ahead.
 const WINDOW: u64 = 2 * MAX_READ;
@@ -115,6 +119,15 @@ impl Lines {
 }
 
 impl Lines {
+    /// A manifest, which is read at once.
+    pub(crate) fn manifest(&self, blob: &str, len: u64) -> Result<Vec<u8>> {
+        let len = usize::try_from(len).ok().filter(|len| *len <= MAX_MANIFEST);
+        let text = format_args!("`{blob}` is longer than a manifest can be");
+        let mut bytes = vec![0; len.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))?];
+        let read = self.read_exact_at(blob, &mut bytes, 0);
+        read.map_err(|error| Error::io(blob, error)).map(|()| bytes)
+    }
+
     /// Bytes of a blob, with their checksum if they were proven, as they go on to somebody else.
     pub(crate) fn relay(
         &self,
@@ -141,15 +154,14 @@ impl Lines {
 
 impl Holder for Lines {
     fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.min(MAX_LINES).min(jobs.len());
+        let threads = cores().min(MAX_LINES).min(jobs.len());
         let queue = Mutex::new(jobs.into_iter());
         let next = || queue.lock().expect("nobody panics while holding the queue").next();
         let run = |_: usize| match next() {
             Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
             None => Ok(()),
         };
-        crate::parallel::map((0..threads).collect(), run)?;
+        parallel::map((0..threads).collect(), run)?;
         if (self.is_held)() {
             return Ok(());
         }

@@ -27,15 +27,9 @@ use crate::volume::{Archived, Part};
 pub(crate) use local::{LocalController, Place, archives, digest, folder};
 pub(crate) use proof::DIVERGENT;
 
-/// What a store asks.
+/// Which versions keys have, and what holds them.
 #[async_trait]
-pub(crate) trait Controller: Send + Sync {
-    /// A writer starts to contribute to a version: waits for its turn, and makes room for the archive.
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun>;
-
-    /// A visible version, open for reading.
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located>;
-
+pub(crate) trait Catalog: Send + Sync {
     /// The visible versions of a key, oldest first.
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>>;
 
@@ -64,6 +58,16 @@ pub(crate) trait Controller: Send + Sync {
 
     /// The labels of a key, each with the number of the version that it holds.
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>>;
+}
+
+/// What a store asks.
+#[async_trait]
+pub(crate) trait Controller: Catalog {
+    /// A writer starts to contribute to a version: waits for its turn, and makes room for the archive.
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun>;
+
+    /// A visible version, open for reading.
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located>;
 
     /// Copies a version into the memory of this host's daemon: those of its archives that are named, or all.
     /// Says its number, its identity, and how many bytes came.

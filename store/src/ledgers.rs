@@ -58,7 +58,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
-    use crate::controller::{Controller, LocalController};
+    use crate::controller::{Catalog, LocalController};
     use crate::environment::SystemEnvironment;
     use crate::meta::{MemoryMeta, MetaStore};
     use crate::volume::MemoryVolume;

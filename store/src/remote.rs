@@ -25,7 +25,7 @@ pub(crate) use self::lines::Lines;
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
-use crate::controller::{self, Controller, Got, Located, Proposal, VersionInfo};
+use crate::controller::{self, Catalog, Controller, Got, Located, Proposal, VersionInfo};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -187,40 +187,7 @@ impl Drop for Client {
 }
 
 #[async_trait]
-impl Controller for RemoteController {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
-        let file_len = proposal.file_len;
-        let patience = proposal.timeout.saturating_add(PATIENCE);
-        let request = Request::Begin(Begin { key: key.to_string(), proposal, keeper: None });
-        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
-        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
-        let contribution =
-            RemoteContribution::new(self.0.clone(), &begun, file_len, patience, owed);
-        Ok(controller::Begun {
-            id: begun.id,
-            epoch: begun.epoch,
-            number: begun.number,
-            committed: begun.committed,
-            contribution: Box::new(contribution.await?),
-        })
-    }
-
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
-        let request = Request::Locate { key: key.to_string(), selector };
-        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
-        let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-        let (client, route) = (self.0.clone(), self.0.route_of(&leased.archives));
-        // What has come for the first time is mapped with all its pages: that takes long.
-        let (manifest, archives) = wait(move || {
-            let named = leased.archives.into_iter();
-            let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
-            let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
-            Ok((client.manifest(leased.manifest)?, archives))
-        })
-        .await?;
-        Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
-    }
-
+impl Catalog for RemoteController {
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
         match self.call(Request::Versions { key: key.to_string() }).await? {
             Reply::Versions(versions) => Ok(versions),
@@ -288,6 +255,42 @@ impl Controller for RemoteController {
             Reply::Pins(pins) => Ok(pins),
             other => Err(unexpected(&other)),
         }
+    }
+}
+
+#[async_trait]
+impl Controller for RemoteController {
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
+        let file_len = proposal.file_len;
+        let patience = proposal.timeout.saturating_add(PATIENCE);
+        let request = Request::Begin(Begin { key: key.to_string(), proposal, keeper: None });
+        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
+        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
+        let contribution =
+            RemoteContribution::new(self.0.clone(), &begun, file_len, patience, owed);
+        Ok(controller::Begun {
+            id: begun.id,
+            epoch: begun.epoch,
+            number: begun.number,
+            committed: begun.committed,
+            contribution: Box::new(contribution.await?),
+        })
+    }
+
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+        let request = Request::Locate { key: key.to_string(), selector };
+        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
+        let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
+        let (client, route) = (self.0.clone(), self.0.route_of(&leased.archives));
+        // What has come for the first time is mapped with all its pages: that takes long.
+        let (manifest, archives) = wait(move || {
+            let named = leased.archives.into_iter();
+            let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
+            let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
+            Ok((client.manifest(leased.manifest)?, archives))
+        })
+        .await?;
+        Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
     }
 
     async fn prefetch(

@@ -14,7 +14,7 @@ use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
 use super::proof::prove;
-use super::{Begun, Controller, Located, Progress, Proposal, VersionInfo};
+use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
 use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -441,57 +441,7 @@ impl LocalController {
 }
 
 #[async_trait]
-impl Controller for LocalController {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
-        let (place, committed) = self.open(key, &proposal, || true).await?;
-        let Place { id, epoch, number, .. } = place;
-        let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
-        if committed.is_none() {
-            attempt.reserve().await?;
-        }
-        Ok(Begun { id, epoch, number, committed, contribution: attempt })
-    }
-
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
-        let mut failed = None;
-        for _ in 0..OPEN_TRIES {
-            let state = self.state(key).await?;
-            let newest = state.head().map(|version| version.number);
-            let Some(version) = state.version(selector) else {
-                return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
-            };
-            let (folder, names, id) = (folder(key, version), archives(version), version.id);
-            {
-                let mut opened = self.opened();
-                if let Some(located) = opened.get(key).filter(|located| located.id == id) {
-                    return Ok(located.clone());
-                }
-                // What was replaced is let go before its successor is opened.
-                opened.remove(key);
-            }
-            if failed.replace(id) == Some(id) {
-                return Err(Error::new(
-                    ErrorKind::Corrupt,
-                    format_args!("key `{key}`: version {} lacks files", version.number),
-                ));
-            }
-            let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
-            if let Some(located) = located {
-                let mut opened = self.opened();
-                if opened.len() >= MAX_OPENED {
-                    opened.pop_first();
-                }
-                opened.insert(key.clone(), located.clone());
-                return Ok(located);
-            }
-            // It was deleted between the look at the ledger and the opening: look again.
-        }
-        Err(Error::new(
-            ErrorKind::Busy,
-            format_args!("key `{key}`: versions are deleted faster than they can be opened"),
-        ))
-    }
-
+impl Catalog for LocalController {
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
         Ok(self.state(key).await?.visible().map(VersionInfo::of).collect())
     }
@@ -569,6 +519,59 @@ impl Controller for LocalController {
             .pins()
             .filter_map(|(label, id)| number(id).map(|version| (label.to_owned(), version.number)));
         Ok(pins.collect())
+    }
+}
+
+#[async_trait]
+impl Controller for LocalController {
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
+        let (place, committed) = self.open(key, &proposal, || true).await?;
+        let Place { id, epoch, number, .. } = place;
+        let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
+        if committed.is_none() {
+            attempt.reserve().await?;
+        }
+        Ok(Begun { id, epoch, number, committed, contribution: attempt })
+    }
+
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+        let mut failed = None;
+        for _ in 0..OPEN_TRIES {
+            let state = self.state(key).await?;
+            let newest = state.head().map(|version| version.number);
+            let Some(version) = state.version(selector) else {
+                return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
+            };
+            let (folder, names, id) = (folder(key, version), archives(version), version.id);
+            {
+                let mut opened = self.opened();
+                if let Some(located) = opened.get(key).filter(|located| located.id == id) {
+                    return Ok(located.clone());
+                }
+                // What was replaced is let go before its successor is opened.
+                opened.remove(key);
+            }
+            if failed.replace(id) == Some(id) {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format_args!("key `{key}`: version {} lacks files", version.number),
+                ));
+            }
+            let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
+            if let Some(located) = located {
+                let mut opened = self.opened();
+                if opened.len() >= MAX_OPENED {
+                    opened.pop_first();
+                }
+                opened.insert(key.clone(), located.clone());
+                return Ok(located);
+            }
+            // It was deleted between the look at the ledger and the opening: look again.
+        }
+        Err(Error::new(
+            ErrorKind::Busy,
+            format_args!("key `{key}`: versions are deleted faster than they can be opened"),
+        ))
     }
 
     async fn prefetch(

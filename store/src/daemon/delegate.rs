@@ -11,14 +11,12 @@ use async_trait::async_trait;
 use super::registry::{Grant, Registry};
 use super::tiers::Tiers;
 use crate::arena::PeerId;
-use crate::controller::{self, Controller, Located, Place, Progress, Proposal, VersionInfo};
+use crate::controller::{Catalog, Place, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, LeaseId, Selection, Selector, VersionId};
 use crate::net::{Endpoint, Identity};
 use crate::remote::{Answer, Owed, RemoteController, unexpected};
-use crate::route::{Route, Transport};
-use crate::status::DaemonStatus;
 use crate::wire::{Begin, Leased, Location, Reply, Request};
 
 /// For how long a connection is tried.
@@ -354,15 +352,7 @@ fn lost() -> Error {
 
 /// What does not touch archives is the other daemon's answer.
 #[async_trait]
-impl Controller for Delegate {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
-        self.controller().await?.begin(key, proposal).await
-    }
-
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
-        self.controller().await?.locate(key, selector).await
-    }
-
+impl Catalog for Delegate {
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
         self.controller().await?.versions(key).await
     }
@@ -407,22 +397,5 @@ impl Controller for Delegate {
 
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
         self.controller().await?.pins(key).await
-    }
-
-    async fn prefetch(
-        &self,
-        key: &Key,
-        selector: Selector,
-        archives: Option<Vec<String>>,
-    ) -> Result<(u64, VersionId, u64)> {
-        self.controller().await?.prefetch(key, selector, archives).await
-    }
-
-    fn route(&self) -> Route {
-        Route::new(Transport::Arena, "the daemon is of this host")
-    }
-
-    async fn status(&self) -> Result<DaemonStatus> {
-        self.controller().await?.status().await
     }
 }

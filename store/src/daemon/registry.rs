@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use async_trait::async_trait;
 
 use crate::arena::PeerId;
-use crate::controller::{Controller, LocalController, Place, Progress, Proposal, archives, folder};
+use crate::controller::{Catalog, LocalController, Place, Progress, Proposal, archives, folder};
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{Command, Digest, LeaseId, Outcome, Selector, VersionId};
@@ -13,7 +13,7 @@ use crate::net::Endpoint;
 
 /// A controller whose parts a daemon calls one by one, for those who are connected.
 #[async_trait]
-pub(super) trait Registry: Controller {
+pub(super) trait Registry: Catalog {
     /// Opens a version for a writer, or joins one; waits for others that are in the way, as long as it
     /// is wanted. Returns also what the writer has committed to it before.
     async fn open(

@@ -37,6 +37,8 @@ class Peak:
         print(self.most)
 
 store = tssd.Store(sys.argv[1])
+# What is imported for a get takes memory too: torch, where it is installed.
+tssd.load(tssd.save({"a": np.ones(3)}))
 """
 
 

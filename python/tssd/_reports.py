@@ -20,6 +20,9 @@ class PutReport:
         bytes: how many bytes this put has stored.
         transport: how they went: "arena", "file", "memory", "tcp" or "tls".
         why: why that way.
+        phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
+            there was room for it (others may have been waited for), "write" to copy and to checksum,
+            "commit".
         seconds: how long it took.
     """
 
@@ -32,6 +35,7 @@ class PutReport:
     bytes: int
     transport: str
     why: str
+    phases: dict[str, float]
     seconds: float
 
 

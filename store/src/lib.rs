@@ -68,7 +68,7 @@ pub use merge::Divergent;
 pub use opened::Opened;
 pub use private::Private;
 pub use publish::Publisher;
-pub use put::{PendingPut, PutOptions, PutReport, Replicas};
+pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
 pub use route::Transport;
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
 pub use store::{ConnectOptions, Credentials, PrefetchReport, Store, Subscription};

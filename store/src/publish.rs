@@ -12,7 +12,7 @@ use crate::controller::{Begun, Contribution, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, VersionId};
-use crate::put::{PutOptions, PutReport, Role, arrange, call, proposal, route, write};
+use crate::put::{PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, route, write};
 use crate::route::Route;
 use crate::store::Store;
 
@@ -35,6 +35,7 @@ pub struct Publisher {
     begun: Option<Open>,
     /// Bytes of all archives.
     bytes: u64,
+    phases: PutPhases,
 }
 
 /// The contribution, from the first archive on.
@@ -74,6 +75,7 @@ impl Publisher {
             pending_bytes: 0,
             begun: None,
             bytes: 0,
+            phases: PutPhases::default(),
         })
     }
 
@@ -137,10 +139,15 @@ impl Publisher {
         let started = Instant::now();
         let layout = arrange(&self.key, dict, &self.options).await?;
         let len = layout.file_len();
+        let arranged = Instant::now();
         let open = self.make_room(dict, len).await?;
+        let begun = Instant::now();
         let (contribution, written) =
             write(open.contribution, layout, open.committed.is_some()).await?;
         let open = Open { contribution, ..open };
+        self.phases.arrange += (arranged - started).as_secs_f64();
+        self.phases.begin += (begun - arranged).as_secs_f64();
+        self.phases.write += begun.elapsed().as_secs_f64();
         tracing::debug!(bytes = len, seconds = started.elapsed().as_secs_f64(), "bucket");
         let open = self.begun.insert(open);
         open.digests.extend(written?.0);
@@ -185,6 +192,7 @@ impl Publisher {
             Ok(only) => Digest(only),
             Err(_) => digest(&open.digests),
         };
+        let written = Instant::now();
         let progress = open.contribution.commit(digest).instrument(self.span.clone()).await?;
         Ok(PutReport {
             version: open.number,
@@ -196,6 +204,7 @@ impl Publisher {
             bytes: self.bytes,
             transport: self.route.transport,
             why: self.route.why,
+            phases: PutPhases { commit: written.elapsed().as_secs_f64(), ..self.phases },
             seconds: self.started.elapsed().as_secs_f64(),
         })
     }

@@ -115,8 +115,24 @@ pub struct PutReport {
     pub transport: Transport,
     /// Why that way.
     pub why: String,
+    /// Where the time went.
+    pub phases: PutPhases,
     /// How long it took.
     pub seconds: f64,
+}
+
+/// Where the time of a put went, in seconds; of a [`Publisher`](crate::Publisher), of all its archives together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PutPhases {
+    /// Until every byte had its place.
+    pub arrange: f64,
+    /// Until there was room for it: others may have been waited for.
+    pub begin: f64,
+    /// To copy and to checksum.
+    pub write: f64,
+    /// Until the contribution was committed.
+    pub commit: f64,
 }
 
 /// How many puts each writer of each job has called: what matches the contributions to a version
@@ -157,22 +173,28 @@ impl Staged {
         let role = Role::of(dict, options)?;
         let layout = arrange(key, dict, options).await?;
         let bytes = layout.file_len();
-        let arranged = started.elapsed();
+        let arranged = Instant::now();
         let proposal = proposal(role, call, options, bytes);
         let Begun { id, epoch, number, committed, contribution } =
             controller.begin(key, proposal).await?;
-        let begun = started.elapsed();
+        let begun = Instant::now();
         let (contribution, written) = write(contribution, layout, committed.is_some()).await?;
         let digest = match written {
             Ok(digest) => digest,
             Err(error) => return Err(contribution.withdraw(error).await),
         };
+        let phases = PutPhases {
+            arrange: (arranged - started).as_secs_f64(),
+            begin: (begun - arranged).as_secs_f64(),
+            write: begun.elapsed().as_secs_f64(),
+            commit: 0.0,
+        };
         tracing::debug!(
             version = number,
             bytes,
-            arrange_seconds = arranged.as_secs_f64(),
-            begin_seconds = begun.saturating_sub(arranged).as_secs_f64(),
-            write_seconds = started.elapsed().saturating_sub(begun).as_secs_f64(),
+            arrange_seconds = phases.arrange,
+            begin_seconds = phases.begin,
+            write_seconds = phases.write,
             "written"
         );
         let report = PutReport {
@@ -185,6 +207,7 @@ impl Staged {
             bytes,
             transport,
             why,
+            phases,
             seconds: 0.0,
         };
         Ok(Self { contribution, digest, report, started })
@@ -195,13 +218,11 @@ impl Staged {
         let Self { contribution, digest, report, started } = self;
         let written = Instant::now();
         let Progress { visible, missing } = contribution.commit(digest).await?;
-        tracing::debug!(
-            version = report.version,
-            visible,
-            commit_seconds = written.elapsed().as_secs_f64(),
-            "committed"
-        );
-        Ok(PutReport { visible, missing, seconds: started.elapsed().as_secs_f64(), ..report })
+        let phases = PutPhases { commit: written.elapsed().as_secs_f64(), ..report.phases };
+        let commit_seconds = phases.commit;
+        tracing::debug!(version = report.version, visible, commit_seconds, "committed");
+        let seconds = started.elapsed().as_secs_f64();
+        Ok(PutReport { visible, missing, phases, seconds, ..report })
     }
 }
 

@@ -3,13 +3,20 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::Attrs;
-use tssd_store::{GetReport, PutReport, VersionInfo};
+use tssd_store::{GetReport, PutPhases, PutReport, VersionInfo};
 
 use super::into::Differences;
 use crate::error::Result;
 
 pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
+    let PutPhases { arrange, begin, write, commit, .. } = report.phases;
+    let phases = PyDict::new(py);
+    for (phase, seconds) in
+        [("arrange", arrange), ("begin", begin), ("write", write), ("commit", commit)]
+    {
+        phases.set_item(phase, seconds)?;
+    }
     Ok(class.call1((
         report.version,
         report.epoch,
@@ -20,6 +27,7 @@ pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bou
         report.bytes,
         report.transport.to_string(),
         &report.why,
+        phases,
         report.seconds,
     ))?)
 }

@@ -44,7 +44,7 @@ use self::report::{get_report, put_report, version_info};
 use self::select::select;
 pub(crate) use self::subscription::Subscribed;
 use self::version::{Reading, Version};
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Refusal, Result};
 use crate::local::Transfer;
 use crate::object::{Framework, Maker};
 use crate::slice::TensorSlice;
@@ -651,7 +651,25 @@ impl Store {
                 }
             }
         });
-        let opened = opened.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
+        let late = |error: Failure| -> Result<Failure> {
+            if !error.is_timeout() {
+                return Ok(error);
+            }
+            let newest = own.run(py, None, own.store.head(&name))?;
+            let newest = newest.map_or_else(
+                || "there is none".to_owned(),
+                |info| format!("the newest is {}", info.number),
+            );
+            let waited = timeout.unwrap_or_default();
+            let text = format!(
+                "key `{name}`: version {version} has not come within {waited} seconds; {newest}"
+            );
+            Ok(Refusal::new("timeout", text).into())
+        };
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(error) => return Err(late(error)?.of_key(name.as_str(), Some(version))),
+        };
         OpenVersion::new(py, own, name, Arc::new(opened), None)
     }
 

@@ -70,7 +70,10 @@ def test_what_is_put_is_got(store: tssd.Store) -> None:
         assert list(put.phases) == ["arrange", "begin", "write", "commit"]
         assert 0 < sum(put.phases.values()) <= put.seconds
         assert len(put.digest) == 32 and report.digest == put.digest
-        assert report.transport == put.transport
+        assert report.transport == put.transport and report.seconds > 0
+        assert report.bytes_needed == 48 + 24 == report.bytes_transferred
+        # The long str is proven too.
+        assert report.bytes_verified == 48 + 24 + 5000
         assert list(got) == list(state(step))
         for key in ("weight", "tied", "bias"):
             assert np.array_equal(np.asarray(got["model"][key]), state(step)["model"][key])
@@ -320,6 +323,9 @@ def test_a_lease_is_a_version_that_stays(store: tssd.Store) -> None:
         store.put_state_dict(state(step), "policy")
     with store.wait_for_version("policy", 2) as lease:
         assert (int(lease), lease.version, lease.key) == (2, 2, "policy")
+        assert repr(lease) == "OpenVersion('policy', version 2)"
+        with pytest.raises(TimeoutError, match="`policy`: version 3 has not come within 0.1 s.*newest is 2"):
+            store.wait_for_version("policy", 3, timeout=0.1)
         store.put_state_dict(state(3), "policy")
         assert not store.exists("policy", lease)
         got = store.get_state_dict("policy", version=lease)
@@ -345,6 +351,11 @@ def test_a_pin_holds_as_long_as_its_block(store: tssd.Store) -> None:
         assert store.pins("policy") == {"best": 1}
         assert store.get_state_dict("policy", version=1)["optimizer"][0]["step"] == 1
     assert store.pins("policy") == {} and not store.exists("policy", 1)
+
+
+def test_errors_name_the_leaf_however_short_its_name(store: tssd.Store) -> None:
+    with pytest.raises(TypeError, match="in `a`"):
+        store.put_state_dict({"a": object()}, "policy")
 
 
 def test_several_keys_at_once(store: tssd.Store) -> None:

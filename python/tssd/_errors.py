@@ -158,7 +158,7 @@ def make(
         if advice is None and cls is TssdCorruptError:
             advice = _DAMAGED
         where = f"{file}: " if file is not None else ""
-        place = f" (in `{fqn}`)" if fqn is not None and fqn not in message else ""
+        place = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
         hint = f"; {advice}" if advice is not None else ""
         error = cls(f"{where}{message}{place}{hint}")
     error.kind, error.fqn, error.advice = kind, fqn, advice

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use bytes::Bytes;
 use tssd_format::{
@@ -23,6 +24,8 @@ pub struct Opened {
     options: GetOptions,
     root: Arc<Node>,
     leaves: OnceLock<Vec<(ObjectPath, Node)>>,
+    started: Instant,
+    verified_before: u64,
     /// How many of them were read by [`Opened::next`].
     read: usize,
     /// Where in `leaves` an fqn is; none for one that two have.
@@ -33,7 +36,18 @@ impl Opened {
     pub(crate) fn new(store: Store, version: OpenVersion, options: &GetOptions) -> Result<Self> {
         let root = version.tree(options.writer)?;
         let (leaves, by_fqn) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { store, version, options: options.clone(), root, leaves, read: 0, by_fqn })
+        let (started, verified_before) = (Instant::now(), version.bytes_verified());
+        Ok(Self {
+            store,
+            version,
+            options: options.clone(),
+            root,
+            leaves,
+            started,
+            verified_before,
+            read: 0,
+            by_fqn,
+        })
     }
 
     /// The number of the version.
@@ -94,9 +108,14 @@ impl Opened {
         &self.version.attrs
     }
 
-    /// What has been read of it so far: nothing yet. It says how the bytes come.
+    /// What it is, how its bytes come, how many of them were checksummed since it was opened, and how long that
+    /// is ago. How many were asked for and copied is known to who has read them.
     pub fn report(&self) -> GetReport {
-        Read::new(&self.version, &self.store, &self.options).report()
+        GetReport {
+            bytes_verified: self.version.bytes_verified() - self.verified_before,
+            seconds: self.started.elapsed().as_secs_f64(),
+            ..Read::new(&self.version, &self.store, &self.options).report()
+        }
     }
 
     /// How many bytes a storage has.

@@ -255,6 +255,8 @@ fn fill_leaves<'py>(
         }
     }
     batch.fill(py, own, opened, &mut report)?;
+    let last = opened.report();
+    (report.bytes_verified, report.seconds) = (last.bytes_verified, last.seconds);
     Ok(report)
 }
 
@@ -274,9 +276,7 @@ impl Batch<'_> {
                 let filled = opened.fill(&mut targets)?;
                 report.bytes_needed += filled.bytes_needed;
                 report.bytes_transferred += filled.bytes_transferred;
-                report.bytes_verified += filled.bytes_verified;
                 report.plan_seconds += filled.plan_seconds;
-                report.seconds += filled.seconds;
             }
             Ok::<_, Failure>(())
         })?;

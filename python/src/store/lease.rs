@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 use tssd_format::{Dtype, Node, Region};
 use tssd_store::{Key, Opened};
 
@@ -134,6 +134,14 @@ impl OpenVersion {
     /// What was given as `metadata` when it was put; None if nothing was.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
         crate::metadata::given(py, self.opened()?.attrs())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> Result<String> {
+        let key = PyString::new(py, self.key.as_str()).repr()?.to_string();
+        Ok(match self.opened() {
+            Ok(opened) => format!("OpenVersion({key}, version {})", opened.version()),
+            Err(_) => format!("OpenVersion({key}, closed)"),
+        })
     }
 
     fn __int__(&self) -> Result<u64> {

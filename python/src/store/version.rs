@@ -211,7 +211,6 @@ impl Version {
             let copied: Vec<(u32, Bytes)> = copied.into_iter().zip(bytes).collect();
             Ok((seen, copied, opened.storages(&wanted.stored).await?))
         })?;
-        let mut report = opened.report();
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
         let mut blocks = BTreeMap::new();
         let mut viewed = 0;
@@ -221,14 +220,14 @@ impl Version {
             blocks.insert(*number, Block::from(private));
         }
         let read: u64 = copied.iter().map(|(_, bytes)| size(bytes.len())).sum();
-        report.bytes_needed += viewed + read;
-        report.bytes_transferred += viewed + read;
         let (made, assembled) = py.detach(|| made(own, opened, &copied, wanted.made))?;
+        let mut report = opened.report();
+        report.bytes_needed = viewed + read;
+        report.bytes_transferred = viewed + read;
         if let Some(assembled) = assembled {
             report.bytes_needed += assembled.bytes_needed;
             report.bytes_transferred += assembled.bytes_transferred;
-            report.plan_seconds += assembled.plan_seconds;
-            report.seconds = assembled.seconds;
+            report.plan_seconds = assembled.plan_seconds;
         }
         blocks.extend(made);
         let stored = wanted.stored.into_iter().zip(stored).collect();

@@ -179,3 +179,68 @@ fn restore(map: &MmapRaw) -> io::Result<usize> {
 fn restore(_map: &MmapRaw) -> io::Result<usize> {
     Err(io::ErrorKind::Unsupported.into())
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const LEN: usize = 64 << 10;
+
+    fn bytes(private: &Private) -> &mut [u8] {
+        // SAFETY: nobody else has the memory, as `Private` says; each test looks at one slice at a time.
+        unsafe { std::slice::from_raw_parts_mut(private.as_mut_ptr(), private.len()) }
+    }
+
+    fn whole(maps: &Arc<PrivateMaps>) -> Private {
+        Held::new(maps.lend().unwrap(), ()).range(0..LEN).unwrap()
+    }
+
+    /// Waits until so many maps are at home.
+    fn at_home(maps: &PrivateMaps, count: usize) {
+        let deadline = Instant::now() + Duration::from_mins(1);
+        while maps.idle().len() < count {
+            assert!(Instant::now() < deadline, "a map has not come home");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_map_comes_home_as_new() {
+        let file = tempfile();
+        file.write_all_at(&[1; LEN], 0).unwrap();
+        let maps = PrivateMaps::new(file.try_clone().unwrap(), LEN);
+        let (first, second) = (whole(&maps), whole(&maps));
+        bytes(&first)[5000..9000].fill(7);
+        assert!(bytes(&second).iter().all(|byte| *byte == 1), "nobody else sees it");
+        let place = first.as_mut_ptr();
+        drop((first, second));
+        at_home(&maps, 2);
+        // The file has other bytes now, as a segment that is recycled has.
+        file.write_all_at(&[2; LEN], 0).unwrap();
+        let again = [whole(&maps), whole(&maps)];
+        assert!(again.iter().any(|map| map.as_mut_ptr() == place), "maps are kept");
+        assert!(again.iter().all(|map| bytes(map).iter().all(|byte| *byte == 2)));
+    }
+
+    #[test]
+    fn a_part_keeps_the_map() {
+        let file = tempfile();
+        file.write_all_at(&[3; LEN], 0).unwrap();
+        let maps = PrivateMaps::new(file, LEN);
+        let held = Held::new(maps.lend().unwrap(), ());
+        assert!(held.range(1..LEN + 1).is_none());
+        let (part, empty) = (held.range(LEN - 2..LEN).unwrap(), held.range(7..7).unwrap());
+        drop((held, maps));
+        assert_eq!((bytes(&part), empty.is_empty()), (&mut [3, 3][..], true));
+    }
+
+    fn tempfile() -> File {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = File::from(rustix::fs::memfd_create("test", flags).unwrap());
+        file.set_len(u64::try_from(LEN).unwrap()).unwrap();
+        file
+    }
+}

@@ -180,7 +180,8 @@ fn restore(_map: &MmapRaw) -> io::Result<usize> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use std::os::unix::fs::FileExt;
     use std::time::{Duration, Instant};
@@ -189,8 +190,8 @@ mod tests {
 
     const LEN: usize = 64 << 10;
 
-    fn bytes(private: &Private) -> &mut [u8] {
-        // SAFETY: nobody else has the memory, as `Private` says; each test looks at one slice at a time.
+    fn bytes(private: &mut Private) -> &mut [u8] {
+        // SAFETY: nobody else has the memory, as `Private` says, and no test clones it.
         unsafe { std::slice::from_raw_parts_mut(private.as_mut_ptr(), private.len()) }
     }
 
@@ -212,17 +213,17 @@ mod tests {
         let file = tempfile();
         file.write_all_at(&[1; LEN], 0).unwrap();
         let maps = PrivateMaps::new(file.try_clone().unwrap(), LEN);
-        let (first, second) = (whole(&maps), whole(&maps));
-        bytes(&first)[5000..9000].fill(7);
-        assert!(bytes(&second).iter().all(|byte| *byte == 1), "nobody else sees it");
+        let (mut first, mut second) = (whole(&maps), whole(&maps));
+        bytes(&mut first)[5000..9000].fill(7);
+        assert!(bytes(&mut second).iter().all(|byte| *byte == 1), "nobody else sees it");
         let place = first.as_mut_ptr();
         drop((first, second));
         at_home(&maps, 2);
         // The file has other bytes now, as a segment that is recycled has.
         file.write_all_at(&[2; LEN], 0).unwrap();
-        let again = [whole(&maps), whole(&maps)];
+        let mut again = [whole(&maps), whole(&maps)];
         assert!(again.iter().any(|map| map.as_mut_ptr() == place), "maps are kept");
-        assert!(again.iter().all(|map| bytes(map).iter().all(|byte| *byte == 2)));
+        assert!(again.iter_mut().all(|map| bytes(map).iter().all(|byte| *byte == 2)));
     }
 
     #[test]
@@ -232,9 +233,9 @@ mod tests {
         let maps = PrivateMaps::new(file, LEN);
         let held = Held::new(maps.lend().unwrap(), ());
         assert!(held.range(1..LEN + 1).is_none());
-        let (part, empty) = (held.range(LEN - 2..LEN).unwrap(), held.range(7..7).unwrap());
+        let (mut part, empty) = (held.range(LEN - 2..LEN).unwrap(), held.range(7..7).unwrap());
         drop((held, maps));
-        assert_eq!((bytes(&part), empty.is_empty()), (&mut [3, 3][..], true));
+        assert_eq!((bytes(&mut part), empty.is_empty()), (&mut [3, 3][..], true));
     }
 
     fn tempfile() -> File {

@@ -188,7 +188,7 @@ mod tests {
 
     use super::*;
 
-    const LEN: usize = 64 << 10;
+    const LEN: usize = 16 << 10;
 
     fn bytes(private: &mut Private) -> &mut [u8] {
         // SAFETY: nobody else has the memory, as `Private` says, and no test clones it.

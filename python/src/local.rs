@@ -51,6 +51,35 @@ impl<'py> Transfer<'py> {
         Ok(is_wide && dtype != Some(self.dtype) && self.keeps.call1((fqn(),))?.is_none())
     }
 
+    /// A tensor of torch as the other dtype. What shares a storage, as tied and expanded tensors do, shares one
+    /// still: all of it is cast, unless little of it is wanted.
+    fn torch(&self, torch: &Torch<'py>, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        let target = torch.dtype(self.dtype)?;
+        let plain = tensor.call_method0("detach")?;
+        let storage = plain.call_method0("untyped_storage")?;
+        let itemsize: u64 = plain.call_method0("element_size")?.extract()?;
+        let stored: u64 = storage.call_method0("nbytes")?.extract()?;
+        let wanted = plain.call_method0("numel")?.extract::<u64>()?.saturating_mul(itemsize);
+        if !stored.is_multiple_of(itemsize) || stored > wanted.saturating_mul(2) {
+            let cast = || Ok(plain.call_method1("to", (target,))?);
+            return self.once(Torch::place_of(&plain)?, cast);
+        }
+        let offset = plain.call_method0("storage_offset")?;
+        let place = format!(
+            "{} {} {}",
+            plain.getattr("device")?,
+            storage.call_method0("data_ptr")?,
+            plain.getattr("dtype")?
+        );
+        let cast = || {
+            let flat = plain.call_method1("as_strided", ((stored / itemsize,), (1,), 0))?;
+            Ok(flat.call_method1("to", (target,))?)
+        };
+        let flat = self.once(place, cast)?;
+        let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
+        Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
+    }
+
     fn once(
         &self,
         place: String,
@@ -90,12 +119,12 @@ impl<'py> Filling<'py> {
         module: &Bound<'py, PyModule>,
         object: &Bound<'py, PyAny>,
         dtype: &Bound<'py, PyAny>,
+        options: &Bound<'py, PyDict>,
     ) -> Result<Bound<'py, PyAny>> {
-        let options = PyDict::new(object.py());
         options.set_item("dtype", dtype)?;
         let shape: Vec<u64> = object.getattr("shape")?.extract()?;
         let shape = PyTuple::new(object.py(), shape)?;
-        let empty = module.getattr("empty")?.call((shape,), Some(&options))?;
+        let empty = module.getattr("empty")?.call((shape,), Some(options))?;
         self.staged.borrow_mut().push((object.clone(), empty.clone()));
         Ok(empty)
     }
@@ -118,9 +147,7 @@ impl<'py> Purpose<'py> {
                 if !transfer.is_cast(dtype, fqn)? {
                     return torch.take(tensor, flags);
                 }
-                let target = torch.dtype(transfer.dtype)?;
-                let cast = || Ok(tensor.call_method0("detach")?.call_method1("to", (target,))?);
-                torch.take(&transfer.once(Torch::place_of(tensor)?, cast)?, flags)
+                torch.take(&transfer.torch(torch, tensor)?, flags)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
@@ -130,7 +157,9 @@ impl<'py> Purpose<'py> {
                     return torch.take(tensor, flags);
                 }
                 let dtype = torch.dtype(filling.stored)?;
-                torch.take(&filling.stage(&torch.module, tensor, dtype)?, flags)
+                let options = PyDict::new(py);
+                options.set_item("device", "cpu")?;
+                torch.take(&filling.stage(&torch.module, tensor, dtype, &options)?, flags)
             }
         }
     }
@@ -161,7 +190,8 @@ impl<'py> Purpose<'py> {
                     return numpy.take(array, flags);
                 }
                 let dtype = numpy.dtype(filling.stored)?;
-                numpy.take(&filling.stage(&numpy.module, array, &dtype)?, flags)
+                let options = PyDict::new(array.py());
+                numpy.take(&filling.stage(&numpy.module, array, &dtype, &options)?, flags)
             }
         }
     }

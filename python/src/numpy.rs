@@ -142,13 +142,22 @@ impl<'py> Numpy<'py> {
         unsafe { borrowed(meta, start, array.unbind()) }
     }
 
-    /// Refuses what must not be written to.
+    /// Refuses what must not be written to, or would be filled in a copy.
     pub(crate) fn prove_fillable(array: &Bound<'py, PyAny>) -> Result<()> {
-        if array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
-            return Ok(());
+        let refuse = |text: &str| Err(Refusal::leaf(text, "give a copy of it").into());
+        if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
+            return refuse("an array that is read-only cannot be filled");
         }
-        let text = "an array that is read-only cannot be filled";
-        Err(Refusal::leaf(text, "give a copy of it").into())
+        let dtype = array.getattr("dtype")?;
+        let itemsize: i64 = dtype.getattr("itemsize")?.extract()?;
+        let strides: Vec<i64> = array.getattr("strides")?.extract()?;
+        let is_plain = |stride: &i64| *stride >= 0 && *stride % itemsize.max(1) == 0;
+        if !dtype.getattr("isnative")?.is_truthy()? || !strides.iter().all(is_plain) {
+            return refuse(
+                "an array that runs backwards, between elements or in foreign byte order cannot be filled",
+            );
+        }
+        Ok(())
     }
 
     /// Says which memory an array is, in which way.

@@ -47,7 +47,7 @@ use self::version::{Reading, Version};
 use crate::error::{Failure, Refusal, Result};
 use crate::local::Transfer;
 use crate::object::{Framework, Maker};
-use crate::slice::TensorSlice;
+use crate::slice::{TensorShard, TensorSlice};
 use crate::tssd::TorchStoreStateDict;
 
 /// State dicts by key, in immutable versions.
@@ -91,16 +91,30 @@ fn several<'py>(keys: &Bound<'py, PyAny>) -> Result<Bound<'py, PyIterator>> {
 }
 
 /// Which version of a key is meant.
-#[derive(FromPyObject)]
 enum Which<'py> {
+    Newest,
     /// One that is held.
     Lease(Bound<'py, OpenVersion>),
     Number(u64),
 }
 
+impl<'py> Which<'py> {
+    fn of(version: Option<&Bound<'py, PyAny>>) -> Result<Self> {
+        let Some(version) = version else { return Ok(Self::Newest) };
+        if let Ok(lease) = version.cast::<OpenVersion>() {
+            return Ok(Self::Lease(lease.clone()));
+        }
+        let number = version.extract().map_err(|_| {
+            let text = "a version is an int from 0 on, or what `open` or `wait_for_version` gave";
+            PyTypeError::new_err(format!("{text}, not {version:?}"))
+        })?;
+        Ok(Self::Number(number))
+    }
+}
+
 /// How a version is read.
 struct Get<'py, 'a> {
-    version: Option<Which<'py>>,
+    version: Which<'py>,
     writer: Option<u32>,
     verify: bool,
     require: Option<&'a str>,
@@ -110,7 +124,7 @@ struct Get<'py, 'a> {
 impl Get<'_, '_> {
     fn number(&self) -> Option<u64> {
         match self.version {
-            Some(Which::Number(number)) => Some(number),
+            Which::Number(number) => Some(number),
             _ => None,
         }
     }
@@ -123,7 +137,7 @@ impl Get<'_, '_> {
             require: self.require.map(str::parse).transpose()?,
             ..GetOptions::default()
         };
-        if let Some(Which::Lease(lease)) = &self.version {
+        if let Which::Lease(lease) = &self.version {
             return Ok(Arc::new(lease.get().of_key(key)?.with(&options)?));
         }
         Ok(Arc::new(own.run(py, self.timeout, own.store.open(key, &options))?))
@@ -136,10 +150,6 @@ impl Store {
             let mut connected = self.connected.lock().expect("nothing panics that holds it");
             if let Some(own) = connected.as_ref().filter(|own| own.process == std::process::id()) {
                 return Ok(own.clone());
-            }
-            if let Some(parents) = connected.take() {
-                // Its threads were not forked: nothing can be waited for.
-                std::mem::forget(parents);
             }
             let mut options = ConnectOptions::from_environment();
             options.timeout = seconds(self.connect_timeout)?;
@@ -220,7 +230,8 @@ impl Store {
     ///         lowest writer) or "keep" (each writer's own; a get says `writer=`).
     ///     replicas: "primary" stores each replicated shard once, "all" as often as it is there.
     ///     durability: "memory", or "disk": it outlives the daemon, and is on the disk when this returns.
-    ///     wait: False: returns a PendingPut as soon as the tensors may be written to again.
+    ///     wait: False: returns a PendingPut as soon as the tensors may be written to again. The put goes on as
+    ///         long as this process does.
     ///     metadata: a dict about the state dict as a whole, as JSON has them, of at most 64 KiB: `head` and
     ///         `open` give it back.
     ///     transfer_dtype: the dtype that floating tensors are stored as, such as torch.bfloat16: a copy of
@@ -296,7 +307,7 @@ impl Store {
     ///         TensorShards or writable arrays, by the fqns of the leaves. None: whole tensors, which are views
     ///         of what is stored where one stored slice has all of a tensor. A view is copy-on-write: who
     ///         writes into it changes no one else's, and it holds the version as long as it lives. Views of
-    ///         numpy are read-only.
+    ///         numpy are read-only. A process that is forked has its parent's views as long as the parent has.
     ///     version: the number of the version, or what `open` or `wait_for_version` gave; None: the newest.
     ///     writer: whose values to take where writers hold different ones.
     ///     names: without `into`: the fqns of the leaves that are wanted, or patterns of them such as
@@ -329,7 +340,7 @@ impl Store {
         &self,
         key: &Bound<'py, PyAny>,
         into: Option<&Bound<'py, PyAny>>,
-        version: Option<Which<'py>>,
+        version: Option<&Bound<'py, PyAny>>,
         writer: Option<u32>,
         names: Option<&Bound<'py, PyAny>>,
         strict: bool,
@@ -342,6 +353,7 @@ impl Store {
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
         let (py, (own, name)) = (key.py(), self.of(key)?);
+        let version = Which::of(version)?;
         let get = Get { version, writer, verify, require, timeout };
         let number = get.number();
         let read = || {
@@ -465,19 +477,28 @@ impl Store {
         into: Option<&Bound<'py, PyAny>>,
         fqn: Option<&str>,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
-        version: Option<Which<'py>>,
+        version: Option<&Bound<'py, PyAny>>,
         writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
         let (py, (own, name)) = (key.py(), self.of(key)?);
+        let version = Which::of(version)?;
         let get = Get { version, writer, verify, require, timeout };
         let (number, fqn) = (get.number(), fqn.unwrap_or_default());
         let read = || {
             let opened = get.open(py, &own, &name)?;
             if let Some(into) = into {
-                fill_one(&own, &opened, into, fqn, false)?;
+                let whole = match tensor_slice {
+                    Some(slice) => {
+                        let slices = vec![slice.get().0.clone()];
+                        let shard = TensorShard::of(py, into.clone().unbind(), slices)?;
+                        Bound::new(py, shard)?.into_any()
+                    }
+                    None => into.clone(),
+                };
+                fill_one(&own, &opened, &whole, fqn)?;
                 return Ok(into.clone());
             }
             let region = tensor_slice.map(|slice| slice.get().0.region());
@@ -546,7 +567,7 @@ impl Store {
     fn open<'py>(
         &self,
         key: &Bound<'py, PyAny>,
-        version: Option<Which<'py>>,
+        version: Option<&Bound<'py, PyAny>>,
         names: Option<&Bound<'py, PyAny>>,
         writer: Option<u32>,
         verify: bool,
@@ -554,6 +575,7 @@ impl Store {
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
         let (py, (own, name)) = (key.py(), self.of(key)?);
+        let version = Which::of(version)?;
         let get = Get { version, writer, verify, require, timeout };
         let open = || {
             let opened = get.open(py, &own, &name)?;

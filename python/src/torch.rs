@@ -191,6 +191,12 @@ impl<'py> Torch<'py> {
             let text = "a tensor on the meta device has no memory";
             return Err(Refusal::leaf(text, "materialize it first, as with `to_empty`").into());
         }
+        let shape: Vec<u64> = tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?;
+        let strides: Vec<u64> = tensor.call_method0(intern!(tensor.py(), "stride"))?.extract()?;
+        if shape.iter().zip(&strides).any(|(size, stride)| *size > 1 && *stride == 0) {
+            let text = "an expanded tensor has elements that share memory";
+            return Err(Refusal::leaf(text, "give a copy of it: `.contiguous()`").into());
+        }
         for has in ["is_conj", "is_neg"] {
             if tensor.call_method0(has)?.is_truthy()? {
                 let text = "a view that conjugates or negates cannot be filled";
@@ -266,8 +272,10 @@ impl<'py> Torch<'py> {
         let meta = &reference.meta;
         let options = PyDict::new(py);
         options.set_item(intern!(py, "dtype"), self.dtype(meta.dtype())?)?;
-        if let Some(device) = device {
-            options.set_item(intern!(py, "device"), device)?;
+        // Not the default one, which somebody may have changed.
+        match device {
+            Some(device) => options.set_item(intern!(py, "device"), device)?,
+            None => options.set_item(intern!(py, "device"), intern!(py, "cpu"))?,
         }
         let shape = PyTuple::new(py, meta.shape())?;
         let strides = PyTuple::new(py, meta.strides())?;

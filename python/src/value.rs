@@ -462,7 +462,7 @@ pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
 }
 
 /// The field names of a namedtuple; none if it is another object.
-fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> {
+pub(crate) fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> {
     let Ok(tuple) = object.cast::<PyTuple>() else { return Ok(None) };
     let Some(fields) = object.getattr_opt(intern!(object.py(), "_fields"))? else {
         return Ok(None);

@@ -88,7 +88,7 @@ _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "WrongType": (TssdTypeError, None),
     "FeatureMissing": (TssdTypeError, None),
     "NotFound": (TssdKeyError, "`safe_open(...).keys()` lists the tensors"),
-    "AmbiguousFqn": (TssdValueError, "load_file gives every leaf"),
+    "AmbiguousFqn": (TssdValueError, "read the whole state dict"),
     "TooDeep": (TssdValueError, "make it flatter"),
     "KeyKind": (TssdValueError, None),
     "KeysCollide": (TssdValueError, None),

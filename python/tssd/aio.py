@@ -12,10 +12,10 @@ alone when the await has ended, and a put that was not committed leaves nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import os
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from . import _tssd
@@ -29,30 +29,37 @@ _Wrapped = TypeVar("_Wrapped")
 
 
 
-def _start() -> None:
-    global _threads
-    # So many calls wait at once; more than that wait for these.
-    _threads = ThreadPoolExecutor(256, thread_name_prefix="tssd")
-
-
-_threads: ThreadPoolExecutor
-_start()
-# Threads are not forked.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start)
-
-
 async def _run(call: Callable[[], _R]) -> _R:
     cancel = _tssd._Cancel()
-    future = asyncio.get_running_loop().run_in_executor(_threads, cancel.run, call)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_R] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = cancel.run(call)
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    # A pool would be full of calls that wait, and the one that they wait for would not run.
+    threading.Thread(target=work, name="tssd", daemon=True).start()
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         cancel.cancel()
-        # The thread may still have the caller's tensors.
-        await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()
+        # The thread may still have the caller's tensors, however often the task is cancelled.
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        future.exception()
         raise
 
 
@@ -75,10 +82,16 @@ def _awaitable(
     async def call(own: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         bare: dict[str, Any] = _bare(kwargs)
         result: Any = await _run(lambda: method(own._wrapped, *args, **bare))
-        return PendingPut(result) if isinstance(result, _tssd.PendingPut) else result  # type: ignore[return-value]
+        return _of(result)  # type: ignore[no-any-return]
 
     functools.update_wrapper(call, method)
     return call
+
+
+def _of(result: Any) -> Any:
+    if isinstance(result, list):
+        return [_of(each) for each in result]
+    return PendingPut(result) if isinstance(result, _tssd.PendingPut) else result
 
 
 class _Opening(Generic[_R]):
@@ -218,11 +231,18 @@ class Subscription:
             raise StopAsyncIteration
         if self._subscription is None:
             self._subscription = await _run(lambda: self._store.subscribe(self._key))
-        return await _run(self._subscription.__next__)
+        subscription = self._subscription
+        # A StopIteration cannot leave a thread.
+        info = await _run(lambda: next(subscription, None))
+        if info is None:
+            raise StopAsyncIteration
+        return info
 
     def close(self) -> None:
-        """It ends: no more versions come."""
+        """It ends, for who waits for it too."""
         self._is_closed = True
+        if self._subscription is not None:
+            self._subscription.close()
 
 
 class Store(_Wrapper[_tssd.Store]):

@@ -14,6 +14,9 @@ use std::thread;
 
 use memmap2::{MmapOptions, MmapRaw};
 
+/// So many maps of a file wait at most for a reader.
+const MAX_IDLE: usize = 4;
+
 /// Private maps of one file.
 #[derive(Debug)]
 pub(crate) struct PrivateMaps {
@@ -69,8 +72,14 @@ impl Drop for Lent {
         }
         let home = self.home.clone();
         let restore = move || {
-            if let Ok(pages) = restore(&map) {
-                home.idle().push((pages, map));
+            let Ok(pages) = restore(&map) else { return };
+            let mut idle = home.idle();
+            idle.push((pages, map));
+            if idle.len() > MAX_IDLE {
+                let coldest = (0..idle.len()).min_by_key(|place| idle[*place].0);
+                let coldest = coldest.map(|place| idle.swap_remove(place));
+                drop(idle);
+                drop(coldest);
             }
         };
         // Without a thread there is no map for the next one.

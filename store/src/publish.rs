@@ -1,5 +1,6 @@
 //! Putting a state dict piece by piece: one version of many archives, visible at the end.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use tracing::Instrument;
@@ -11,7 +12,7 @@ use tssd_format::{
 use crate::controller::{Begun, Contribution, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, VersionId};
+use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, route, write};
 use crate::route::Route;
 use crate::store::Store;
@@ -33,6 +34,8 @@ pub struct Publisher {
     pending: StateDict,
     pending_bytes: u64,
     begun: Option<Open>,
+    /// Of what was added.
+    names: BTreeSet<String>,
     /// Bytes of all archives.
     bytes: u64,
     phases: PutPhases,
@@ -74,6 +77,7 @@ impl Publisher {
             pending: StateDict::new(),
             pending_bytes: 0,
             begun: None,
+            names: BTreeSet::new(),
             bytes: 0,
             phases: PutPhases::default(),
         })
@@ -88,6 +92,11 @@ impl Publisher {
     /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
     pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
         let (name, value) = (name.into(), value.into());
+        if !self.names.insert(name.clone()) {
+            let text = format!("`{name}` was added before: publish another version of it");
+            let error = Error::new(ErrorKind::Invalid, text);
+            return Err(self.withdraw(error).await);
+        }
         let tensor = match &value {
             Value::Tensor(tensor) if tensor.meta().nbytes() > self.bucket_bytes => tensor,
             _ => return self.add_whole(name, value).await,
@@ -99,6 +108,22 @@ impl Publisher {
             // The next piece has the same name.
             self.flush().await?;
         }
+        Ok(())
+    }
+
+    /// Says of which job it is, and which writer, unless that is said: versions with shards need it. Nothing may
+    /// be written yet.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::publish`].
+    pub fn identify(&mut self, job: Option<JobId>, writer: Option<u32>) -> Result<()> {
+        if self.begun.is_some() || self.options.job.is_some() || job.is_none() {
+            return Ok(());
+        }
+        self.options.job = job;
+        self.options.writer = self.options.writer.or(writer);
+        self.call = call(self.store.calls(), &self.key, &self.options)?;
         Ok(())
     }
 

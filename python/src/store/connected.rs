@@ -1,5 +1,6 @@
 //! A store, and the threads of this process that wait for it.
 
+use std::mem::ManuallyDrop;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,15 +19,51 @@ const EVERY: Duration = Duration::from_millis(50);
 /// A store, and the threads on which it waits: they are those of one process.
 pub(crate) struct Connected {
     pub(super) process: u32,
-    pub(crate) store: Store,
-    pub(crate) runtime: Runtime,
+    pub(crate) store: ManuallyDrop<Store>,
+    pub(crate) runtime: ManuallyDrop<Runtime>,
+}
+
+impl Drop for Connected {
+    #[expect(unsafe_code, reason = "what was forked is left alone")]
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // Its threads were not forked: nobody answers, and nothing can be waited for.
+            return;
+        }
+        // SAFETY: it is not looked at again.
+        let store = unsafe { ManuallyDrop::take(&mut self.store) };
+        // SAFETY: as above.
+        let runtime = unsafe { ManuallyDrop::take(&mut self.runtime) };
+        {
+            let _inside = runtime.enter();
+            drop(store);
+        }
+        runtime.shutdown_background();
+    }
 }
 
 impl Connected {
     pub(super) fn new(url: &str, options: &ConnectOptions) -> Result<Arc<Self>> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.map_err(Failure::from)?;
-        let store = runtime.block_on(Store::create_with(url, options))?;
+        let connecting = async {
+            let connecting = Store::create_with(url, options);
+            let late = |_| {
+                let text = format!("`{url}` has not answered within {:?}", options.timeout);
+                Failure::from(Refusal::new("unreachable", text))
+            };
+            Ok(tokio::time::timeout(options.timeout, connecting).await.map_err(late)??)
+        };
+        let store: Result<Store> = runtime.block_on(connecting);
+        let store = match store {
+            Ok(store) => store,
+            Err(error) => {
+                // What it waits for may take longer.
+                runtime.shutdown_background();
+                return Err(error);
+            }
+        };
+        let (store, runtime) = (ManuallyDrop::new(store), ManuallyDrop::new(runtime));
         Ok(Arc::new(Self { process: std::process::id(), store, runtime }))
     }
 

@@ -6,14 +6,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 use tssd_format::{
-    Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorMeta, TensorReference,
+    Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorFlags, TensorMeta,
+    TensorReference,
 };
 use tssd_store::{GetReport, Opened, Target};
 
 use super::connected::Connected;
 use crate::error::{Failure, Refusal, Result};
 use crate::local::is_floating;
-use crate::value::{Lender, Staged, key_of};
+use crate::value::{Lender, Staged, fields_of, key_of};
 
 /// So many bytes, about, are filled in place of others at a time.
 const STAGED_BYTES: u64 = 512 << 20;
@@ -63,6 +64,13 @@ impl<'py> Leaves<'_, 'py> {
                 let key: Key = key_of(&item.get_item(0)?, MAX_DEPTH)
                     .map_err(|error| error.at(&self.here()))?;
                 self.child(Step::Key(key), &item.get_item(1)?)?;
+            }
+            return Ok(());
+        }
+        if let Some(fields) = fields_of(object)? {
+            let values = object.cast::<PyTuple>()?;
+            for (field, value) in fields.into_iter().zip(values.iter()) {
+                self.child(Step::Key(Key::Str(field)), &value)?;
             }
             return Ok(());
         }
@@ -123,17 +131,25 @@ pub(crate) fn fill_one(
     opened: &Opened,
     into: &Bound<'_, PyAny>,
     fqn: &str,
-    cast: bool,
 ) -> Result<GetReport> {
     let mut lender = Lender::new(into.py())?;
     let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
         Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
     })?;
     let (_, node) = opened.leaf(fqn)?;
+    if !matches!(node, Node::Tensors(_)) {
+        return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
+    }
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
-    let (leaves, _) = compare(vec![leaf], &stored, Allowed { strict: true, cast })?;
+    let (leaves, _) = compare(vec![leaf], &stored, Allowed { strict: false, cast: false })?;
     fill_leaves(into.py(), own, opened, &mut lender, leaves)
+}
+
+/// Whether a leaf is a tensor that can be filled: a scalar of numpy is none.
+fn is_tensor(node: &Node) -> bool {
+    let Node::Tensors(run) = node else { return false };
+    !run[0].meta.flags().contains(TensorFlags::SCALAR)
 }
 
 /// What is stored: dtype and shape as a whole.
@@ -180,7 +196,7 @@ fn compare<'py>(
         kept.push(dtype);
     }
     for (fqn, node) in stored {
-        if matches!(node, Node::Tensors(_)) && !wanted.contains(fqn.as_str()) {
+        if is_tensor(node) && !wanted.contains(fqn.as_str()) {
             differences.unexpected.push(fqn.clone());
             if allowed.strict {
                 wrong.push((fqn, "invalid", format!("`{fqn}` is stored and not in `into`")));
@@ -191,7 +207,8 @@ fn compare<'py>(
         return Err(differs(first.0, &wrong, allowed).into());
     }
     let missing = std::mem::take(&mut differences.missing);
-    let is_stored = |leaf: &Leaf<'_>| !missing.contains(&leaf.fqn);
+    let absent: BTreeSet<&str> = missing.iter().map(String::as_str).collect();
+    let is_stored = |leaf: &Leaf<'_>| !absent.contains(leaf.fqn.as_str());
     let leaves = leaves.into_iter().filter(is_stored).zip(kept).collect();
     Ok((leaves, Differences { missing, ..differences }))
 }
@@ -214,7 +231,7 @@ fn differs(fqn: &str, wrong: &[(&str, &'static str, String)], allowed: Allowed) 
     let advice = if has("SliceMismatch") {
         "give tensors of the stored shapes"
     } else if has("WrongType") && !allowed.cast {
-        "say cast=True if floats may be converted"
+        "give tensors of the stored dtypes; with cast=True get_state_dict converts floats"
     } else if has("WrongType") {
         "give tensors of the stored dtypes: only floats are converted"
     } else {
@@ -227,6 +244,8 @@ fn differs(fqn: &str, wrong: &[(&str, &'static str, String)], allowed: Allowed) 
 #[derive(Default)]
 struct Batch<'py> {
     places: Vec<Place>,
+    /// What they are places of.
+    objects: Vec<Bound<'py, PyAny>>,
     staged: Staged<'py>,
     staged_bytes: u64,
 }
@@ -248,6 +267,7 @@ fn fill_leaves<'py>(
             batch.staged_bytes += bytes.sum::<u64>();
         }
         batch.staged.extend(staged);
+        batch.objects.push(leaf.object);
         let place = |(tensor, part)| Place::new(leaf.fqn.clone(), tensor, part);
         batch.places.extend(lent.into_iter().map(place));
         if batch.staged_bytes >= STAGED_BYTES {
@@ -290,6 +310,7 @@ impl Batch<'_> {
                 copy.call((object, staged), Some(&options))?;
             }
         }
+        py.import("tssd._autograd")?.call_method1("filled", (self.objects,))?;
         Ok(())
     }
 }

@@ -67,7 +67,7 @@ impl OpenVersion {
             let opened = self.opened()?;
             let (_, leaf) = opened.leaf(name)?;
             if !matches!(leaf, Node::Tensors(_)) {
-                return Err(Refusal::new("NotATensor", format!("`{name}` is no tensor")).into());
+                return Err(no_tensor(name).into());
             }
             let reading = Reading::default();
             Version::read_leaf(py, &self.own, &opened, name, region, reading)?.object(py)
@@ -118,7 +118,7 @@ impl OpenVersion {
         let own = slf.get();
         let (_, leaf) = own.opened()?.leaf(name)?;
         let Node::Tensors(run) = leaf else {
-            return Err(Refusal::new("NotATensor", format!("`{name}` is no tensor")).into());
+            return Err(no_tensor(name).into());
         };
         let whole = run[0].place.as_ref().map(|place| place.slice().global_shape());
         let shape = whole.unwrap_or_else(|| run[0].meta.shape()).to_vec();
@@ -228,4 +228,9 @@ impl LeaseSlice {
         let part = self.of.bind(py).get().read(py, &self.name, Some(&region))?;
         Ok(part.get_item(rest)?)
     }
+}
+
+fn no_tensor(name: &str) -> Refusal {
+    Refusal::new("WrongType", format!("`{name}` is no tensor"))
+        .advice("Store.get(key, fqn=...) gives any leaf")
 }

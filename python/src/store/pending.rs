@@ -42,6 +42,20 @@ impl Pending {
     }
 }
 
+/// Nobody waits for it: it goes on all the same, and the connection stays until it is done.
+impl Drop for Pending {
+    fn drop(&mut self) {
+        let waiting = self.waiting.get_mut().ok().and_then(Option::take);
+        if let Some(mut waiting) = waiting {
+            let own = self.own.clone();
+            self.own.runtime.spawn(async move {
+                drop(waiting.done().await);
+                drop(own);
+            });
+        }
+    }
+}
+
 #[pymethods]
 impl Pending {
     /// Waits until readers see the version: all its writers have put theirs. Gives its number.

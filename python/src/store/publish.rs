@@ -5,11 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use tssd_format::Value;
 use tssd_store::{Key, Publisher, PutOptions};
 
 use super::connected::Connected;
+use super::put::own_rank;
 use super::report::put_report;
-use crate::error::Result;
+use crate::error::{Failure, Result};
 use crate::value::take;
 
 /// A version that is put tensor by tensor: see `Store.publish`.
@@ -69,6 +71,11 @@ impl Publishing {
         let entry = taken.dict.entries().iter().next().map(|(_, value)| value.clone());
         let Some(value) = entry else { return Ok(()) };
         let mut publisher = self.publisher()?;
+        if matches!(value, Value::Shards(_)) {
+            let (job, writer) = own_rank(py)?;
+            let identified = open(&mut publisher)?.identify(job, writer).map_err(Failure::from);
+            self.ended(&mut publisher, identified)?;
+        }
         let done = self.own.run(py, None, open(&mut publisher)?.add(name, value));
         self.ended(&mut publisher, done)
     }

@@ -35,6 +35,13 @@ pub(super) fn taken<'py>(
     }
 }
 
+/// The run and the rank of this process, as far as `_ranks.py` finds them.
+pub(super) fn own_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
+    let helper = py.import("tssd._ranks")?;
+    let job: Option<String> = helper.call_method0("job")?.extract()?;
+    Ok((job.map(JobId), helper.call_method0("rank")?.extract()?))
+}
+
 /// What all puts may say.
 pub(super) struct Put<'py> {
     pub(super) version: Option<u64>,
@@ -108,12 +115,9 @@ impl Put<'_> {
             helper()?.call_method1("prove_covered", (ranks,))?;
         }
         if shards.is_some() || options.writers.is_some() {
-            if options.job.is_none() {
-                options.job = helper()?.call_method0("job")?.extract::<Option<_>>()?.map(JobId);
-            }
-            if options.writer.is_none() {
-                options.writer = helper()?.call_method0("rank")?.extract()?;
-            }
+            let (job, writer) = own_rank(py)?;
+            options.job = options.job.or(job);
+            options.writer = options.writer.or(writer);
         }
         Ok(options)
     }

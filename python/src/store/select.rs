@@ -27,13 +27,23 @@ pub(super) fn select(py: Python<'_>, opened: &Opened, names: &Bound<'_, PyAny>) 
 
 /// Says whether anything in a node is chosen.
 fn prune(node: &mut Node, chosen: &mut impl Iterator<Item = bool>) -> bool {
-    let Node::Container(container, children) = node else {
-        return chosen.next().unwrap_or(false);
-    };
-    let kept: Vec<bool> = children.iter_mut().map(|(_, child)| prune(child, chosen)).collect();
-    if matches!(container, Container::Dict | Container::OrderedDict) {
-        let mut kept = kept.iter();
-        children.retain(|_| *kept.next().unwrap_or(&true));
+    match node {
+        Node::Container(Container::Dict | Container::OrderedDict, children) => {
+            children.retain_mut(|(_, child)| prune(child, chosen));
+            !children.is_empty()
+        }
+        Node::Container(_, children) => {
+            let kept: Vec<bool> =
+                children.iter().map(|(_, child)| is_chosen(child, chosen)).collect();
+            kept.contains(&true)
+        }
+        _ => chosen.next().unwrap_or(false),
     }
+}
+
+/// The same, and nothing goes.
+fn is_chosen(node: &Node, chosen: &mut impl Iterator<Item = bool>) -> bool {
+    let Node::Container(_, children) = node else { return chosen.next().unwrap_or(false) };
+    let kept: Vec<bool> = children.iter().map(|(_, child)| is_chosen(child, chosen)).collect();
     kept.contains(&true)
 }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
+use tokio::sync::watch;
 use tssd_store::{Key, Subscription};
 
 use super::connected::Connected;
@@ -14,13 +15,14 @@ use crate::error::Result;
 #[pyclass(frozen, name = "Subscription", module = "tssd")]
 pub(crate) struct Subscribed {
     own: Arc<Connected>,
-    subscription: Mutex<Option<Subscription>>,
+    subscription: Mutex<Subscription>,
+    is_closed: watch::Sender<bool>,
 }
 
 impl Subscribed {
     pub(crate) fn new(own: Arc<Connected>, key: &Key) -> Self {
-        let subscription = Mutex::new(Some(own.store.subscribe(key)));
-        Self { own, subscription }
+        let subscription = Mutex::new(own.store.subscribe(key));
+        Self { own, subscription, is_closed: watch::Sender::new(false) }
     }
 }
 
@@ -34,14 +36,20 @@ impl Subscribed {
     fn __next__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let busy = |_| PyValueError::new_err("another thread waits for it");
         let mut subscription = self.subscription.try_lock().map_err(busy)?;
-        let open = subscription.as_mut().ok_or_else(|| PyStopIteration::new_err(()))?;
-        version_info(py, &self.own.run(py, None, open.next())?)
+        let subscription = &mut *subscription;
+        let mut closing = self.is_closed.subscribe();
+        let next = self.own.run(py, None, async {
+            tokio::select! {
+                biased;
+                _ = closing.wait_for(|is_closed| *is_closed) => Ok(None),
+                info = subscription.next() => info.map(Some),
+            }
+        })?;
+        version_info(py, &next.ok_or_else(|| PyStopIteration::new_err(()))?)
     }
 
-    /// It ends.
-    fn close(&self) -> Result<()> {
-        let busy = |_| PyValueError::new_err("another thread waits for it");
-        *self.subscription.try_lock().map_err(busy)? = None;
-        Ok(())
+    /// It ends, for who waits for it too.
+    fn close(&self) {
+        self.is_closed.send_replace(true);
     }
 }

@@ -183,7 +183,7 @@ impl Version {
                 *run = vec![wanted.tensor(&path, run, Some(region))?];
             }
             (_, Some(_)) => {
-                return Err(Refusal::new("NotATensor", format!("`{fqn}` is no tensor")).into());
+                return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
             }
             (node, None) => wanted.of(&mut path, node)?,
         }

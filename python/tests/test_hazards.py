@@ -1,0 +1,335 @@
+"""Forks, cancelled tasks, odd arrays, daemons that hang: above each test, what went wrong before it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tssd
+import tssd.aio
+from test_store import daemon
+
+torch = pytest.importorskip("torch")
+
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024 - what state dicts have
+
+
+def script(text: str, *arguments: str) -> None:
+    """Runs Python in a process of its own, which may hang."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with daemon(tmp_path / "socket") as url:
+        yield url
+
+
+@pytest.fixture
+def memory() -> tssd.Store:
+    return tssd.Store("memory:")
+
+
+# A fill goes to the copy that storing would take: the caller's array stays as it was, and no error says so.
+@pytest.mark.parametrize(
+    "into",
+    [
+        np.zeros(6, np.float32)[::-1],
+        np.zeros(6, ">f4"),
+        np.zeros(6, np.dtype([("tag", "u1"), ("value", "<f4")]))["value"],
+    ],
+    ids=["backwards", "swapped", "between elements"],
+)
+def test_an_array_of_any_layout_is_filled_or_refused(memory: tssd.Store, into: Any) -> None:
+    stored = np.arange(6, dtype=np.float32)
+    memory.put_state_dict({"a": stored}, "k")
+    try:
+        memory.get_state_dict("k", {"a": into})
+    except (TypeError, ValueError):
+        return
+    assert np.array_equal(into, stored)
+
+
+# A child joins threads of its parent, which were not forked: it hangs for ever.
+@pytest.mark.parametrize("end", ["store.close()", "del store", "sys.exit(0)"])
+def test_a_child_ends_though_its_parent_had_a_store(end: str) -> None:
+    script(
+        f"""
+        import os, signal, sys, tssd
+        store = tssd.Store("memory:")
+        store.put("k", 1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            {end}
+            os._exit(0)
+        sys.exit(os.waitpid(child, 0)[1] != 0)
+        """
+    )
+
+
+# `close` and the end of the PendingPut stop the threads that write: the put is lost, and nobody says so.
+def test_a_put_that_is_not_waited_for_is_not_lost(tmp_path: Path) -> None:
+    store = tssd.Store(str(tmp_path / "store"))
+    pending = store.put_state_dict({"w": torch.ones(20_000_000)}, "k", wait=False)
+    store.close()
+    del pending
+    for _ in range(100):
+        if store.exists("k"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("there is no version")
+
+
+def ends_while_stopped(url: str, call: Callable[[], object]) -> bool:
+    """Whether a call ends within 20 s though the daemon does nothing."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    socket = url.removeprefix("unix:").encode()
+    mine = [pid for pid in pids if socket in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")]
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+        except TimeoutError:
+            ended.set()
+        except ConnectionError:
+            ended.set()
+
+    for pid in mine:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        return ended.wait(20)
+    finally:
+        for pid in mine:
+            os.kill(pid, signal.SIGCONT)
+
+
+# connect_timeout counts for nothing where the daemon accepts and never answers.
+def test_a_connection_to_a_daemon_that_hangs_times_out(url: str) -> None:
+    assert ends_while_stopped(url, lambda: tssd.Store(url, connect_timeout=2))
+
+
+# The second tensor is dropped, and no error says so.
+def test_a_name_is_published_once_or_anew(memory: tssd.Store) -> None:
+    try:
+        with memory.publish("k", bucket_bytes=10) as publisher:
+            publisher.put("w", torch.ones(3))
+            publisher.put("w", torch.full((3,), 2.0))
+    except (KeyError, ValueError):
+        return
+    assert memory.get_state_dict("k")["w"].tolist() == [2, 2, 2]
+
+
+# `publish` asks for the job before it has seen a shard: at the end of the block all that was sent is refused, where
+# put_state_dict agrees on one.
+def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
+    script(
+        """
+        import sys, torch, tssd
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+        mesh = init_device_mesh("cpu", (2,))
+        weight = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        store = tssd.Store(sys.argv[1])
+        assert store.put_state_dict({"w": weight}, "put", version=1).missing == [1]
+        with store.publish("published", version=1) as publisher:
+            publisher.put("w", weight)
+        assert publisher.report.missing == [1]
+        """,
+        str(tmp_path),
+    )
+
+
+# Unlike `copy_`: a backward pass through values that were overwritten gives wrong gradients, and no error.
+def test_autograd_hears_of_a_fill(memory: tssd.Store) -> None:
+    memory.put_state_dict({"w": torch.full((2,), 3.0)}, "k")
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * weight).sum()
+    memory.get_state_dict("k", {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# `tensor_slice` is ignored where `into` is given.
+def test_a_slice_is_got_into_a_tensor(memory: tssd.Store) -> None:
+    whole = torch.arange(16.0).reshape(4, 4)
+    memory.put_state_dict({"w": whole}, "k")
+    part = torch.zeros(2, 2)
+    memory.get("k", part, fqn="w", tensor_slice=tssd.TensorSlice([1, 1], None, [4, 4], [2, 2], []))
+    assert torch.equal(part, whole[1:3, 1:3])
+
+
+# A namedtuple is gone through by index, and stored by field: `p.0` is not stored.
+def test_what_is_in_a_namedtuple_is_filled(memory: tssd.Store) -> None:
+    memory.put_state_dict({"p": Pair(torch.ones(2), torch.ones(3))}, "k")
+    into = {"p": Pair(torch.zeros(2), torch.zeros(3))}
+    memory.get_state_dict("k", into)
+    assert into["p"].x.sum() == 2
+
+
+# A scalar of numpy is stored as a tensor, and is none in `into`: the dict that was put does not fit its own version.
+def test_a_dict_with_scalars_of_numpy_is_filled(memory: tssd.Store) -> None:
+    state = {"w": torch.ones(2), "lr": np.float64(0.5)}
+    memory.put_state_dict(state, "k")
+    memory.get_state_dict("k", into=state)
+
+
+# "Nothing was written": torch refuses the staged copy when other tensors are full already, with an error of its own.
+def test_a_cast_into_an_expanded_tensor_is_refused_before_anything_is_written(memory: tssd.Store) -> None:
+    memory.put_state_dict({"a": torch.ones(4), "b": torch.ones(4)}, "k")
+    into = {"a": torch.zeros(4), "b": torch.zeros(1, dtype=torch.bfloat16).expand(4)}
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        memory.get_state_dict("k", into, cast=True)
+    assert not into["a"].any() and isinstance(caught.value, tssd.TssdError)
+
+
+# New memory is made on torch's default device: empty tensors come on it, and a cast fails.
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_default_device_changes_nothing(memory: tssd.Store, cast: bool) -> None:
+    memory.put_state_dict({"w": torch.ones(4), "empty": torch.ones(0, 3), "part": torch.ones(4, 4)[:, ::2]}, "k")
+    into = {"w": torch.zeros(4, dtype=torch.bfloat16), "empty": torch.zeros(0, 3), "part": torch.zeros(4, 2)}
+    with torch.device("meta"):
+        got = memory.get_state_dict("k", into, cast=True) if cast else memory.get_state_dict("k")
+    assert {tensor.device.type for tensor in got.values()} == {"cpu"}
+    assert (got["w"] == 1).all() and (got["part"] == 1).all()
+
+
+# A subscription cannot be closed while somebody waits for it, which is when one wants to.
+def test_closing_a_subscription_ends_its_loop(url: str) -> None:
+    store = tssd.Store(url)
+    subscription = store.subscribe("k")
+    seen: list[list[Any]] = []
+    follower = threading.Thread(target=lambda: seen.append(list(subscription)), daemon=True)
+    follower.start()
+    time.sleep(0.3)
+    subscription.close()
+    follower.join(20)
+    assert seen == [[]]
+
+
+def test_closing_a_subscription_ends_its_loop_in_asyncio() -> None:
+    async def main() -> None:
+        subscription = tssd.aio.Store("memory:").subscribe("k")
+
+        async def follow() -> None:
+            async for _ in subscription:
+                pass
+
+        following = asyncio.create_task(follow())
+        await asyncio.sleep(0.3)
+        subscription.close()
+        await asyncio.wait_for(following, 10)
+
+    asyncio.run(main())
+
+
+# What `put_batch` gives is not wrapped: these are the PendingPuts of tssd, which block the loop.
+def test_the_pending_puts_of_a_batch_are_awaitable() -> None:
+    async def main() -> None:
+        store = tssd.aio.Store("memory:")
+        pending: Any = await store.put_batch({"a": torch.ones(1), "b": torch.ones(1)}, wait=False)
+        assert [await each.visible() for each in pending] == [1, 1]
+
+    asyncio.run(main())
+
+
+# All threads wait for a version, and none is left for the put of it.
+def test_any_number_of_waits_leaves_room_for_the_put() -> None:
+    script(
+        """
+        import asyncio, tssd.aio
+        async def main():
+            store = tssd.aio.Store("memory:")
+            waits = [asyncio.ensure_future(store.wait_for_version("k", 1)) for _ in range(300)]
+            await asyncio.sleep(0)
+            await asyncio.wait_for(store.put("k", 1), 20)
+            await asyncio.wait_for(asyncio.gather(*waits), 20)
+        asyncio.run(main())
+        """
+    )
+
+
+# "What it would have filled is left alone when the await has ended": not if it is cancelled once more meanwhile.
+def test_a_task_that_is_cancelled_twice_still_waits_for_its_thread() -> None:
+    async def main() -> None:
+        ended: list[bool] = []
+
+        def work() -> None:
+            time.sleep(0.5)
+            ended.append(True)
+
+        task = asyncio.ensure_future(tssd.aio._run(work))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended
+
+    asyncio.run(main())
+
+
+# "Lists and tuples come whole, if anything in them is wanted": the dicts in them are pruned.
+def test_a_list_comes_whole(memory: tssd.Store) -> None:
+    memory.put_state_dict({"layers": [{"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1)}]}, "k")
+    got = memory.get_state_dict("k", names=["layers.0.a"])
+    assert [set(layer) for layer in got["layers"]] == [{"a", "b"}, {"a"}]
+
+
+# Tied views come apart, and what is expanded is stored as often as it is seen.
+def test_a_cast_keeps_ties_and_strides_of_zero(memory: tssd.Store) -> None:
+    base = torch.randn(4, 4)
+    memory.put_state_dict({"w": base, "t": base.T}, "k", transfer_dtype=torch.bfloat16)
+    got = memory.get_state_dict("k")
+    assert got["w"].untyped_storage().data_ptr() == got["t"].untyped_storage().data_ptr()
+    expanded = torch.ones(1, 3).expand(100_000, 3)
+    assert memory.put_state_dict({"w": expanded}, "k", transfer_dtype=torch.bfloat16).bytes < 100_000
+
+
+# The message is that of an enum of Rust, "failed to extract enum Which ('Lease | Number')", and is no TssdError.
+@pytest.mark.parametrize("version", [-1, "3", 1.0])
+def test_what_is_no_version_is_said_so(memory: tssd.Store, version: Any) -> None:
+    memory.put_state_dict({"w": torch.ones(1)}, "k")
+    with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+        memory.get_state_dict("k", version=version)
+    assert "Which" not in str(caught.value)
+
+
+# Advice that cannot be followed: `get` has no `strict`, a store has no `load_file`.
+def test_advice_is_about_the_call(memory: tssd.Store) -> None:
+    memory.put("text", "abc")
+    with pytest.raises(tssd.TssdError) as caught:
+        memory.get("text", torch.zeros(3))
+    assert "strict" not in str(caught.value)
+    memory.put_state_dict({"s": "abc"}, "k")
+    with memory.open("k") as opened, pytest.raises(tssd.TssdError) as caught:
+        opened.get_tensor("s")
+    assert "load_file" not in str(caught.value)
+
+
+# A str is gone through by characters: the key `p` is missed.
+def test_one_key_is_no_batch(memory: tssd.Store) -> None:
+    memory.put("policy", torch.ones(1))
+    with pytest.raises(TypeError):
+        memory.get_batch("policy")

@@ -18,25 +18,30 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    FileSystemReader,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._errors import TssdError, TssdKeyError, make
+from ._errors import TssdKeyError, make
+from ._reports import PutReport
 from ._tssd import OpenVersion, Store, load, save
 
 __all__ = ["TssdReader", "TssdWriter"]
@@ -158,20 +163,19 @@ class TssdWriter(_Place, StorageWriter):
         for item in plan.items:
             name = item.index.fqn
             data = planner.resolve_data(item)
-            if item.tensor_data is None:
-                assert isinstance(data, io.BytesIO)
+            if isinstance(data, io.BytesIO):
                 leaves[name] = data.getvalue()
                 size = len(leaves[name])
             else:
-                assert isinstance(data, torch.Tensor)
                 leaves[name] = data.detach()
                 size = data.nbytes
+            # A shard stays one if it is all of the tensor: other ranks may have empty ones.
+            if item.type is WriteItemType.SHARD:
+                assert item.tensor_data is not None
                 shapes[name] = item.tensor_data.size
-                boxes.setdefault(name, []).append((data.detach(), item.tensor_data.chunk.offsets))
+                boxes.setdefault(name, []).append((leaves[name], item.tensor_data.chunk.offsets))
             results.append(WriteResult(item.index, size, None))
-        for name, its_boxes in boxes.items():
-            if leaves[name].shape != shapes[name]:
-                leaves[name] = _Sharded(its_boxes, shapes[name])
+        leaves.update((name, _Sharded(its_boxes, shapes[name])) for name, its_boxes in boxes.items())
         self._put(leaves, plan.storage_data)
         return _done(results)
 
@@ -191,9 +195,9 @@ class TssdWriter(_Place, StorageWriter):
             message = f"version {report.version} lacks what ranks {report.missing} should have put"
             raise make("invalid", "", message, None, None, None, None, self._key(self._rank), report.version)
 
-    def _put(self, leaves: dict[str, Any], part: _Part) -> Any:
+    def _put(self, leaves: dict[str, Any], part: _Part) -> PutReport:
         with Store(self._path_or_url) as store:
-            return store.put_state_dict(
+            report: PutReport = store.put_state_dict(
                 leaves,
                 self._key(self._rank),
                 job=part.job,
@@ -201,6 +205,7 @@ class TssdWriter(_Place, StorageWriter):
                 writers=part.writers,
                 durability=self._durability,
             )
+        return report
 
 
 def _prove_new(plans: Iterable[SavePlan]) -> None:
@@ -297,6 +302,9 @@ class TssdReader(_Place, StorageReader):
                 planner.load_bytes(item, io.BytesIO(stored))
             else:
                 target = planner.resolve_tensor(item).detach()
+                if target.shape != item.lengths:
+                    message = f"the tensor to fill has shape {tuple(target.shape)}, not {tuple(item.lengths)}"
+                    raise make("invalid", "", message, name, None, None, None, version.key, int(version))
                 targets.append((item, target))
                 # The one chunk of a tensor begins where the tensor does.
                 boxes.setdefault(name, []).append((target, item.storage_offsets))
@@ -364,8 +372,10 @@ class _Sharded(torch.Tensor):
         return [local for local, _ in self._boxes]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{function} of a tensor that is not all here")
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} of a tensor that is not all here")
 
 
 def _done(value: Any) -> Future[Any]:

@@ -33,7 +33,8 @@ def state(seed: int) -> dict[str, Any]:
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "nested": {"list": [seed, torch.rand(2), {"text": f"run {seed}"}], "tuple": (seed, None), "deep": {"er": seed}},
+        "nested": {"list": [seed, torch.rand(2), {"text": f"run {seed}"}], "tuple": (seed, None)},
+        "deep": {"er": {"est": seed}},
         "scalar": torch.tensor(float(seed)),
         "empty": torch.zeros(0, 3),
         "bfloat16": torch.rand(3).bfloat16(),
@@ -131,9 +132,8 @@ def test_what_a_store_has_dcp_loads(path: str) -> None:
 def test_the_command_shows_it(path: str) -> None:
     dcp.save({"model": {"weight": torch.rand(3, 2)}}, storage_writer=TssdWriter(path))
     folder = next(Path(path).glob("checkpoint/*/manifest.tssd")).parent
-    shown = subprocess.run(
-        [os.environ.get("TSSD_BIN", "tssd"), "inspect", str(folder)], capture_output=True, text=True, check=True
-    )
+    command = [os.environ.get("TSSD_BIN", "tssd"), "inspect", str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "model.weight" in shown.stdout and "[3, 2]" in shown.stdout
 
 

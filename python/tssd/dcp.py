@@ -3,8 +3,8 @@
     dcp.save(state_dict, storage_writer=TssdWriter("checkpoints"))
     dcp.load(state_dict, storage_reader=TssdReader("checkpoints"))
 
-A checkpoint is a version of a key: a flat state dict with a tensor for each fqn, which `Store.get_state_dict` gives in
-whatever sharding is wanted. What DCP does not take for a tensor is there as bytes, which DCP alone reads.
+A checkpoint is a version of a key: a flat state dict with a tensor for each fqn, which `Store.get_state_dict`
+gives in whatever sharding is wanted. What DCP does not take for a tensor is there as bytes, which DCP alone reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["TssdReader", "TssdWriter"]
 
 _PathOrUrl = str | os.PathLike[str]
 
-# The leaf with what the index does not say: an archive that names the byte items, and has what planners noted.
+# The leaf with what the index does not say: an archive that names the byte items and has what planners noted.
 _NOTES = ".metadata"
 
 
@@ -92,7 +92,7 @@ class _Part:
 
 
 class TssdWriter(_Place, StorageWriter):
-    """Writes checkpoints of DCP: `dcp.save(state_dict, storage_writer=TssdWriter(path))`, and `dcp.async_save`.
+    """Writes checkpoints of DCP: `dcp.save(state_dict, storage_writer=TssdWriter(path))`, or `dcp.async_save`.
 
     Each save is a new version. Readers see it when all ranks have written it, and until then the one before.
 
@@ -216,7 +216,7 @@ def _prove_new(plans: Iterable[SavePlan]) -> None:
 
 
 class TssdReader(_Place, StorageReader):
-    """Reads checkpoints of DCP: `dcp.load(state_dict, storage_reader=TssdReader(path))`, in any sharding.
+    """Reads checkpoints of DCP in any sharding: `dcp.load(state_dict, storage_reader=TssdReader(path))`.
 
     The tensors of what `Store.put_state_dict` put are read as well, by their fqns. Floating tensors are cast;
     others must have the dtype that is stored.
@@ -293,21 +293,20 @@ class TssdReader(_Place, StorageReader):
             TssdError: as `Store.get_state_dict`.
         """
         store, version = self._held()
+        byte_items = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         boxes: dict[str, list[_Box]] = {}
         for item in plan.items:
-            name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                stored: bytes = store.get(version.key, fqn=name, version=version)
-                planner.load_bytes(item, io.BytesIO(stored))
-            else:
-                target = planner.resolve_tensor(item).detach()
-                if target.shape != item.lengths:
-                    message = f"the tensor to fill has shape {tuple(target.shape)}, not {tuple(item.lengths)}"
-                    raise make("invalid", "", message, name, None, None, None, version.key, int(version))
-                targets.append((item, target))
-                # The one chunk of a tensor begins where the tensor does.
-                boxes.setdefault(name, []).append((target, item.storage_offsets))
+                continue
+            name = item.storage_index.fqn
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != item.lengths:
+                message = f"the tensor to fill has shape {tuple(target.shape)}, not {tuple(item.lengths)}"
+                raise make("invalid", "", message, name, None, None, None, version.key, int(version))
+            targets.append((item, target))
+            # The one chunk of a tensor begins where the tensor does.
+            boxes.setdefault(name, []).append((target, item.storage_offsets))
         into = {
             name: _Sharded(its_boxes, torch.Size(version.get_slice(name).get_shape()))
             for name, its_boxes in boxes.items()
@@ -315,6 +314,10 @@ class TssdReader(_Place, StorageReader):
         store.get_state_dict(version.key, into, version=version, strict=False, cast=True)
         for item, target in targets:
             planner.commit_tensor(item, target)
+        names = [item.storage_index.fqn for item in byte_items]
+        stored: dict[str, bytes] = store.get_state_dict(version.key, version=version, names=names)
+        for item in byte_items:
+            planner.load_bytes(item, io.BytesIO(stored[item.storage_index.fqn]))
         self._close()
         return _done(None)
 
@@ -358,7 +361,9 @@ class _Sharded(torch.Tensor):
     @staticmethod
     def __new__(cls, boxes: list[_Box], shape: torch.Size) -> _Sharded:
         local = boxes[0][0]
-        made: _Sharded = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made: _Sharded = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device
+        )
         made._boxes = boxes
         return made
 
@@ -370,6 +375,9 @@ class _Sharded(torch.Tensor):
 
     def local_shards(self) -> list[torch.Tensor]:
         return [local for local, _ in self._boxes]
+
+    # What torch makes of it by itself, where it has a dispatch of its own.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -4,7 +4,7 @@
     dcp.load(state_dict, storage_reader=TssdReader("checkpoints"))
 
 A checkpoint is a version of a key: a flat state dict with a tensor for each fqn, which `Store.get_state_dict`
-gives in whatever sharding is wanted. What DCP does not take for a tensor is there as bytes, which DCP alone reads.
+gives in whatever sharding is wanted. What is no tensor to DCP is there as bytes, which DCP alone reads.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Part:
 
 
 class TssdWriter(_Place, StorageWriter):
-    """Writes checkpoints of DCP: `dcp.save(state_dict, storage_writer=TssdWriter(path))`, or `dcp.async_save`.
+    """Writes checkpoints of DCP: `dcp.save(state_dict, storage_writer=TssdWriter(path))`; `async_save`.
 
     Each save is a new version. Readers see it when all ranks have written it, and until then the one before.
 
@@ -222,8 +222,8 @@ class TssdReader(_Place, StorageReader):
     others must have the dtype that is stored.
 
     Args:
-        path_or_url: a directory, or an address that `tssd.Store` takes. The `checkpoint_id` of a load replaces
-            it.
+        path_or_url: a directory, or an address that `tssd.Store` takes. The `checkpoint_id` of a load
+            replaces it.
         key: the name of the checkpoint in that store.
         version: the number of the version; None: the newest.
     """

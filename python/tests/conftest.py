@@ -10,7 +10,15 @@ import pytest
 collect_ignore = (
     []
     if importlib.util.find_spec("torch")
-    else ["test_torch.py", "test_distributed.py", "test_oracles.py", "test_store_ranks.py", "test_store_torch.py", "test_examples.py"]
+    else [
+        "test_dcp.py",
+        "test_distributed.py",
+        "test_examples.py",
+        "test_oracles.py",
+        "test_store_ranks.py",
+        "test_store_torch.py",
+        "test_torch.py",
+    ]
 )
 
 

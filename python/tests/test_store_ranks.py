@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 from test_store import daemon
 
-RANKS = 8
-
 
 @pytest.mark.parametrize("place", ["daemon", "directory"])
 def test_what_is_put_in_one_sharding_is_got_in_every_other(tmp_path: Path, place: str) -> None:
     if place == "directory":
-        return run(tmp_path, str(tmp_path / "store"))
+        return run("store_ranks.py", 8, tmp_path, str(tmp_path / "store"))
     with daemon(tmp_path / "socket") as url:
-        run(tmp_path, url)
+        run("store_ranks.py", 8, tmp_path, url)
 
 
-def run(folder: Path, url: str) -> None:
-    script = Path(__file__).with_name("store_ranks.py")
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), str(RANKS)]
-    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
+def run(script: str, count: int, folder: Path, url: str) -> None:
+    """Runs a script in so many processes; each exits with 0 if all its checks hold."""
+    path = Path(__file__).with_name(script)
+    command = [sys.executable, "-W", "ignore", str(path), str(folder), str(count)]
+    logs = [folder / f"{rank}.log" for rank in range(count)]
     ranks = []
     try:
         for rank, log in enumerate(logs):
@@ -39,7 +38,7 @@ def run(folder: Path, url: str) -> None:
             assert not failed, failed[0]
             assert time.monotonic() < end, [log.read_text()[-2000:] for log in logs]
             time.sleep(0.1)
-        assert [rank.returncode for rank in ranks] == [0] * RANKS, [log.read_text() for log in logs]
+        assert [rank.returncode for rank in ranks] == [0] * count, [log.read_text() for log in logs]
     finally:
         for each in ranks:
             each.kill()

@@ -109,7 +109,7 @@ _STORE: dict[str, tuple[type[TssdError], str | None]] = {
     "not_found": (TssdKeyError, None),
     "invalid": (TssdValueError, None),
     "refused": (TssdValueError, None),
-    "rejected": (TssdValueError, "mend the state dicts, then put again in every writer"),
+    "rejected": (TssdValueError, None),
     "corrupt": (TssdCorruptError, "get another version, or put it again"),
     "busy": (TssdTimeoutError, "try again later"),
     "timeout": (TssdTimeoutError, None),

@@ -1,0 +1,98 @@
+"""An engine answers requests, and takes new weights between two of them as soon as a trainer has published some.
+
+    export TSSD_STORE=unix:receiver-$$  # all that the two share; the first process starts a daemon
+    python examples/receiver.py train &
+    python examples/receiver.py serve
+
+`Engine.load_weights` has the shape of vLLM's and SGLang's: it takes (name, tensor) pairs, copies each to
+where the engine has it, and says what it has loaded. To follow a store, an engine needs `update`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+import torch
+import tssd
+from torch import Tensor, nn
+
+KEY, STEPS = "policy", 5
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.version = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        mine = self.model.state_dict()
+        loaded = set()
+        for name, tensor in weights:
+            mine[name].copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+    @torch.no_grad()
+    def answer(self, prompt: Tensor) -> Tensor:
+        return torch.as_tensor(self.model(prompt))
+
+
+def update(engine: Engine, store: tssd.Store) -> None:
+    """Loads the newest version, if the engine has another. What was replaced before it came to it, it never reads."""
+    newest = store.head(KEY)
+    if newest is None or newest.version == engine.version:
+        return
+    # The version stays there while it is open. Its tensors come one by one, as views of shared memory.
+    with store.open(KEY) as version:
+        loaded = engine.load_weights(version.items())
+        engine.version = int(version)
+    missing = engine.model.state_dict().keys() - loaded
+    if missing:
+        raise KeyError(f"version {engine.version} does not have what the engine needs: {missing}")
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64)).to(torch.bfloat16)
+
+
+def requests() -> Iterator[Tensor]:
+    while True:
+        yield torch.randn(2, 64, dtype=torch.bfloat16)
+
+
+def serve(store: tssd.Store) -> None:
+    engine, reported, answered = Engine(), 0, 0
+    # Until there are weights, there is nothing to answer with.
+    store.wait_for_version(KEY, 1, timeout=120).close()
+    for request in requests():
+        # Between two requests: none sees weights of two versions.
+        update(engine, store)
+        answer = engine.answer(request)
+        answered += 1
+        if engine.version != reported:
+            reported = engine.version
+            store.put_state_dict({"request": request, "answer": answer}, "answers", version=reported)
+        if reported == STEPS:
+            break
+    print(f"{answered} requests answered, with {STEPS} versions")
+
+
+def train(store: tssd.Store) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, STEPS + 1):
+        model(torch.randn(8, 64, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        store.put_state_dict(model.state_dict(), KEY, version=step)
+
+        with store.wait_for_version("answers", step, timeout=120) as lease, torch.no_grad():
+            seen = store.get_state_dict("answers", version=lease)
+            assert int(lease) == step and torch.equal(seen["answer"], model(seen["request"]))
+    for key in store.keys():
+        store.delete(key)  # a daemon that nobody started by hand ends when it holds nothing
+
+
+if __name__ == "__main__":
+    with tssd.Store() as store:
+        {"train": train, "serve": serve}[sys.argv[1]](store)

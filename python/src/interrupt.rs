@@ -52,7 +52,8 @@ impl Interrupt {
             }
             *due = Instant::now() + EVERY;
         }
-        Ok(Python::attach(|py| py.check_signals())?)
+        // An interpreter that is at its end has no more signals.
+        Ok(Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()))?)
     }
 }
 

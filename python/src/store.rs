@@ -662,36 +662,26 @@ impl Store {
     ) -> Result<OpenVersion> {
         let (py, (own, name)) = (key.py(), self.of(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
-        let opened = own.run(py, timeout, async {
+        let patience = timeout.map_or(Ok(forever), seconds)?;
+        let opened = own.run(py, None, async {
             loop {
-                own.store.wait_for_version(&name, version, forever).await?;
+                let waited = own.store.wait_for_version(&name, version, patience).await;
+                if let Err(error) = &waited
+                    && error.kind() == ErrorKind::NotFound
+                {
+                    return Ok(Err(Refusal::new("timeout", error.to_string())));
+                }
+                waited?;
                 // Meanwhile it may be deleted, or the key rewound.
                 match own.store.open(&name, &GetOptions::default()).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     Ok(opened) if opened.version() < version => {}
-                    opened => return opened,
+                    opened => return opened.map(Ok),
                 }
             }
         });
-        let late = |error: Failure| -> Result<Failure> {
-            if !error.is_timeout() {
-                return Ok(error);
-            }
-            let newest = own.run(py, None, own.store.head(&name))?;
-            let newest = newest.map_or_else(
-                || "there is none".to_owned(),
-                |info| format!("the newest is {}", info.number),
-            );
-            let waited = timeout.unwrap_or_default();
-            let text = format!(
-                "key `{name}`: version {version} has not come within {waited} seconds; {newest}"
-            );
-            Ok(Refusal::new("timeout", text).into())
-        };
-        let opened = match opened {
-            Ok(opened) => opened,
-            Err(error) => return Err(late(error)?.of_key(name.as_str(), Some(version))),
-        };
+        let opened = opened.and_then(|opened| opened.map_err(Failure::from));
+        let opened = opened.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
         OpenVersion::new(py, own, name, Arc::new(opened), None)
     }
 

@@ -333,3 +333,31 @@ def test_one_key_is_no_batch(memory: tssd.Store) -> None:
     memory.put("policy", torch.ones(1))
     with pytest.raises(TypeError):
         memory.get_batch("policy")
+
+
+# Whoever stopped waiting was waited with for ever, until the daemon listened to that connection no more.
+def test_waits_that_ended_are_forgotten(url: str) -> None:
+    store = tssd.Store(url)
+    store.put("k", 1)
+    assert int(store.wait_for_version("k", 1, timeout=0)) == 1
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            store.wait_for_version("k", 2, timeout=0.001)
+    head = store.head("k")
+    assert head is not None and head.version == 1
+
+
+# A thread that waits asked an interpreter that was gone for signals.
+@pytest.mark.skipif(sys.platform != "linux", reason="libc.so.6")
+def test_a_thread_that_waits_does_not_hurt_the_end_of_its_process() -> None:
+    for call in ("wait_for_version('k', 1)", "subscribe('k').__next__()"):
+        script(
+            f"""
+            import ctypes, threading, time, tssd
+            libc = ctypes.CDLL(None)  # the process ends 300 ms after its interpreter
+            libc.__cxa_atexit(ctypes.cast(libc.usleep, ctypes.c_void_p), ctypes.c_void_p(300_000), None)
+            store = tssd.Store("memory:")
+            threading.Thread(target=lambda: store.{call}, daemon=True).start()
+            time.sleep(0.2)
+            """
+        )

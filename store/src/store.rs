@@ -69,8 +69,9 @@ struct Inner {
     calls: Calls,
 }
 
-/// After this time somebody who waits for a version asks again.
-const SUBSCRIPTION: Duration = Duration::from_mins(10);
+/// After this time somebody who waits for a version asks again: whoever has stopped waiting is not waited with
+/// for much longer.
+const TURN: Duration = Duration::from_secs(1);
 
 /// Of how many keys' versions something is known.
 const MAX_KNOWN: usize = 16;
@@ -545,9 +546,10 @@ impl Store {
                 deadline.saturating_duration_since(Instant::now())
             });
             let id = seen.as_ref().map(|info| info.id);
-            match self.0.controller.newer(key, id, left).await? {
+            match self.0.controller.newer(key, id, left.min(TURN)).await? {
                 Some(info) if info.number >= version => return Ok(info),
                 Some(info) => seen = Some(info),
+                None if left > TURN => {}
                 None => {
                     let newest = match seen {
                         Some(info) => format!("the newest is {}", info.number),
@@ -665,7 +667,7 @@ impl Subscription {
     /// As [`Store::versions`].
     pub async fn next(&mut self) -> Result<VersionInfo> {
         loop {
-            let newer = self.store.0.controller.newer(&self.key, self.seen, SUBSCRIPTION).await?;
+            let newer = self.store.0.controller.newer(&self.key, self.seen, TURN).await?;
             if let Some(info) = newer {
                 self.seen = Some(info.id);
                 return Ok(info);

@@ -1,7 +1,6 @@
 //! Plain tensors and arrays: what becomes of them on their way into a store, or when they are filled.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,6 +9,7 @@ use tssd_format::{Dtype, Tensor, TensorFlags};
 
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
+use crate::tensor::Copies;
 use crate::torch::Torch;
 
 /// What plain tensors are taken for.
@@ -24,8 +24,8 @@ pub(crate) enum Purpose<'py> {
 pub(crate) struct Transfer<'py> {
     dtype: Dtype,
     keeps: Bound<'py, PyAny>,
-    /// What was cast, by what it was: tied tensors stay tied.
-    cast: RefCell<BTreeMap<String, Bound<'py, PyAny>>>,
+    /// What was cast: tied tensors stay tied.
+    cast: Copies<'py>,
 }
 
 impl<'py> Transfer<'py> {
@@ -42,7 +42,7 @@ impl<'py> Transfer<'py> {
         })?;
         let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
         let keeps = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
-        Ok(Self { dtype, keeps, cast: RefCell::default() })
+        Ok(Self { dtype, keeps, cast: Copies::default() })
     }
 
     fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
@@ -62,7 +62,7 @@ impl<'py> Transfer<'py> {
         let wanted = plain.call_method0("numel")?.extract::<u64>()?.saturating_mul(itemsize);
         if !stored.is_multiple_of(itemsize) || stored > wanted.saturating_mul(2) {
             let cast = || Ok(plain.call_method1("to", (target,))?);
-            return self.once(Torch::place_of(&plain)?, cast);
+            return self.cast.once(&plain, Torch::place_of(&plain)?, cast);
         }
         let offset = plain.call_method0("storage_offset")?;
         let place = format!(
@@ -75,23 +75,9 @@ impl<'py> Transfer<'py> {
             let flat = plain.call_method1("as_strided", ((stored / itemsize,), (1,), 0))?;
             Ok(flat.call_method1("to", (target,))?)
         };
-        let flat = self.once(place, cast)?;
+        let flat = self.cast.once(&plain, place, cast)?;
         let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
         Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
-    }
-
-    fn once(
-        &self,
-        place: String,
-        cast: impl FnOnce() -> Result<Bound<'py, PyAny>>,
-    ) -> Result<Bound<'py, PyAny>> {
-        let mut known = self.cast.borrow_mut();
-        if let Some(known) = known.get(&place) {
-            return Ok(known.clone());
-        }
-        let cast = cast()?;
-        known.insert(place, cast.clone());
-        Ok(cast)
     }
 }
 
@@ -181,7 +167,7 @@ impl<'py> Purpose<'py> {
                 }
                 let target = numpy.dtype(transfer.dtype)?;
                 let cast = || Ok(array.call_method1("astype", (target,))?);
-                numpy.take(&transfer.once(Numpy::place_of(array)?, cast)?, flags)
+                numpy.take(&transfer.cast.once(array, Numpy::place_of(array)?, cast)?, flags)
             }
             Self::Fill(filling) => {
                 let dtype = numpy.dtype_of(&array.getattr("dtype")?)?;

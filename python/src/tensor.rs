@@ -1,6 +1,9 @@
 //! Tensors of either framework.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use pyo3::prelude::*;
 use tssd_format::{Storage, Tensor, TensorMeta};
@@ -40,4 +43,32 @@ pub(crate) unsafe fn borrowed(meta: TensorMeta, start: usize, owner: Py<PyAny>) 
     let start = std::ptr::with_exposed_provenance(start);
     let bytes = Bytes::from_owner(Borrowed { start, len, _owner: owner });
     Ok(Tensor::new(meta, bytes.into(), 0)?)
+}
+
+/// What was made of tensors, by where they lie: of the same memory it is made once.
+#[derive(Default)]
+pub(crate) struct Copies<'py>(RefCell<BTreeMap<String, Copied<'py>>>);
+
+struct Copied<'py> {
+    copy: Bound<'py, PyAny>,
+    /// Without it, its address might be another's.
+    _source: Bound<'py, PyAny>,
+}
+
+impl<'py> Copies<'py> {
+    /// What was made of the tensor at this place, or is now.
+    pub(crate) fn once(
+        &self,
+        source: &Bound<'py, PyAny>,
+        place: String,
+        make: impl FnOnce() -> Result<Bound<'py, PyAny>>,
+    ) -> Result<Bound<'py, PyAny>> {
+        if let Some(known) = self.0.borrow().get(&place) {
+            return Ok(known.copy.clone());
+        }
+        let copy = make()?;
+        let copied = Copied { copy: copy.clone(), _source: source.clone() };
+        self.0.borrow_mut().insert(place, copied);
+        Ok(copy)
+    }
 }

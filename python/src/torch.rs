@@ -1,7 +1,7 @@
 //! torch's tensors to tensors and back, without a copy.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to torch")]
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::OnceCell;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
 use crate::dlpack::capsule;
 use crate::error::{Refusal, Result};
 use crate::memory::Block;
-use crate::tensor::borrowed;
+use crate::tensor::{Copies, borrowed};
 
 /// The module torch, and what of it is needed again and again.
 pub(crate) struct Torch<'py> {
@@ -22,8 +22,8 @@ pub(crate) struct Torch<'py> {
     strided: Bound<'py, PyAny>,
     /// By code; none that this torch lacks.
     dtypes: Vec<Option<Bound<'py, PyAny>>>,
-    /// What was copied from devices: where it lies there, and here.
-    copies: RefCell<Vec<(String, Bound<'py, PyAny>)>>,
+    /// What was copied from devices.
+    copies: Copies<'py>,
 }
 
 impl<'py> Torch<'py> {
@@ -51,7 +51,7 @@ impl<'py> Torch<'py> {
             from_dlpack: OnceCell::new(),
             strided: module.getattr("strided")?,
             dtypes,
-            copies: RefCell::default(),
+            copies: Copies::default(),
             module,
         })
     }
@@ -208,14 +208,8 @@ impl<'py> Torch<'py> {
 
     /// A tensor of another device as one of the host. Equal views of one storage become one copy.
     fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        let place = Self::place_of(tensor)?;
-        let mut copies = self.copies.borrow_mut();
-        if let Some((_, copy)) = copies.iter().find(|(other, _)| *other == place) {
-            return Ok(copy.clone());
-        }
-        let copy = tensor.call_method0("detach")?.call_method0("cpu")?;
-        copies.push((place, copy.clone()));
-        Ok(copy)
+        let copy = || Ok(tensor.call_method0("detach")?.call_method0("cpu")?);
+        self.copies.once(tensor, Self::place_of(tensor)?, copy)
     }
 
     /// Memory as a tensor of bytes.

@@ -89,7 +89,6 @@ impl Drop for Lent {
 
 /// A storage in memory that its owner alone sees, and may write to: nobody else sees what he writes, in this
 /// process or another, and no later read does. It holds the version that it is of.
-#[derive(Clone)]
 pub struct Private {
     map: Arc<Held>,
     range: Range<usize>,
@@ -114,7 +113,7 @@ impl Held {
 }
 
 impl Private {
-    /// Its first byte. All of them are initialised, and stay there as long as this or a clone of it does.
+    /// Its first byte. All of them are initialised, and stay there as long as this does.
     pub fn as_mut_ptr(&self) -> *mut u8 {
         let map = self.map.map.map.as_ref().expect("it is taken when it is dropped");
         map.as_mut_ptr().wrapping_add(self.range.start)

@@ -202,8 +202,11 @@ impl Version {
         wanted.storages.dedup();
         let storages = &wanted.storages;
         let (seen, copied, stored) = own.run(py, timeout, async {
-            let seen: Vec<Option<Private>> =
-                if copy { vec![None; storages.len()] } else { opened.private(storages).await? };
+            let seen: Vec<Option<Private>> = if copy {
+                storages.iter().map(|_| None).collect()
+            } else {
+                opened.private(storages).await?
+            };
             let is_copied = |(_, private): &(&u32, &Option<Private>)| private.is_none();
             let copied = storages.iter().zip(&seen).filter(is_copied);
             let copied: Vec<u32> = copied.map(|(number, _)| *number).collect();

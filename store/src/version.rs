@@ -22,7 +22,7 @@ use crate::ledger::{Digest, VersionId};
 use crate::plan::Copy;
 use crate::private::{Held, Private};
 use crate::route::Route;
-use crate::volume::{Archived, Boxed, Far, Holder, Proof};
+use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof};
 
 /// Archives of fewer bytes are sooner copied than mapped.
 const PRIVATE_MIN: u64 = 256 << 10;
@@ -315,15 +315,12 @@ impl OpenVersion {
         Ok(private)
     }
 
-    /// How many bytes an archive has.
-    fn len_of(&self, shard: u32) -> u64 {
-        self.manifest.shards()[native(u64::from(shard))].file_len
-    }
-
     /// An archive in memory of one reader alone, and the byte of the memory that it begins at.
     fn lent(&self, shard: u32) -> Result<Option<(Arc<Held>, u64)>> {
         let archive = &self.archives[native(u64::from(shard))];
-        let near = archive.near().filter(|_| self.len_of(shard) >= PRIVATE_MIN);
+        let is_worth_it =
+            |near: &&Near| near.blob.bytes().is_some_and(|bytes| wide(bytes.len()) >= PRIVATE_MIN);
+        let near = archive.near().filter(is_worth_it);
         let Some((near, (maps, start))) = near.and_then(|near| Some((near, near.maps.as_ref()?)))
         else {
             return Ok(None);

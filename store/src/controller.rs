@@ -24,8 +24,8 @@ use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
-pub(crate) use local::{LocalController, Place, archives, digest, folder};
-pub(crate) use proof::DIVERGENT;
+pub(crate) use local::{LocalController, Place, archives, folder};
+pub(crate) use proof::{DIVERGENT, digest};
 
 /// Which versions keys have, and what holds them.
 #[async_trait]

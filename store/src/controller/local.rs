@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
-use super::proof::prove;
+use super::proof::{digest, prove};
 use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
 use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
@@ -633,13 +633,6 @@ fn is_version(name: &str) -> bool {
     name.split_once('-').is_some_and(|(epoch, number)| {
         epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
     })
-}
-
-/// A digest of 16 bytes, for telling contents apart.
-pub(crate) fn digest(bytes: &[u8]) -> Digest {
-    let mut short = [0; 16];
-    short.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
-    Digest(short)
 }
 
 fn proving(state: &State, id: VersionId) -> Option<&Version> {

@@ -2,7 +2,6 @@
 
 use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
 
-use super::local::digest;
 use crate::error::{Error, Result};
 use crate::ledger::{Digest, Version};
 use crate::merge::{Contribution, Divergent, Label, merge};
@@ -64,6 +63,13 @@ fn digest_of(version: &Version) -> Digest {
             digest(&each.collect::<Vec<u8>>())
         }
     }
+}
+
+/// A digest of 16 bytes, for telling contents apart.
+pub(crate) fn digest(bytes: &[u8]) -> Digest {
+    let mut short = [0; 16];
+    short.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+    Digest(short)
 }
 
 /// The attribute of an archive that says what its writer wants done with divergent leaves.

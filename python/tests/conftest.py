@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     failed = len(stats.get("failed", [])) + len(stats.get("error", []))
     print(f"{len(stats.get('passed', []))} passed, {failed} failed")
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises, though a shell that runs the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

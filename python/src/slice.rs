@@ -3,7 +3,9 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
-use tssd_format::{Error, ErrorKind, Tensor, TensorMeta, TensorSlice as Slice};
+use tssd_format::{
+    Error, ErrorKind, Placement, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
+};
 
 use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Refusal, Result};
@@ -18,7 +20,7 @@ use crate::error::{Refusal, Result};
 ///         not known, or there is no mesh.
 ///     global_shape: the shape of the global tensor.
 ///     local_shape: the shape of the part.
-///     mesh_shape: the shape of the mesh; () if there is none.
+///     mesh_shape: the shape of the mesh; () or None if there is none.
 ///
 /// Raises:
 ///     TssdValueError: the part does not lie in the global tensor, or the coordinates not in the mesh.
@@ -37,8 +39,9 @@ impl TensorSlice {
         coordinates: Option<Vec<u64>>,
         global_shape: Vec<u64>,
         local_shape: Vec<u64>,
-        mesh_shape: Vec<u64>,
+        mesh_shape: Option<Vec<u64>>,
     ) -> Result<Self> {
+        let mesh_shape = mesh_shape.unwrap_or_default();
         let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());
         let slice = Slice::new(&offsets, &local_shape, &global_shape)?;
         Ok(Self(slice.on_mesh(&mesh_shape, coordinates.as_deref())?))
@@ -127,6 +130,7 @@ impl TensorSlice {
 ///     local: a tensor of torch or an array of numpy.
 ///     tensor_slice: its slice; or a list of slices, if it is several boxes of the global tensor, as a
 ///         local tensor of `_StridedShard` can be. Then the boxes are in row-major order.
+///     primary: whether a put stores it. False: another writer has the same, and stores it.
 ///
 /// Raises:
 ///     TssdValueError: the shape of `local` is not that of the slices.
@@ -134,6 +138,7 @@ impl TensorSlice {
 pub(crate) struct TensorShard {
     local: Py<PyAny>,
     slices: Vec<Py<TensorSlice>>,
+    primary: bool,
 }
 
 impl TensorShard {
@@ -145,9 +150,21 @@ impl TensorShard {
         self.slices.iter().map(|slice| slice.bind(py).get().0.clone()).collect()
     }
 
+    /// Where its boxes belong, and which of the replicas they are.
+    pub(crate) fn places(&self, py: Python<'_>) -> Result<Vec<ShardPlace>> {
+        let place = |slice: Slice| {
+            if self.primary {
+                return Ok(ShardPlace::new(slice));
+            }
+            // How the ranks are arranged is not known: there is a first replica, and this one.
+            ShardPlace::new(slice.on_mesh(&[2], Some(&[1]))?).placed([Placement::Replicate])
+        };
+        Ok(self.slices(py).into_iter().map(place).collect::<Result<_, Error>>()?)
+    }
+
     pub(crate) fn of(py: Python<'_>, local: Py<PyAny>, slices: Vec<Slice>) -> PyResult<Self> {
         let slices = slices.into_iter().map(|slice| Py::new(py, TensorSlice(slice)));
-        Ok(Self { local, slices: slices.collect::<PyResult<_>>()? })
+        Ok(Self { local, slices: slices.collect::<PyResult<_>>()?, primary: true })
     }
 }
 
@@ -160,7 +177,8 @@ enum Slices {
 #[pymethods]
 impl TensorShard {
     #[new]
-    fn new(local: &Bound<'_, PyAny>, tensor_slice: Slices) -> Result<Self> {
+    #[pyo3(signature = (local, tensor_slice, primary=true))]
+    fn new(local: &Bound<'_, PyAny>, tensor_slice: Slices, primary: bool) -> Result<Self> {
         let py = local.py();
         let slices = match tensor_slice {
             Slices::One(slice) => vec![slice],
@@ -173,13 +191,54 @@ impl TensorShard {
         let shape: Vec<u64> = shape.map_err(|_: PyErr| {
             Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
         })?;
-        let shard = Self { local: local.clone().unbind(), slices };
+        let shard = Self { local: local.clone().unbind(), slices, primary };
         let fits = grid(&shard.slices(py)).is_some_and(|grid| local_shape(&grid) == shape);
         if fits {
             return Ok(shard);
         }
         let note = format!("tensor of shape {shape:?}");
         Err(Error::new(ErrorKind::SliceMismatch).note(note).into())
+    }
+
+    /// A `ShardedTensor` of Megatron, or what has the same attributes: `data`, `global_shape`, `global_offset`
+    /// and `replica_id`. Its memory is shared, so it is filled as `into` as well.
+    ///
+    /// A put says `writer=` and `writers=`, and stores the replicas whose `replica_id` is 0 in all its parts.
+    ///
+    /// Raises:
+    ///     TssdTypeError: it has no data, or only a flat part of it, as a distributed optimizer has.
+    ///     TssdValueError: the data does not fit the shape, or the offset.
+    #[classmethod]
+    fn from_megatron<'py>(
+        _class: &Bound<'py, PyType>,
+        sharded_tensor: &Bound<'py, PyAny>,
+    ) -> Result<Self> {
+        let py = sharded_tensor.py();
+        let flat = sharded_tensor.getattr_opt("flattened_range")?;
+        if flat.is_some_and(|range| !range.is_none()) {
+            let advice = "give the tensor that it is a part of";
+            return Err(
+                Refusal::leaf("a flattened part of a tensor is no box of it", advice).into()
+            );
+        }
+        let data = sharded_tensor.getattr("data")?;
+        if data.is_none() {
+            return Err(Refusal::leaf("it has no data", "make it with data").into());
+        }
+        let global_shape: Vec<u64> = sharded_tensor.getattr("global_shape")?.extract()?;
+        let offsets: Vec<u64> = sharded_tensor.getattr("global_offset")?.extract()?;
+        let shape: Vec<u64> = data.getattr("shape")?.extract()?;
+        // Layers that are stacked in the global tensor have a dimension more there.
+        let stacked =
+            vec![py.None().into_bound(py); global_shape.len().saturating_sub(shape.len())];
+        let local_shape = [vec![1; stacked.len()], shape].concat();
+        let local =
+            if stacked.is_empty() { data } else { data.get_item(PyTuple::new(py, stacked)?)? };
+        let slice = TensorSlice(Slice::new(&offsets, &local_shape, &global_shape)?);
+        let replica = sharded_tensor.getattr("replica_id")?;
+        let replica: Vec<u64> =
+            replica.extract().or_else(|_| Ok::<_, PyErr>(vec![replica.extract()?]))?;
+        Self::new(&local, Slices::One(Py::new(py, slice)?), replica.iter().all(|part| *part == 0))
     }
 
     /// The local tensor.
@@ -197,19 +256,26 @@ impl TensorShard {
         }
     }
 
+    /// Whether a put stores it.
+    #[getter]
+    fn primary(&self) -> bool {
+        self.primary
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!(
-            "TensorShard(local={}, tensor_slice={})",
+            "TensorShard(local={}, tensor_slice={}{})",
             self.local.bind(py).repr()?,
-            self.tensor_slice(py)?.repr()?
+            self.tensor_slice(py)?.repr()?,
+            if self.primary { "" } else { ", primary=False" }
         ))
     }
 
     fn __getnewargs__<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        Ok((self.local.bind(py).clone(), self.tensor_slice(py)?))
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, bool)> {
+        Ok((self.local.bind(py).clone(), self.tensor_slice(py)?, self.primary))
     }
 }
 

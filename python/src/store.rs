@@ -16,6 +16,8 @@ mod connected;
 mod into;
 /// A version that stays there while it is read.
 mod lease;
+/// What a version holds, without the bytes of its tensors.
+mod outline;
 /// A put that goes on by itself.
 mod pending;
 /// A label that holds a version.
@@ -310,8 +312,8 @@ impl Store {
     ///         numpy are read-only. A process that is forked has its parent's views as long as the parent has.
     ///     version: the number of the version, or what `open` or `wait_for_version` gave; None: the newest.
     ///     writer: whose values to take where writers hold different ones.
-    ///     names: without `into`: the fqns of the leaves that are wanted, or patterns of them such as
-    ///         "model.layers.0.*". Lists and tuples come whole, if anything in them is wanted.
+    ///     names: without `into`: the fqns of the leaves that are wanted, or of what they are in, or patterns
+    ///         such as "model.layers.*.bias". Lists and tuples come whole, if anything in them is wanted.
     ///     strict: with `into`: whether it must have the tensors that are stored, no more and no fewer; else
     ///         the report names `missing_keys` and `unexpected_keys`. Shapes must always be the same.
     ///     cast: with `into`: whether floating tensors may be of another dtype than is stored.

@@ -393,12 +393,10 @@ impl<'py> Taker<'py> {
                 "give it a plain tensor of torch or an array of numpy",
             )
         })?;
-        let slices = shard.slices(self.py);
-        let locals = slice::cut(&tensor, &slices)?;
-        let shards = locals
-            .into_iter()
-            .zip(slices)
-            .map(|(local, slice)| Ok(Shard::new(local, ShardPlace::new(slice))?));
+        let locals = slice::cut(&tensor, &shard.slices(self.py))?;
+        let places = shard.places(self.py)?;
+        let shards =
+            locals.into_iter().zip(places).map(|(local, place)| Ok(Shard::new(local, place)?));
         Ok(Value::Shards(shards.collect::<Result<_>>()?))
     }
 

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,48 @@ def test_several_writers_make_one_version(store: tssd.Store) -> None:
         assert put.visible == (writer == 1) and put.missing == [1][writer:]
     got = store.get_state_dict("policy")["w"]
     assert np.array_equal(np.asarray(got), whole)
+
+
+def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+    def shard(layer: int, replica_id: Any, data: np.ndarray[Any, Any]) -> tssd.TensorShard[Any]:
+        named = SimpleNamespace(
+            data=data, global_shape=(2, 3, 4), global_offset=(layer, 0, 0), replica_id=replica_id
+        )
+        return tssd.TensorShard.from_megatron(named)
+
+    # Two stages with a layer each, which the global tensor stacks; each has a replica whose bytes differ.
+    puts = []
+    for writer in range(4):
+        layer, replica = divmod(writer, 2)
+        each = shard(layer, (0, replica), whole[layer] + 100 * replica)
+        assert each.primary is (replica == 0) and pickle.loads(pickle.dumps(each)).primary is each.primary
+        options: dict[str, Any] = {"version": 1, "writer": writer, "writers": 4, "job": "run"}
+        puts.append(store.put_state_dict({"w": each}, "policy", **options))
+    assert puts[-1].visible and puts[0].bytes > puts[1].bytes and puts[2].bytes > puts[3].bytes
+    assert np.array_equal(np.asarray(store.get_state_dict("policy")["w"]), whole)
+    for replica in (0, 1):
+        into = np.zeros((3, 4), np.float32)
+        store.get_state_dict("policy", {"w": shard(1, replica, into)}, strict=False)
+        assert np.array_equal(into, whole[1])
+    for wrong, error, says in [
+        ({"data": None}, TypeError, "no data"),
+        ({"flattened_range": slice(0, 3)}, TypeError, "flattened"),
+        ({"global_offset": (2, 0, 0)}, ValueError, "outside"),
+        ({"global_shape": (3, 4), "global_offset": (0, 0, 0)}, ValueError, ""),
+    ]:
+        named: dict[str, Any] = {
+            "data": whole[0], "global_shape": (2, 3, 4), "global_offset": (0, 0, 0), "replica_id": 0
+        }
+        with pytest.raises(error, match=says):
+            tssd.TensorShard.from_megatron(SimpleNamespace(**{**named, **wrong}))
+
+
+def test_what_is_coming_is_said(store: tssd.Store) -> None:
+    store.put_state_dict({"a": 1}, "policy", version=3, writer=0, writers=[0, 2, 3], job="run")
+    with pytest.raises(KeyError, match="no version is visible, and version 3 waits for writers 2-3"):
+        store.get_state_dict("policy")
 
 
 def test_waiting_ends(store: tssd.Store) -> None:

@@ -8,14 +8,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import tssd
 from same import bits, same
 from test_store import daemon
 from test_store import store as store
 from test_torch import DTYPES, QUANTIZED, made
 from torch import nn
+from tssd import _ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental"),
@@ -30,6 +33,31 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty((0,), dtype=tensor.dtype)
     strides = torch.empty(tensor.shape, device="meta").stride()
     return empty.set_(raw.untyped_storage(), 0, tensor.shape, strides)
+
+
+def test_an_outline_has_no_bytes(store: tssd.Store) -> None:
+    weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16).T)
+    state = {"w": weight, "list": [np.ones(2), "text" * 100, b"bytes"], "step": 3, "shape": torch.Size([2])}
+    store.put_state_dict(state, "policy")
+    half = tssd.TensorSlice([0], None, [4], [4], [])
+    store.put_state_dict({"w": tssd.TensorShard(torch.ones(4), half)}, "shards", writer=0, writers=1, job="x")
+    with store.open("policy") as version, store.open("shards") as shards:
+        meta = version.to_meta()
+        assert shards.to_meta()["w"].shape == (4,)
+    assert isinstance(meta["w"], nn.Parameter) and meta["w"].device.type == "meta"
+    assert (meta["w"].dtype, meta["w"].shape) == (weight.dtype, weight.shape)
+    array, *others = meta["list"]
+    assert (array.device.type, array.dtype, array.shape) == ("meta", torch.float64, (2,))
+    assert others == state["list"][1:] and meta["step"] == 3 and meta["shape"] == torch.Size([2])
+
+
+def test_each_process_group_is_a_job_of_its_own(tmp_path: Path) -> None:
+    jobs = []
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", world_size=1, rank=0)
+        jobs += [_ranks.job(), _ranks.job()]
+        dist.destroy_process_group()
+    assert jobs[0] == jobs[1] != jobs[2] == jobs[3]
 
 
 def test_every_dtype(store: tssd.Store) -> None:

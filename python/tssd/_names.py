@@ -18,7 +18,7 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:
 
 
 def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
-    """Which fqns are named: as they are, or by a pattern.
+    """Which fqns are named: as they are, by what they are in, or by a pattern.
 
     Raises:
         TssdKeyError: a name is that of none.
@@ -27,12 +27,12 @@ def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
         names = [names]
     known = set(fqns)
     exact = known.intersection(names)
-    patterns = [name for name in names if name not in exact]
-    for pattern in patterns:
-        if not any(map(matcher([pattern]), fqns)):
+    patterns = [[name, f"{name}.*"] for name in names if name not in exact]
+    for pattern, inside in patterns:
+        if not any(map(matcher([pattern, inside]), fqns)):
             advice = "`open(key).keys()` lists the tensors"
             error = make("NotFound", "F-015", f"nothing is named {pattern!r}", pattern, advice, None, None)
             assert isinstance(error, TssdKeyError)
             raise error
-    matches = matcher(patterns)
+    matches = matcher([each for pair in patterns for each in pair])
     return [fqn in exact or matches(fqn) is not None for fqn in fqns]

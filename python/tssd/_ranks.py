@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+import weakref
 from typing import Any
 
 from ._errors import make
@@ -43,20 +44,21 @@ def prove_covered(meshes: set[int]) -> None:
         raise make("invalid", "", message, None, advice, None, None)
 
 
-_job: str | None = None
+# The group that agreed, and on what.
+_agreed: tuple[weakref.ref[Any], str] | None = None
 
 
 def job() -> str | None:
     """A name of this run that all its ranks know and no other run has."""
-    global _job
-    if _job is not None:
-        return _job
+    global _agreed
     distributed = _distributed()
     if distributed is not None:
-        store = distributed.distributed_c10d._get_default_store()
-        agreed = store.compare_set("tssd.job", "", uuid.uuid4().hex)
-        _job = agreed.decode()
-        return _job
+        group = distributed.group.WORLD
+        if _agreed is None or _agreed[0]() is not group:
+            store = distributed.distributed_c10d._get_default_store()
+            name = store.compare_set("tssd.job", "", uuid.uuid4().hex).decode()
+            _agreed = weakref.ref(group), name
+        return _agreed[1]
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run and run != "none":
         return f"{run}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -135,6 +135,7 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
         return self._wrapped.metadata()
 
     get_tensor = _awaitable(_tssd.OpenVersion.get_tensor)
+    to_meta = _awaitable(_tssd.OpenVersion.to_meta)
     close = _awaitable(_tssd.OpenVersion.close)
 
     async def get_slice(self, name: str, index: Any) -> Any:

@@ -35,6 +35,8 @@ pub enum ErrorKind {
     /// The writers' contributions do not fit together, and the version was dropped: mend the state
     /// dicts and put again in every writer.
     Rejected,
+    /// A newer version became visible first: go on with that one.
+    Superseded,
     /// Stored bytes are damaged: read another version, or put again.
     Corrupt,
     /// Others are in the way: try again later.
@@ -53,6 +55,7 @@ impl ErrorKind {
             Self::Invalid => "invalid",
             Self::Refused => "refused",
             Self::Rejected => "rejected",
+            Self::Superseded => "superseded",
             Self::Corrupt => "corrupt",
             Self::Busy => "busy",
             Self::Unreachable => "unreachable",
@@ -108,6 +111,7 @@ impl Error {
         let kind = match &refusal {
             Refusal::NotFound { .. } | Refusal::Gone { .. } => ErrorKind::NotFound,
             Refusal::Dropped { reason: Reason::Rejected { .. }, .. } => ErrorKind::Rejected,
+            Refusal::Dropped { reason: Reason::Superseded { .. }, .. } => ErrorKind::Superseded,
             _ => ErrorKind::Refused,
         };
         let mut error = Self::new(kind, format_args!("key `{key}`"));

@@ -9,6 +9,7 @@ use tssd_format::{Dtype, Node, Region};
 use tssd_store::{Key, Opened};
 
 use super::connected::Connected;
+use super::outline::outline;
 use super::select::chosen;
 use super::version::{Reading, Version};
 use crate::error::{Refusal, Result};
@@ -129,6 +130,14 @@ impl OpenVersion {
     /// The tensors, each with its fqn, one after the other as they are asked for.
     fn items(slf: Py<Self>) -> Items {
         Items { of: slf, next: Mutex::new(0) }
+    }
+
+    /// The state dict without the bytes of its tensors: whole tensors of torch's "meta" device, which have
+    /// dtypes and shapes, and every other leaf as it is. Arrays of numpy are tensors, too; what was pickled
+    /// is bytes.
+    fn to_meta<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        let made = outline(py, &self.own, &*self.opened()?);
+        made.map_err(|error| error.of_key(self.key.as_str(), None))
     }
 
     /// What was given as `metadata` when it was put; None if nothing was.

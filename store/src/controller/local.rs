@@ -538,10 +538,8 @@ impl Controller for LocalController {
         let mut failed = None;
         for _ in 0..OPEN_TRIES {
             let state = self.state(key).await?;
-            let newest = state.head().map(|version| version.number);
-            let Some(version) = state.version(selector) else {
-                return Err(Error::refused(key, Refusal::NotFound { selector, newest }));
-            };
+            let found = state.found(selector);
+            let version = found.map_err(|refusal| Error::refused(key, refusal))?;
             let (folder, names, id) = (folder(key, version), archives(version), version.id);
             {
                 let mut opened = self.opened();

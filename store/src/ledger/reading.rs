@@ -52,9 +52,17 @@ impl State {
         Outcome::Done
     }
 
-    fn found(&self, selector: Selector) -> Result<&Version, Refusal> {
-        let newest = self.head().map(|version| version.number);
-        self.version(selector).ok_or(Refusal::NotFound { selector, newest })
+    /// The visible version that is meant.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal::NotFound`], which says what there is instead.
+    pub fn found(&self, selector: Selector) -> Result<&Version, Refusal> {
+        self.version(selector).ok_or_else(|| Refusal::NotFound {
+            selector,
+            newest: self.head().map(|version| version.number),
+            coming: self.open().next_back().map(|open| (open.number, open.missing())),
+        })
     }
 }
 

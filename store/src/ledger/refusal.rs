@@ -208,6 +208,8 @@ pub enum Refusal {
         selector: Selector,
         /// The number of the newest visible version.
         newest: Option<u64>,
+        /// The number of the newest open version, and the writers that it waits for.
+        coming: Option<(u64, WriterSet)>,
     },
     /// The lease has expired, so it cannot be renewed.
     LeaseExpired {
@@ -276,10 +278,20 @@ impl Refusal {
             }
             Self::AlreadyVisible { number } => write!(f, "version {number} is visible"),
             Self::InUse { number } => write!(f, "version {number} is in use"),
-            Self::NotFound { selector, newest: Some(newest) } => {
-                write!(f, "no visible version is {selector}: the newest is {newest}")
+            Self::NotFound { selector, newest, coming } => {
+                match newest {
+                    Some(newest) => {
+                        write!(f, "no visible version is {selector}: the newest is {newest}")?;
+                    }
+                    None => f.write_str("no version is visible")?,
+                }
+                match coming {
+                    Some((number, missing)) if !missing.is_empty() => {
+                        write!(f, ", and version {number} waits for writers {missing}")
+                    }
+                    _ => Ok(()),
+                }
             }
-            Self::NotFound { .. } => f.write_str("no version is visible"),
             Self::LeaseExpired { lease } => write!(f, "lease {lease} has expired"),
         }
     }

@@ -12,8 +12,9 @@ fn a_lease_holds_the_data_until_it_is_released_and_not_until_it_expires() {
     ledger.put(alone(Some(2))).unwrap();
     ledger.settle();
     assert_eq!((ledger.visible(), ledger.state.versions().count()), (vec![2], 2));
-    let (selector, newest) = (Selector::Number(1), Some(2));
-    assert_eq!(ledger.lease(3, selector), Err(Refusal::NotFound { selector, newest }));
+    let selector = Selector::Number(1);
+    let refused = Refusal::NotFound { selector, newest: Some(2), coming: None };
+    assert_eq!(ledger.lease(3, selector), Err(refused));
     ledger.lease(1, Selector::Newest).unwrap();
 
     ledger.now = MINUTE;

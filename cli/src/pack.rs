@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
     let source = Source::open(args)?;
     let (tensors, bytes) = (source.tensors(), source.bytes());
-    let other_bytes: u64 = source.others.iter().map(|other| other.len).sum();
+    let other_bytes = source.others.iter().map(|other| other.len).fold(0, u64::saturating_add);
     let bar = console.bytes_bar("packing", bytes.saturating_add(other_bytes));
     let output = Output::create(&args.output, bar)?;
 

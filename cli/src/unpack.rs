@@ -43,7 +43,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let archive = open_archive(&args.input)?;
     let refused = |error| Failure::format(shown(&args.input), &error);
     let export = Export::of_archive(&archive).map_err(refused)?;
-    let others: u64 = export.others().map(|other| other.file_len()).sum();
+    let others = export.others().map(|other| other.file_len());
+    let others = others.fold(0, u64::saturating_add);
     if names_directory(args) {
         let directory = match args.shard_size {
             Some(Size(max)) => export.shards(max),

@@ -34,7 +34,7 @@ fn read(directory: &Path) -> Files {
                 folders.push(path);
                 continue;
             }
-            assert!(entry.file_type().unwrap().is_file(), "{path:?}");
+            assert!(entry.file_type().unwrap().is_file(), "{}", path.display());
             let name = path.strip_prefix(directory).unwrap().to_str().unwrap().to_owned();
             files.insert(name, std::fs::read(path).unwrap());
         }
@@ -112,7 +112,7 @@ fn a_whole_directory_comes_back() {
         let alone = archive(&place, "weights.tssd").to_state_dict().unwrap();
         let mut expected = alone.entries().clone();
         let entry = |(name, bytes): (String, Vec<u8>)| (name, Value::Bytes(bytes.into()));
-        expected.insert(FILES_KEY, Dict::from_iter(others().into_iter().map(entry)));
+        expected.insert(FILES_KEY, others().into_iter().map(entry).collect::<Dict>());
         assert!(packed.entries() == &expected);
 
         std::fs::create_dir(place.path("empty")).unwrap();
@@ -321,7 +321,7 @@ fn forged(files: impl Into<Value>) -> StateDict {
 
 fn named(names: &[&str]) -> StateDict {
     let entries = names.iter().map(|name| (*name, Value::Bytes(b"x".to_vec().into())));
-    forged(Dict::from_iter(entries))
+    forged(entries.collect::<Dict>())
 }
 
 #[test]

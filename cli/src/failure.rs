@@ -153,6 +153,10 @@ fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
             Exit::Refused,
             Some("safetensors holds named tensors and text: keep this state dict as .tssd"),
         ),
+        ErrorKind::OtherFile => (
+            Exit::Refused,
+            Some("it is not as `tssd pack` writes it: keep this state dict as .tssd"),
+        ),
         kind if kind.rule().starts_with("F-") => {
             (Exit::Differs, Some("the file is damaged or incomplete: take another copy of it"))
         }

@@ -13,7 +13,7 @@ use crate::failure::{Failure, Result};
 use crate::input::is_stream;
 use crate::interrupt::Unfinished;
 
-pub(crate) use directory::OutputDirectory;
+pub(crate) use directory::{OutputDirectory, OutputFile};
 
 /// A file that appears under its name once it is complete and on the disk. Until then it has a
 /// temporary name beside it; whatever had the name before is there until then, and stays after an

@@ -1,4 +1,4 @@
-//! Sizes and counts as people write and read them.
+//! Sizes, counts and names as people write and read them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -89,6 +89,17 @@ pub(crate) fn count(number: impl TryInto<u64>, what: &str) -> String {
         None => format!("{what}s"),
     };
     if number == 1 { format!("1 {what}") } else { format!("{number} {plural}") }
+}
+
+/// A few names are enough to know which.
+pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
+    const SHOWN_MAX: usize = 4;
+    let shown: Vec<&str> = names.iter().take(SHOWN_MAX).map(AsRef::as_ref).collect();
+    let shown = shown.join(", ");
+    match names.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
+        Some(more) => format!("{shown} and {more} more"),
+        None => shown,
+    }
 }
 
 #[cfg(test)]

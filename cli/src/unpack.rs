@@ -11,13 +11,13 @@ use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{is_stream, open_archive, shown};
-use crate::output::{Output, OutputDirectory, shown as shown_output};
-use crate::size::{Size, count};
+use crate::output::{Output, OutputDirectory, OutputFile, shown as shown_output};
+use crate::size::{Size, count, listed};
 
 /// Unpack an archive of tensors into a safetensors file, or into a directory as Hugging Face has it.
 ///
 /// What was packed comes back byte for byte. The output is a directory if its path ends in `/`, if it
-/// is an empty directory, or with --shard-size.
+/// is an empty directory, or with --shard-size; it gets the other files that were packed too.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The archive, or a directory with a manifest.tssd; `-`: stdin
@@ -43,12 +43,14 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let archive = open_archive(&args.input)?;
     let refused = |error| Failure::format(shown(&args.input), &error);
     let export = Export::of_archive(&archive).map_err(refused)?;
-    let bar = console.bytes_bar("unpacking", export.nbytes());
+    let others = export.others().map(|other| other.file_len());
+    let others = others.fold(0, u64::saturating_add);
     if names_directory(args) {
         let directory = match args.shard_size {
             Some(Size(max)) => export.shards(max),
             None => export.directory(),
         };
+        let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(others));
         let mut output = OutputDirectory::create(&args.output, bar)?;
         let (names, len) = write(args, &directory.map_err(refused)?, &mut output)?;
         output.commit()?;
@@ -56,6 +58,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         report(args, console, &export, &names, len)?;
     } else {
         let file = export.file().map_err(refused)?;
+        let bar = console.bytes_bar("unpacking", export.nbytes());
         let mut output = Output::create(&args.output, bar)?;
         file.write_to(&mut output).map_err(|error| failure(args, &args.output, &error))?;
         report(args, console, &export, &[], output.commit()?)?;
@@ -68,31 +71,36 @@ fn names_directory(args: &Args) -> bool {
     args.shard_size.is_some() || is_named_so || !is_stream(&args.output) && args.output.is_dir()
 }
 
-/// Writes all files, the index last; returns their names, and how many bytes they have together.
+/// Writes all files, the index last, as one with an index is taken for a whole one; returns their names, and how many bytes they have together.
 fn write(
     args: &Args,
     directory: &Directory<'_>,
     output: &mut OutputDirectory,
 ) -> Result<(Vec<String>, u64)> {
     let (mut names, mut len) = (Vec::new(), 0);
-    for file in &directory.files {
-        let path = args.output.join(file.name());
+    let mut write = |name: &str, content: Content<'_>| {
+        let path = args.output.join(name);
         let failed = |error| Failure::io("write", &path, error);
-        let mut stream = output.file(file.name()).map_err(failed)?;
-        file.write_to(&mut stream).map_err(|error| failure(args, &path, &error))?;
+        let mut stream = output.file(name).map_err(failed)?;
+        content(&mut stream).map_err(|error| failure(args, &path, &error))?;
         len += stream.finish().map_err(failed)?;
-        names.push(file.name().to_owned());
+        names.push(name.to_owned());
+        Ok(())
+    };
+    for other in &directory.others {
+        write(other.name(), &|stream| other.write_to(stream))?;
+    }
+    for file in &directory.files {
+        write(file.name(), &|stream| file.write_to(stream))?;
     }
     if let Some(index) = &directory.index {
-        let path = args.output.join(INDEX_NAME);
-        let failed = |error| Failure::io("write", &path, error);
-        let mut stream = output.file(INDEX_NAME).map_err(failed)?;
-        stream.write_all(index.as_bytes()).map_err(failed)?;
-        len += stream.finish().map_err(failed)?;
-        names.push(INDEX_NAME.to_owned());
+        write(INDEX_NAME, &|stream| Ok(stream.write_all(index.as_bytes())?))?;
     }
     Ok((names, len))
 }
+
+/// What writes a file.
+type Content<'a> = &'a dyn Fn(&mut OutputFile) -> Result<(), Error>;
 
 /// What the system refuses is about the output, what the format refuses about the input.
 fn failure(args: &Args, output: &Path, error: &Error) -> Failure {
@@ -114,7 +122,7 @@ fn report(
     } else {
         format!("{}, {}", count(names.len(), "file"), Size(file_len))
     };
-    let line = format!(
+    let mut line = format!(
         "{}: {}, {}, {files}",
         shown_output(&args.output).display(),
         count(tensors, "tensor"),
@@ -123,7 +131,15 @@ fn report(
     let mut json = json!({
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
     });
-    if !names.is_empty() {
+    if names.is_empty() {
+        let left_alone: Vec<&str> = export.others().map(|other| other.name()).collect();
+        if !left_alone.is_empty() {
+            let others = count(left_alone.len(), "other file");
+            let names = listed(&left_alone);
+            line = format!("{line}\nleft alone: {others} ({names}), which a directory has too");
+        }
+        json["left_alone"] = json!(left_alone);
+    } else {
         json["files"] = json!(names);
     }
     console.report(line, &json)

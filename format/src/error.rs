@@ -281,5 +281,6 @@ kinds! {
     "safetensors" WeightMap "index of safetensors files is wrong",
     "safetensors" NotImportable "archives cannot hold this from safetensors",
     "safetensors" NotExportable "safetensors cannot hold this",
+    "safetensors" OtherFile "`.files` holds what cannot be a file of a directory",
     "io" Io "reading or writing failed",
 }

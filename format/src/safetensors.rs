@@ -22,6 +22,7 @@
 mod export;
 mod header;
 mod index;
+mod other;
 
 use bytes::Bytes;
 
@@ -32,6 +33,7 @@ use crate::state_dict::StateDict;
 pub use export::{Directory, Export, File};
 pub use header::{Entry, Header};
 pub use index::Index;
+pub use other::{OtherFile, is_other_name};
 
 /// The attribute with the header of a file, where it is not the one that would be written anew.
 pub const HEADER_ATTR: &str = "tssd.safetensors_header";
@@ -45,6 +47,9 @@ pub const FILE_NAME: &str = "model.safetensors";
 /// The name of the index of a directory with several files.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
+/// The key of the dict with the other files of a directory, such as its `config.json`: bytes by name.
+pub const FILES_KEY: &str = ".files";
+
 /// The state dict of a file that is in memory, and what the file says of itself.
 ///
 /// Its tensors are views of these bytes, in the order of the header. They are aligned in memory as
@@ -53,7 +58,8 @@ pub const INDEX_NAME: &str = "model.safetensors.index.json";
 ///
 /// # Errors
 ///
-/// `NotSafetensors`; `NotImportable` for a tensor that torch has no dtype for.
+/// `NotSafetensors`; `NotImportable` for a tensor that torch has no dtype for, or whose name is
+/// [`FILES_KEY`].
 pub fn import(bytes: impl Into<Bytes>) -> Result<(StateDict, Attrs)> {
     let bytes = bytes.into();
     let header = Header::read(&bytes)?;

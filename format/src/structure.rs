@@ -286,7 +286,7 @@ impl Node {
     }
 }
 
-fn branch(step: &Step) -> Branch<'_> {
+pub(crate) fn branch(step: &Step) -> Branch<'_> {
     match step {
         Step::Index(index) => Branch::Index(*index),
         Step::Key(key) => Branch::Key(key),

@@ -1,5 +1,6 @@
 //! Archives that are written as their tensors come, sizes unknown ahead.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::layout::write_tail;
 use crate::options::Options;
 use crate::pack::{Pack, Packed};
 use crate::state_dict::Value;
-use crate::structure::{Branch, Container, Node, Tree};
+use crate::structure::{Container, Node, Tree, branch};
 
 /// Writes one archive to a stream, entry by entry.
 ///
@@ -39,7 +40,10 @@ pub struct ArchiveWriter<W> {
     options: Options,
     arranger: Arranger,
     children: Vec<(Step, Node)>,
-    keys: std::collections::BTreeSet<Key>,
+    /// The places of the children of the root.
+    places: BTreeMap<Key, usize>,
+    /// The keys of those that grow.
+    growing: BTreeMap<usize, BTreeSet<Key>>,
     /// How much of the file is written.
     written: u64,
     sums: Vec<Sum>,
@@ -63,7 +67,8 @@ impl<W: Write> ArchiveWriter<W> {
             options,
             arranger: Arranger::new(),
             children: Vec::new(),
-            keys: std::collections::BTreeSet::new(),
+            places: BTreeMap::new(),
+            growing: BTreeMap::new(),
             written: 64,
             sums: Vec::new(),
             is_broken: false,
@@ -79,15 +84,60 @@ impl<W: Write> ArchiveWriter<W> {
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Result<()> {
         let key = key.into();
         let path = ObjectPath::root().key(key.clone());
-        if self.keys.contains(&key) {
+        if self.places.contains_key(&key) {
             return Err(Error::new(ErrorKind::DuplicateKey).at(path));
         }
+        let node = self.write(&path, &value.into())?;
+        self.append(key, node);
+        Ok(())
+    }
+
+    /// Appends an entry to a dict of the root, and writes its bytes. The first entry makes the dict;
+    /// one that [`ArchiveWriter::insert`] has written does not grow.
+    ///
+    /// # Errors
+    ///
+    /// As [`ArchiveWriter::insert`].
+    pub fn insert_into(
+        &mut self,
+        dict: impl Into<Key>,
+        key: impl Into<Key>,
+        value: impl Into<Value>,
+    ) -> Result<()> {
+        let (dict, key) = (dict.into(), key.into());
+        let path = ObjectPath::root().key(dict.clone()).key(key.clone());
+        let place = self.places.get(&dict).copied();
+        let is_free = place
+            .is_none_or(|place| self.growing.get(&place).is_some_and(|keys| !keys.contains(&key)));
+        if !is_free {
+            return Err(Error::new(ErrorKind::DuplicateKey).at(path));
+        }
+        let node = self.write(&path, &value.into())?;
+        let place = place.unwrap_or_else(|| {
+            let empty = Node::Container(Container::Dict, Vec::new());
+            self.append(dict, empty)
+        });
+        if let Node::Container(_, children) = &mut self.children[place].1 {
+            self.growing.entry(place).or_default().insert(key.clone());
+            children.push((Step::Key(key), node));
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, key: Key, node: Node) -> usize {
+        let place = self.children.len();
+        self.places.insert(key.clone(), place);
+        self.children.push((Step::Key(key), node));
+        place
+    }
+
+    /// Writes the bytes of a value that is to be at `path`.
+    fn write(&mut self, path: &ObjectPath, value: &Value) -> Result<Node> {
         if self.is_broken {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
-        let value = value.into();
-        check(&key, &value, &path, &self.options)?;
-        let node = self.arranger.arrange(&value, &path, &self.options)?.to_node();
+        check(path, value, &self.options)?;
+        let node = self.arranger.arrange(value, path, &self.options)?.to_node();
         // What has a number by now is written or not: if it is not, nothing after it can be.
         self.is_broken = true;
         let packed: Vec<Packed> =
@@ -103,9 +153,7 @@ impl<W: Write> ArchiveWriter<W> {
             self.sums.extend(filled.sums);
         }
         self.is_broken = false;
-        self.keys.insert(key.clone());
-        self.children.push((Step::Key(key), node));
-        Ok(())
+        Ok(node)
     }
 
     /// Says something of the archive as a whole.
@@ -139,7 +187,11 @@ impl<W: Write> ArchiveWriter<W> {
 }
 
 /// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
-fn check(key: &Key, value: &Value, path: &ObjectPath, options: &Options) -> Result<()> {
-    let children = vec![(Branch::Key(key), Arranger::new().arrange(value, path, options)?)];
-    encode(&Tree::Container(Container::Dict, children), &Attrs::new(), &[]).map(drop)
+fn check(path: &ObjectPath, value: &Value, options: &Options) -> Result<()> {
+    let entry = Arranger::new().arrange(value, path, options)?;
+    let root =
+        path.steps().iter().rev().fold(entry, |child, step| {
+            Tree::Container(Container::Dict, vec![(branch(step), child)])
+        });
+    encode(&root, &Attrs::new(), &[]).map(drop)
 }

@@ -206,7 +206,9 @@ pub(crate) fn save<'py>(
 ///         holds.
 ///
 /// Returns:
-///     The state dict. Shards of DTensors come as `TensorShard`.
+///     The state dict. Shards of DTensors come as `TensorShard`. Of what `tssd pack` made of a model's
+///     directory, ".files" is a dict of the files without tensors, bytes by name: `state_dict.pop(".files")`
+///     leaves what `load_state_dict` takes.
 ///
 /// Raises:
 ///     TssdCorruptError: the file is damaged, or no archive.

@@ -532,6 +532,18 @@ def test_inspect_shows_the_tree(path: Path) -> None:
     assert view["root"]["dict"][0][1]["tensor"]["dtype"] == "float32"
 
 
+def test_files_beside_tensors_are_no_tensors(path: Path) -> None:
+    files = {"config.json": b"{}", "sub/empty": b"", "long": bytes(range(256)) * 100}
+    tssd.save_file({"a": np.zeros(3, np.float32), ".files": files}, path)
+    state_dict = tssd.load_file(path, framework="numpy")
+    assert state_dict.pop(".files") == files
+    assert list(state_dict) == ["a"]
+    with tssd.safe_open(path, framework="numpy") as file:
+        assert file.keys() == ["a"] == list(file.offset_keys())
+        with pytest.raises(tssd.TssdTypeError):
+            file.get_tensor(".files.config.json")
+
+
 def test_every_kind_has_a_class_and_no_other() -> None:
     from tssd import _errors, _tssd
 

@@ -3,10 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use peak_alloc::PeakAlloc;
-use tssd_format::{Archive, Compression, Options, StateDict, Tensor, TorchStoreStateDict};
+use tssd_format::safetensors::{Export, FILES_KEY};
+use tssd_format::{
+    Archive, ArchiveWriter, Compression, Options, StateDict, Tensor, TorchStoreStateDict,
+};
 use tssd_tests::fuzz::expanded;
 
 #[global_allocator]
@@ -68,6 +72,7 @@ fn memory_is_bounded_by_the_file() {
     assert!(opened > 80, "only {opened} files could be opened");
     chunks_are_decoded_one_by_one();
     damage_is_found_before_memory_is_taken();
+    other_files_are_held_one_by_one();
 }
 
 /// 64 MiB of zeros in a file of some kilobytes: verified with the memory of a chunk; and a range of it read
@@ -102,4 +107,28 @@ fn damage_is_found_before_memory_is_taken() {
     let (opened, open) = peak(|| Archive::from_bytes(Bytes::from(file)));
     assert!(opened.is_err());
     assert!(open < 64 << 10, "{open} bytes for a file that is refused");
+}
+
+/// Four files of 16 MiB under one key: while they are written into an archive, memory has one of them;
+/// while they come out of it, a piece of one.
+fn other_files_are_held_one_by_one() {
+    const LEN: usize = 16 << 20;
+    let file = tempfile::tempfile().unwrap();
+    let (written, write) = peak(|| {
+        let mut writer = ArchiveWriter::new(&file, Options::new()).unwrap();
+        for number in 0..4_u8 {
+            let content = Bytes::from(vec![number; LEN]);
+            writer.insert_into(FILES_KEY, number.to_string(), content).unwrap();
+        }
+        writer.finish().map(drop)
+    });
+    written.unwrap();
+    assert!(write <= LEN + CONSTANT, "writing took {write}");
+    let archive = Archive::from_blob(Arc::new(file)).unwrap();
+    let export = Export::of_archive(&archive).unwrap();
+    for other in export.others() {
+        let (read, unpack) = peak(|| other.write_to(&mut std::io::sink()));
+        read.unwrap();
+        assert!(unpack <= CONSTANT, "unpacking took {unpack}");
+    }
 }

@@ -29,6 +29,8 @@ mod ledger;
 /// Daemons that clients start, that end by themselves, that serve a group.
 #[cfg(target_os = "linux")]
 mod operation;
+/// Whole directories of models: what is no tensor is packed too.
+mod packed_files;
 /// Compression, digests, alignment: whatever a writer chooses.
 mod packing;
 /// The reader with rkyv and the one without: they say the same of every file.

@@ -80,7 +80,15 @@ proptest! {
     fn a_stream_holds_the_same_values(dict in generate::state_dict()) {
         let mut writer = ArchiveWriter::new(Vec::new(), Options::new()).unwrap();
         for (key, value) in dict.entries().iter() {
-            writer.insert(key.clone(), value.clone()).unwrap();
+            match value {
+                // Entry by entry it is the same dict.
+                Value::Dict(entries) if !entries.is_empty() => {
+                    for (inner, value) in entries.iter() {
+                        writer.insert_into(key.clone(), inner.clone(), value.clone()).unwrap();
+                    }
+                }
+                value => writer.insert(key.clone(), value.clone()).unwrap(),
+            }
         }
         let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
         archive.verify().unwrap();
@@ -455,9 +463,30 @@ fn a_stream_goes_on_after_a_refusal_and_ends_after_a_failure() {
     let nan = writer.insert(Key::Float(f64::NAN.into()), 1_i64).unwrap_err();
     assert_eq!(nan.kind(), ErrorKind::KeyKind);
     writer.insert("good", tensor(3)).unwrap();
+    for (dict, key) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
+        let [dict, key] = [dict, key].map(|float| Key::Float(float.into()));
+        let nan = writer.insert_into(dict, key, 1_i64).unwrap_err();
+        assert_eq!(nan.kind(), ErrorKind::KeyKind);
+    }
+    // Dicts grow while others come; what is whole does not.
+    writer.insert_into("one", "a", tensor(1)).unwrap();
+    writer.insert_into("other", "a", tensor(2)).unwrap();
+    writer.insert_into("one", "b", vec![7_i64.into()]).unwrap();
+    writer.insert("whole", Dict::from_iter([("a", Value::from(1_i64))])).unwrap();
+    for refused in [
+        writer.insert_into("one", "a", 1_i64),
+        writer.insert_into("whole", "b", 1_i64),
+        writer.insert_into("good", "b", 1_i64),
+        writer.insert("one", 1_i64),
+    ] {
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::DuplicateKey);
+    }
     let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
     archive.verify().unwrap();
     assert_eq!(archive.tensor("good").unwrap(), tensor(3));
+    let names: Vec<String> = archive.leaves().iter().map(|(path, _)| path.fqn()).collect();
+    assert_eq!(names, ["good", "one.a", "one.b.0", "other.a", "whole.a"]);
+    assert_eq!(archive.tensor("other.a").unwrap(), tensor(2));
 
     let mut writer = ArchiveWriter::new(Once(0), Options::new()).unwrap();
     assert_eq!(writer.insert("a", tensor(9)).unwrap_err().kind(), ErrorKind::Io);

@@ -307,7 +307,7 @@ proptest! {
     }
 }
 
-type Files = BTreeMap<String, Vec<u8>>;
+pub(crate) type Files = BTreeMap<String, Vec<u8>>;
 
 fn files_of(directory: &Directory<'_>) -> Files {
     let mut files = Files::new();
@@ -494,7 +494,7 @@ fn spec(name: &str, dtype: Dtype, shape: &[usize]) -> Spec {
 }
 
 /// Two files with tensors `a0`, `b0`, `c1` and `d1`.
-fn small_directory() -> Files {
+pub(crate) fn small_directory() -> Files {
     let metadata = Some(BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
     let first = vec![spec("a", Dtype::Float32, &[2, 3]), spec("b", Dtype::Float32, &[4])];
     let second = vec![spec("c", Dtype::Bfloat16, &[5]), spec("d", Dtype::Uint8, &[3])];
@@ -506,9 +506,7 @@ fn a_directory_is_packed_and_unpacked() {
     let place = Place::new();
     let files = small_directory();
     write_directory(&place, "model", &files);
-    place.write("model/config.json", b"{}");
-    let said = place.expect(0, "pack model -o a.tssd");
-    assert!(said.contains("left alone: 1 other file (config.json)"), "{said}");
+    place.expect(0, "pack model -o a.tssd");
     place.expect(0, "verify a.tssd");
     place.expect(0, "unpack a.tssd -o out/");
     assert_eq!(read_directory(&place.path("out")), files);
@@ -632,7 +630,7 @@ fn links_of_a_directory_are_not_followed() {
         std::fs::rename(&file, place.path("secret")).unwrap();
         symlink(place.path("secret"), &file).unwrap();
         let said = place.expect(5, "pack model -o out.tssd");
-        assert!(said.contains(&format!("{name} is a link")), "{said}");
+        assert!(said.contains(&format!("{name} is a link that leads out")), "{said}");
         // A pipe is not waited for.
         std::fs::remove_file(&file).unwrap();
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());

@@ -1,5 +1,6 @@
 //! Output directories: whole or not at all, as far as the system allows.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -18,7 +19,10 @@ use crate::interrupt::Unfinished;
 pub(crate) struct OutputDirectory {
     target: PathBuf,
     is_new: bool,
+    /// What is in it, in the order in which it was begun.
     names: Vec<String>,
+    /// Its folders, at any depth.
+    folders: BTreeSet<String>,
     temporary: TempDir,
     // Dropped after the directory, so that its path is known for as long as it exists.
     unfinished: Unfinished,
@@ -54,24 +58,43 @@ impl OutputDirectory {
         let place = if is_new { directory_of(&target) } else { &target };
         let (unfinished, temporary) =
             Unfinished::make(|| builder.tempdir_in(place)).map_err(failed)?;
-        Ok(Self { target, is_new, names: Vec::new(), temporary, unfinished, bar })
+        let (names, folders) = (Vec::new(), BTreeSet::new());
+        Ok(Self { target, is_new, names, folders, temporary, unfinished, bar })
     }
 
-    /// Writes one more file. What is wrong with a name is for the caller to know.
+    /// Writes one more file, in folders if its name says so. What is wrong with a name is for the caller
+    /// to know.
     pub(crate) fn file(&mut self, name: &str) -> io::Result<OutputFile> {
+        for (end, _) in name.match_indices('/') {
+            if !self.folders.contains(&name[..end]) {
+                std::fs::create_dir(self.temporary.path().join(&name[..end]))?;
+                self.begin(&name[..end]);
+                self.folders.insert(name[..end].to_owned());
+            }
+        }
         // A name that is there already is one that this file system takes for the same.
         let file = File::create_new(self.temporary.path().join(name))?;
-        self.names.push(name.to_owned());
+        self.begin(name);
         let bar = self.bar.clone();
         Ok(OutputFile { stream: BufWriter::with_capacity(BUFFER_BYTES, file), bar, written: 0 })
     }
 
+    /// Remembers what is to be moved; what is in a folder moves with it.
+    fn begin(&mut self, name: &str) {
+        if !name.contains('/') {
+            self.names.push(name.to_owned());
+        }
+    }
+
     /// Lets the directory appear. In one that was there already, its files come one by one, in the
-    /// order in which they were written.
+    /// order in which they were begun.
     pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, is_new, names, temporary, unfinished, bar } = self;
+        let Self { target, is_new, names, folders, temporary, unfinished, bar } = self;
         let failed = |error| Failure::io("write", &target, error);
         let from = temporary.path();
+        for folder in &folders {
+            sync_directory(&from.join(folder)).map_err(failed)?;
+        }
         if is_new {
             sync_directory(from).map_err(failed)?;
             std::fs::rename(from, &target).map_err(failed)?;

@@ -1,14 +1,15 @@
-//! What is packed: the tensors of a file, of stdin, or of the files of a directory.
+//! What is packed: the tensors of a file or of stdin, or the files of a directory.
 
 use std::io::{Read, StdinLock};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::safetensors::Header;
 use tssd_format::{Attrs, Blob, Error, Tensor};
 
-use super::directory;
+use super::folder::Entry;
+use super::{Args, directory};
 use crate::failure::{Failure, Result};
 use crate::input::{is_stream, open, shown, stdin};
 
@@ -16,12 +17,14 @@ use crate::input::{is_stream, open, shown, stdin};
 pub(super) struct Source {
     /// What the archive says of itself.
     pub(super) attrs: Attrs,
-    /// The names of other files that were beside them.
-    pub(super) left_alone: Vec<String>,
     pub(super) files: Vec<File>,
+    /// Files of the directory that are packed as they are.
+    pub(super) others: Vec<Entry>,
+    /// The names of what else is there.
+    pub(super) left_alone: Vec<String>,
 }
 
-/// One file.
+/// A file with tensors.
 pub(super) struct File {
     pub(super) path: PathBuf,
     pub(super) header: Header,
@@ -36,10 +39,11 @@ pub(super) enum Data {
 }
 
 impl Source {
-    /// Opens whatever the path names.
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    /// Opens whatever the command names.
+    pub(super) fn open(args: &Args) -> Result<Self> {
+        let path = &*args.input;
         if !is_stream(path) && path.is_dir() {
-            return directory::open(path);
+            return directory::open(path, args.follow_links, &args.output);
         }
         let refused = |error| Failure::format(shown(path), &error);
         let (header, data) = if is_stream(path) {
@@ -50,7 +54,7 @@ impl Source {
         };
         let attrs = header.attrs().map_err(refused)?;
         let file = File { path: shown(path).to_owned(), header, data };
-        Ok(Self { attrs, left_alone: Vec::new(), files: vec![file] })
+        Ok(Self { attrs, files: vec![file], others: Vec::new(), left_alone: Vec::new() })
     }
 
     /// How many tensors there are.
@@ -65,8 +69,11 @@ impl Source {
     }
 
     /// Reads tensor by tensor, in the order of the headers.
-    pub(super) fn read(self, take: &mut impl FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
-        for File { path, header, mut data } in self.files {
+    pub(super) fn read(
+        files: Vec<File>,
+        take: &mut impl FnMut(&str, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        for File { path, header, mut data } in files {
             let refused = |error| Failure::format(&path, &error);
             for entry in header.tensors() {
                 let tensor = match &mut data {

@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::Write;
+use std::ops::Range;
 
 use bytes::Bytes;
 
 use super::header::{Header, METADATA, Texts, canonical, wide};
 use super::index::{Index, common_metadata, remembered};
-use super::{FILE_NAME, HEADER_ATTR, INDEX_ATTR};
+use super::other::{Other, OtherFile, prove_apart};
+use super::{FILE_NAME, HEADER_ATTR, INDEX_ATTR, INDEX_NAME};
 use crate::archive::Archive;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -27,6 +29,7 @@ const EXPANSION_MAX: u64 = 64;
 pub struct Export {
     source: Source,
     leaves: Vec<Leaf>,
+    others: Vec<Other>,
     metadata: Texts,
     /// The attributes that say what the state dict was made from.
     origin: Attrs,
@@ -34,7 +37,7 @@ pub struct Export {
 
 /// Where the bytes of storages are.
 #[derive(Clone, Debug)]
-enum Source {
+pub(super) enum Source {
     Archive(Archive),
     Memory(Vec<Bytes>),
 }
@@ -51,8 +54,9 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// `NotExportable` for a leaf or an attribute that safetensors cannot hold; `LimitExceeded` if
-    /// expanded tensors would take far more than they do now; `BlobElsewhere` for a manifest.
+    /// `NotExportable` for a leaf or an attribute that safetensors cannot hold; `OtherFile` for what is
+    /// under [`FILES_KEY`](super::FILES_KEY) and cannot be a file; `LimitExceeded` if expanded tensors
+    /// would take far more than they do now; `BlobElsewhere` for a manifest.
     pub fn of_archive(archive: &Archive) -> Result<Self> {
         // What a manifest that was opened alone lacks is said before anything is written.
         if archive.storage_count() > 0 {
@@ -87,7 +91,8 @@ impl Export {
         Self::new(Source::Memory(storages), stored, structure.to_node(), attrs)
     }
 
-    fn new(source: Source, stored: u64, structure: Node, attrs: &Attrs) -> Result<Self> {
+    fn new(source: Source, stored: u64, mut structure: Node, attrs: &Attrs) -> Result<Self> {
+        let others = Other::take_from(&mut structure)?;
         let mut leaves = Vec::new();
         collect(structure, &ObjectPath::root(), &mut BTreeSet::new(), &mut leaves)?;
         let mut metadata = Texts::new();
@@ -105,7 +110,7 @@ impl Export {
                 }
             }
         }
-        let export = Self { source, leaves, metadata, origin };
+        let export = Self { source, leaves, others, metadata, origin };
         let bytes = export.nbytes();
         if bytes > stored.saturating_mul(EXPANSION_MAX).max(1 << 30) {
             return Err(Error::new(ErrorKind::LimitExceeded).note(format_args!(
@@ -131,6 +136,11 @@ impl Export {
         self.leaves.iter().map(Leaf::nbytes).fold(0, u64::saturating_add)
     }
 
+    /// The files that are no tensors, which a directory has too.
+    pub fn others(&self) -> impl ExactSizeIterator<Item = OtherFile<'_>> {
+        self.others.iter().map(|other| OtherFile::new(other, &self.source))
+    }
+
     /// All tensors as one file: the one that the state dict was made from, byte for byte, if it was
     /// made from one and its tensors and attributes are still those.
     ///
@@ -153,11 +163,11 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// As [`Export::file`].
+    /// As [`Export::file`]; `OtherFile` if another file has the name of one with tensors.
     pub fn directory(&self) -> Result<Directory<'_>> {
         match self.origin_directory() {
-            Some(directory) => Ok(directory),
-            None => Ok(Directory { files: vec![self.file()?], index: None }),
+            Some((files, index)) => self.with_others(files, Some(index)),
+            None => self.with_others(vec![self.file()?], None),
         }
     }
 
@@ -166,7 +176,7 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// As [`Export::file`].
+    /// As [`Export::directory`].
     pub fn shards(&self, max: u64) -> Result<Directory<'_>> {
         let mut parts: Vec<Vec<&Leaf>> = Vec::new();
         let (mut part, mut part_bytes) = (Vec::new(), 0);
@@ -188,7 +198,7 @@ impl Export {
             parts.push(part);
         }
         if parts.len() <= 1 {
-            return Ok(Directory { files: vec![self.file()?], index: None });
+            return self.with_others(vec![self.file()?], None);
         }
         let count = parts.len();
         let stem = FILE_NAME.trim_end_matches(".safetensors");
@@ -199,8 +209,17 @@ impl Export {
             file.leaves.iter().map(|leaf| (leaf.name.clone(), file.name.clone())).collect()
         };
         let weight_map: BTreeMap<String, String> = files.iter().flat_map(in_file).collect();
-        let index = Some(Index::write(&weight_map, self.nbytes()));
-        Ok(Directory { files, index })
+        self.with_others(files, Some(Index::write(&weight_map, self.nbytes())))
+    }
+
+    fn with_others<'a>(
+        &'a self,
+        files: Vec<File<'a>>,
+        index: Option<String>,
+    ) -> Result<Directory<'a>> {
+        let names = files.iter().map(File::name).chain(index.iter().map(|_| INDEX_NAME));
+        prove_apart(&self.others, names)?;
+        Ok(Directory { files, others: self.others().collect(), index })
     }
 
     fn origin_text(&self, attr: &str) -> Option<&str> {
@@ -210,7 +229,8 @@ impl Export {
         }
     }
 
-    fn origin_directory(&self) -> Option<Directory<'_>> {
+    /// The files that were packed, and their index.
+    fn origin_directory(&self) -> Option<(Vec<File<'_>>, String)> {
         let (index, mut headers) = remembered(self.origin_text(INDEX_ATTR)?)?;
         let mut leaves: BTreeMap<&str, &Leaf> =
             self.leaves.iter().map(|leaf| (&*leaf.name, leaf)).collect();
@@ -230,7 +250,7 @@ impl Export {
         let is_same = leaves.is_empty()
             && headers.is_empty()
             && common_metadata(metadata.iter()) == self.metadata;
-        is_same.then(|| Directory { files, index: Some(index.text().to_owned()) })
+        is_same.then(|| (files, index.text().to_owned()))
     }
 
     /// A file with a header of its own making.
@@ -276,11 +296,13 @@ impl Leaf {
     }
 }
 
-/// The files of a directory, and its index if it needs one.
+/// The files of a directory: those with tensors, their index if they need one, and all others.
 #[derive(Clone, Debug)]
 pub struct Directory<'a> {
     /// The files, under plain names.
     pub files: Vec<File<'a>>,
+    /// What else was packed with them.
+    pub others: Vec<OtherFile<'a>>,
     /// The text of [`INDEX_NAME`](super::INDEX_NAME).
     pub index: Option<String>,
 }
@@ -349,6 +371,28 @@ impl Source {
             Self::Memory(storages) => {
                 let place = usize::try_from(number).expect("it numbers what is in memory");
                 Ok(storages[place].clone())
+            }
+        }
+    }
+
+    /// A range of the bytes of a storage.
+    pub(super) fn range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        match self {
+            Self::Archive(archive) => archive.storage_range(number, range),
+            Self::Memory(_) => {
+                let size = |at: u64| usize::try_from(at).expect("it is in memory");
+                Ok(self.storage(number)?.slice(size(range.start)..size(range.end)))
+            }
+        }
+    }
+
+    /// How many bytes a storage has.
+    pub(super) fn len(&self, number: u32) -> u64 {
+        match self {
+            Self::Archive(archive) => archive.storage(number).len,
+            Self::Memory(storages) => {
+                let place = usize::try_from(number).expect("it numbers what is in memory");
+                wide(storages[place].len())
             }
         }
     }

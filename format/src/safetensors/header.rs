@@ -13,7 +13,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::{Map, Value as Json};
 
-use super::HEADER_ATTR;
+use super::{FILES_KEY, HEADER_ATTR};
 use crate::blob::Blob;
 use crate::dtype::Dtype;
 use crate::encode::{AttrValue, Attrs};
@@ -172,13 +172,24 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// `NotImportable` for metadata whose name is reserved (`tssd.`).
+    /// `NotImportable` for metadata or a tensor whose name is reserved (`tssd.…`, `.files`).
     pub fn attrs(&self) -> Result<Attrs> {
+        self.prove_names()?;
         let mut attrs = attrs_of(&self.metadata)?;
         if !self.is_canonical(&self.metadata)? {
             attrs.insert(HEADER_ATTR.into(), AttrValue::Text(self.text.as_str().into()));
         }
         Ok(attrs)
+    }
+
+    /// Proves that no tensor has the name of what is no tensor.
+    pub(super) fn prove_names(&self) -> Result<()> {
+        if self.tensors.iter().any(|entry| entry.name == FILES_KEY) {
+            return Err(Error::new(ErrorKind::NotImportable)
+                .note("the name is reserved for the other files of a directory")
+                .at(FILES_KEY));
+        }
+        Ok(())
     }
 
     /// True if this header is the one that is written for its tensors and this metadata.

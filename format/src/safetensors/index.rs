@@ -105,13 +105,14 @@ impl Index {
     /// # Errors
     ///
     /// `WeightMap` if a tensor is not where the index says, is in two files, or not in the index;
-    /// `NotImportable` for metadata whose name is reserved (`tssd.`).
+    /// `NotImportable` for metadata or a tensor whose name is reserved (`tssd.…`, `.files`).
     pub fn attrs(&self, headers: &BTreeMap<&str, &Header>) -> Result<Attrs> {
         self.prove(headers)?;
         let metadata = common_metadata(headers.values().map(|header| header.metadata()));
         let mut attrs = attrs_of(&metadata)?;
         let mut others = serde_json::Map::new();
         for (file, header) in headers {
+            header.prove_names()?;
             if !header.is_canonical(&metadata)? {
                 others.insert((*file).to_owned(), header.text().into());
             }

@@ -1,0 +1,452 @@
+//! The directory of a model to one archive and back: every file, byte for byte, and nothing beside it.
+
+use std::path::Path;
+
+use serde_json::{Value as Json, json};
+use tssd_format::safetensors::{
+    Export, FILE_NAME, FILES_KEY, INDEX_NAME, OtherFile, import, is_other_name,
+};
+use tssd_format::{
+    Archive, Attrs, Dict, ErrorKind, Key, Options, StateDict, Tensor, TorchStoreStateDict, Value,
+};
+use tssd_tests::damage::repair;
+
+use crate::cli::{Place, library_file};
+use crate::safetensors::{Files, small_directory};
+
+/// Writes files into a directory and its folders.
+fn write(place: &Place, directory: &str, files: &Files) {
+    for (name, bytes) in files {
+        let path = place.path(directory).join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+}
+
+/// All files of a directory and its folders; a link or anything else that is no file is a failure.
+fn read(directory: &Path) -> Files {
+    let mut files = Files::new();
+    let mut folders = vec![directory.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in folder.read_dir().unwrap().map(Result::unwrap) {
+            let path = entry.path();
+            if entry.file_type().unwrap().is_dir() {
+                folders.push(path);
+                continue;
+            }
+            assert!(entry.file_type().unwrap().is_file(), "{}", path.display());
+            let name = path.strip_prefix(directory).unwrap().to_str().unwrap().to_owned();
+            files.insert(name, std::fs::read(path).unwrap());
+        }
+    }
+    files
+}
+
+/// Which files differ: their bytes would fill screens.
+#[track_caller]
+fn assert_same(found: &Files, expected: &Files) {
+    let names = found.keys().chain(expected.keys());
+    let different: Vec<&String> =
+        names.filter(|name| found.get(*name) != expected.get(*name)).collect();
+    assert_eq!(different, Vec::<&String>::new());
+}
+
+/// What models come with, and what they might.
+fn others() -> Files {
+    let long = [&"n".repeat(255)[..]; 3].join("/");
+    let big = (0..3_000_001_u32).map(|number| number.to_le_bytes()[number as usize % 3]).collect();
+    [
+        (".gitattributes", b"*.safetensors filter=lfs\n".to_vec()),
+        ("README.md", "# Ü\r\n".into()),
+        ("chat_template.jinja", b"{{ messages }}".to_vec()),
+        ("config.json", b"{\"architectures\": []}\n".to_vec()),
+        ("empty", Vec::new()),
+        ("latin1.txt", b"\xe9\xff\x00\xc0".to_vec()),
+        ("limit", vec![b'x'; 4096]),
+        ("merges.txt", vec![b'm'; 4097]),
+        ("pytorch_model.bin", big),
+        ("original/consolidated.safetensors", library_file(None)),
+        ("original/params.json", b"{}".to_vec()),
+        ("original/sub/.hidden", b"h".to_vec()),
+        ("original/sub/model.safetensors", b"not what it says".to_vec()),
+        (" ", b"blank".to_vec()),
+        ("--json", b"option".to_vec()),
+        ("...", b"dots".to_vec()),
+        ("a:b*?\"<>|'`$(x)", b"shell".to_vec()),
+        ("e\u{301}\u{1f980}/\u{202e}", b"unicode".to_vec()),
+        (&long, b"long".to_vec()),
+    ]
+    .into_iter()
+    .map(|(name, bytes)| (name.to_owned(), bytes))
+    .collect()
+}
+
+fn with(mut files: Files, more: Files) -> Files {
+    files.extend(more);
+    files
+}
+
+fn archive(place: &Place, name: &str) -> Archive {
+    Archive::from_bytes(place.read(name)).unwrap()
+}
+
+#[test]
+fn a_whole_directory_comes_back() {
+    let one = Files::from([(FILE_NAME.to_owned(), library_file(None))]);
+    for weights in [one, small_directory()] {
+        let place = Place::new();
+        let files = with(weights.clone(), others());
+        write(&place, "model", &files);
+        let json: Json =
+            serde_json::from_str(&place.expect(0, "pack model -o a.tssd --json")).unwrap();
+        let names: Vec<String> = others().into_keys().collect();
+        assert_eq!(json["files"], json!(names));
+        assert_eq!(json["left_alone"], json!([]));
+        place.expect(0, "verify --deep a.tssd");
+        assert!(place.expect(0, "roundtrip a.tssd").starts_with("identical"));
+
+        // The tensors come first, as if they were alone.
+        let packed = archive(&place, "a.tssd").to_state_dict().unwrap();
+        write(&place, "weights", &weights);
+        place.expect(0, "pack weights -o weights.tssd");
+        let alone = archive(&place, "weights.tssd").to_state_dict().unwrap();
+        let mut expected = alone.entries().clone();
+        let entry = |(name, bytes): (String, Vec<u8>)| (name, Value::Bytes(bytes.into()));
+        expected.insert(FILES_KEY, others().into_iter().map(entry).collect::<Dict>());
+        assert!(packed.entries() == &expected);
+
+        std::fs::create_dir(place.path("empty")).unwrap();
+        for target in ["new/", "empty"] {
+            let json = place.expect(0, &format!("unpack a.tssd -o {target} --json"));
+            let json: Json = serde_json::from_str(&json).unwrap();
+            assert_same(&read(&place.path(target)), &files);
+            let len: usize = files.values().map(Vec::len).sum();
+            assert_eq!(json["file_len"], len);
+            assert_eq!(json["files"].as_array().unwrap().len(), files.len());
+        }
+        let said = place.expect(5, "unpack a.tssd -o new");
+        assert!(said.contains("new is not empty"), "{said}");
+        // What comes back is packed as before.
+        place.expect(0, "pack new -o again.tssd");
+        assert!(place.read("again.tssd") == place.read("a.tssd"));
+
+        // Other weights, the same other files.
+        place.expect(0, "unpack a.tssd -o split --shard-size 40");
+        let split = read(&place.path("split"));
+        assert!(split.contains_key(INDEX_NAME));
+        for (name, bytes) in others() {
+            assert!(split[&name] == bytes, "{name}");
+        }
+        // As one file it is the tensors, and says what it is not.
+        let said = place.expect(0, "unpack a.tssd -o one.safetensors");
+        assert!(said.contains("left alone: 19 other files ( , --json, "), "{said}");
+        let json = place.expect(0, "unpack a.tssd -o one.safetensors --json");
+        let json: Json = serde_json::from_str(&json).unwrap();
+        assert_eq!(json["left_alone"], json!(names));
+        let (dict, _) = import(place.read("one.safetensors")).unwrap();
+        assert_eq!(dict.entries().len(), alone.entries().len());
+
+        // A store keeps them as it keeps anything; how tensors were cut into files, it does not.
+        place.expect(0, "put --store store key a.tssd");
+        place.expect(0, "get --store store key -o got.tssd");
+        place.expect(0, "unpack got.tssd -o got/");
+        let mut got = read(&place.path("got"));
+        assert!(got.remove(FILE_NAME).is_some());
+        assert_same(&got, &others());
+        let names = place.names();
+        assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_of_a_model_is_left_alone() {
+    use std::os::unix::fs::symlink;
+    let place = Place::new();
+    let files = small_directory();
+    write(&place, "model", &files);
+    let hidden =
+        [".git/config", ".cache/huggingface/x.metadata", "sub/.ipynb_checkpoints/x", "sub/.git"];
+    write(&place, "model", &hidden.map(|name| (name.to_owned(), b"x".to_vec())).into());
+    symlink(place.path("model"), place.path("model/circle")).unwrap();
+    symlink("..", place.path("model/sub/up")).unwrap();
+    let pipe = place.path("model/p\u{1b}[2J");
+    assert!(std::process::Command::new("mkfifo").arg(pipe).status().unwrap().success());
+    std::fs::create_dir(place.path("model/nothing")).unwrap();
+    // An archive does not have itself.
+    place.expect(0, "pack model -o model/all.tssd");
+    let first = place.read("model/all.tssd");
+    let json = place.expect(0, "pack model -o model/all.tssd --json");
+    let json: Json = serde_json::from_str(&json).unwrap();
+    assert!(place.read("model/all.tssd") == first);
+    let left_alone = [
+        ".cache",
+        ".git",
+        "all.tssd",
+        "circle",
+        "p\u{fffd}[2J",
+        "sub/.git",
+        "sub/.ipynb_checkpoints",
+        "sub/up",
+    ];
+    assert_eq!(json["left_alone"], json!(left_alone));
+    assert_eq!(json["files"], json!([]));
+    let said = place.expect(0, "pack model -o a.tssd");
+    assert!(said.contains("1 other file, "), "{said}");
+    assert!(said.contains("left alone: .cache, .git, circle, p\u{fffd}[2J and 3 more"), "{said}");
+    place.expect(0, "unpack model/all.tssd -o out/");
+    assert_same(&read(&place.path("out")), &files);
+}
+
+/// The cache of Hugging Face is links from snapshots to blobs. Links that lead anywhere else are not
+/// followed unasked: whoever made a directory could mean any file of whoever packs it.
+#[cfg(unix)]
+#[test]
+fn links_lead_no_farther_than_the_cache() {
+    use std::os::unix::fs::symlink;
+    let place = Place::new();
+    let files = with(small_directory(), others());
+    std::fs::create_dir_all(place.path("hub/blobs")).unwrap();
+    for (number, (name, bytes)) in files.iter().enumerate() {
+        place.write(&format!("hub/blobs/{number}"), bytes);
+        let link = place.path("hub/snapshots/rev").join(name);
+        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
+        let up = "../".repeat(2 + name.matches('/').count());
+        symlink(format!("{up}blobs/{number}"), link).unwrap();
+    }
+    symlink("hub/snapshots/rev", place.path("named")).unwrap();
+    for name in ["hub/snapshots/rev", "named"] {
+        place.expect(0, &format!("pack {name} -o a.tssd"));
+        std::fs::create_dir(place.path("out")).unwrap();
+        place.expect(0, "unpack a.tssd -o out");
+        assert_same(&read(&place.path("out")), &files);
+        std::fs::remove_dir_all(place.path("out")).unwrap();
+    }
+    // Blobs that are elsewhere are not those of a cache, nor is what lies beside them.
+    place.write("hub/secret", b"secret");
+    std::fs::rename(place.path("hub/blobs"), place.path("moved")).unwrap();
+    symlink("../moved", place.path("hub/blobs")).unwrap();
+    let said = place.expect(5, "pack hub/snapshots/rev -o b.tssd");
+    assert!(said.contains("a link that leads out of the directory"), "{said}");
+
+    write(&place, "model", &small_directory());
+    symlink("part_0.safetensors", place.path("model/same")).unwrap();
+    place.expect(0, "pack model -o c.tssd");
+    place.expect(0, "unpack c.tssd -o c/");
+    assert_eq!(read(&place.path("c"))["same"], small_directory()["part_0.safetensors"]);
+    symlink("../hub/secret", place.path("model/config.json")).unwrap();
+    let said = place.expect(5, "pack model -o b.tssd");
+    assert!(said.contains("config.json is a link") && said.contains("--follow-links"), "{said}");
+    place.expect(0, "pack model -o d.tssd --follow-links");
+    place.expect(0, "unpack d.tssd -o d/");
+    assert_eq!(read(&place.path("d"))["config.json"], b"secret");
+    std::fs::remove_file(place.path("hub/secret")).unwrap();
+    let said = place.expect(3, "pack model -o b.tssd");
+    assert!(said.contains("config.json"), "{said}");
+    assert!(!place.path("b.tssd").exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn names_that_no_archive_has_are_refused() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    for name in [&b"a\nb"[..], b"a\\b", b"\xff", b"\xed\xa0\x80", b"\xc2\x85", b"Model.safetensors"]
+    {
+        let place = Place::new();
+        write(&place, "model", &small_directory());
+        std::fs::write(place.path("model").join(OsStr::from_bytes(name)), b"x").unwrap();
+        let said = place.expect(5, "pack model -o a.tssd");
+        assert!(said.contains("a name that no archive has"), "{said}");
+        assert_eq!(place.names(), ["model"]);
+    }
+}
+
+/// Names that lead out of a directory, or that mean something to those who look into it.
+const LYING: &[&str] = &[
+    "",
+    "/",
+    "/abs",
+    "..",
+    ".",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "./a",
+    "a//b",
+    "a/",
+    "a\\b",
+    "..\\x",
+    "a\0b",
+    "a\nb",
+    "\u{1b}[2J",
+    "a\u{7f}",
+    "\u{85}",
+    ".git",
+    ".GIT",
+    "sub/.git",
+    ".git/config",
+    "sub/.git/hooks/post-checkout",
+    ".cache/x",
+    FILE_NAME,
+    "MODEL.safetensors",
+    INDEX_NAME,
+];
+
+#[test]
+fn names_are_plain_relative_paths() {
+    for name in LYING {
+        assert!(!is_other_name(name), "{name:?}");
+    }
+    for name in others().keys() {
+        assert!(is_other_name(name), "{name:?}");
+    }
+    for (name, is_taken) in [
+        ("a".repeat(255), true),
+        ("a".repeat(256), false),
+        (["a"; 512].join("/"), true),
+        (["a"; 513].join("/"), false),
+    ] {
+        assert_eq!(is_other_name(&name), is_taken);
+    }
+}
+
+/// A state dict with a tensor and these other files.
+fn forged(files: impl Into<Value>) -> StateDict {
+    let mut dict = StateDict::new();
+    dict.insert("a", Tensor::from_slice(&[1_u8], &[1]).unwrap());
+    dict.insert(FILES_KEY, files);
+    dict
+}
+
+fn named(names: &[&str]) -> StateDict {
+    let entries = names.iter().map(|name| (*name, Value::Bytes(b"x".to_vec().into())));
+    forged(entries.collect::<Dict>())
+}
+
+#[test]
+fn archives_that_lie_are_not_unpacked() {
+    let tensor = || Value::from(Tensor::from_slice(&[1_u8], &[1]).unwrap());
+    let bytes = || Value::Bytes(b"x".to_vec().into());
+    let mut cases: Vec<(StateDict, &str)> =
+        LYING.iter().map(|name| (named(&[name]), "no plain relative path")).collect();
+    cases.extend([
+        (named(&["a", "a/b"]), "the name of its folder"),
+        (named(&["a/b/c", "a/b"]), "the name of its folder"),
+        (named(&["model.safetensors/x"]), "the name of its folder"),
+        (forged(tensor()), "it is no dict"),
+        (forged(bytes()), "it is no dict"),
+        (forged(Value::None), "it is no dict"),
+        (forged(Value::List(vec![bytes()])), "it is no dict"),
+        (forged(Value::OrderedDict(Dict::from_iter([("a", bytes())]))), "it is no dict"),
+        (forged(Dict::from_iter([("config.json", tensor())])), "it is no bytes"),
+        (forged(Dict::from_iter([("config.json", Value::from("text"))])), "it is no bytes"),
+        (forged(Dict::from_iter([("sub", Dict::from_iter([("a", bytes())]))])), "it is no bytes"),
+        (forged(Dict::from_iter([(1_i64, bytes())])), "no plain relative path"),
+        (forged(Dict::from_iter([(Key::Bytes(b"a".to_vec().into()), bytes())])), "no plain"),
+    ]);
+    for (dict, words) in cases {
+        let place = Place::new();
+        place.write_dict("in.tssd", &dict);
+        std::fs::create_dir(place.path("empty")).unwrap();
+        for target in ["new/", "empty/", "split --shard-size 1GB"] {
+            let said = place.expect(5, &format!("unpack in.tssd -o {target}"));
+            assert!(said.contains(words) && said.contains(".files"), "{words}: {said}");
+            assert!(said.contains("safetensors OtherFile"), "{said}");
+            assert!(!said.contains('\u{1b}'), "{said:?}");
+        }
+        assert_eq!(place.names(), ["empty", "in.tssd"]);
+        assert_same(&read(&place.path("empty")), &Files::new());
+        let refused = Export::of_state_dict(&dict, &Attrs::new())
+            .and_then(|export| export.directory().map(drop))
+            .unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::OtherFile);
+    }
+}
+
+#[test]
+fn a_name_that_is_there_twice_is_damage() {
+    let place = Place::new();
+    let mut file = TorchStoreStateDict::from_state_dict(&named(&["name-1", "name-2"]))
+        .unwrap()
+        .as_bytes()
+        .to_vec();
+    let at = file.windows(6).position(|name| name == b"name-2").unwrap();
+    file[at + 5] = b'1';
+    repair(&mut file);
+    place.write("in.tssd", &file);
+    let said = place.expect(1, "unpack in.tssd -o out/");
+    assert!(said.contains("F-044 DuplicateKey"), "{said}");
+    assert_eq!(place.names(), ["in.tssd"]);
+}
+
+/// Files that were not in the way of what was packed can be in that of what is asked for.
+#[test]
+fn files_of_tensors_keep_their_names() {
+    let place = Place::new();
+    write(&place, "model", &small_directory());
+    place.write("model/model-00001-of-00002.safetensors", b"stale");
+    place.expect(0, "pack model -o a.tssd");
+    place.expect(0, "unpack a.tssd -o out/");
+    let said = place.expect(5, "unpack a.tssd -o split --shard-size 40");
+    assert!(said.contains("a file with tensors has this name"), "{said}");
+    assert!(said.contains("model-00001-of-00002.safetensors"), "{said}");
+    place.expect(0, "unpack a.tssd -o whole --shard-size 5GB");
+    assert_eq!(read(&place.path("whole")).len(), 2);
+    assert_eq!(place.names(), ["a.tssd", "model", "out", "whole"]);
+}
+
+#[test]
+fn no_tensor_has_the_name_of_the_files() {
+    let header = r#"{".files":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+    let len = (header.len() as u64).to_le_bytes();
+    let file = [&len[..], header.as_bytes(), &[7]].concat();
+    assert_eq!(import(file.clone()).unwrap_err().kind(), ErrorKind::NotImportable);
+    let place = Place::new();
+    write(&place, "one", &[(FILE_NAME.to_owned(), file.clone())].into());
+    let index = json!({ "weight_map": { ".files": "x.safetensors" } }).to_string();
+    let files = [("x.safetensors".to_owned(), file), (INDEX_NAME.to_owned(), index.into())];
+    write(&place, "several", &files.into());
+    for name in ["one", "several", "one/model.safetensors"] {
+        let said = place.expect(5, &format!("pack {name} -o out.tssd"));
+        assert!(said.contains("the name is reserved"), "{said}");
+    }
+    assert_eq!(place.names(), ["one", "several"]);
+}
+
+/// Compressed or not, in memory or in a file: what is written is what was packed.
+#[test]
+fn files_are_written_in_pieces() {
+    let content: Vec<u8> =
+        (0..20_000_003_u32).map(|number| (number >> 7).to_le_bytes()[0]).collect();
+    let place = Place::new();
+    write(&place, "model", &small_directory());
+    place.write("model/big.bin", &content);
+    place.expect(0, "pack model -o a.tssd");
+    place.expect(0, "convert a.tssd -o packed.tssd --zstd --digest");
+    let written = |file: OtherFile<'_>| {
+        let mut bytes = Vec::new();
+        file.write_to(&mut bytes).unwrap();
+        assert_eq!(file.file_len(), bytes.len() as u64);
+        (file.name().to_owned(), bytes)
+    };
+    let expected = [("big.bin".to_owned(), content)];
+    for name in ["a.tssd", "packed.tssd"] {
+        let stored = Archive::open(place.path(name)).unwrap();
+        let dict = stored.to_state_dict().unwrap();
+        for export in [
+            Export::of_archive(&stored).unwrap(),
+            Export::of_archive(&archive(&place, name)).unwrap(),
+            Export::of_state_dict(&dict, &stored.attrs()).unwrap(),
+        ] {
+            assert!(export.others().map(written).eq(expected.clone()));
+            let directory = export.directory().unwrap();
+            assert!(directory.others.into_iter().map(written).eq(expected.clone()));
+        }
+    }
+    // No other files are no entry.
+    let dict = forged(Dict::new());
+    let export = Export::of_state_dict(&dict, &Attrs::new()).unwrap();
+    assert_eq!((export.others().len(), export.len()), (0, 1));
+    assert!(TorchStoreStateDict::with_options(&dict, &Options::new()).is_ok());
+}

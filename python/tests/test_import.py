@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -84,3 +85,20 @@ except TypeError as error:
 """
     done = run(("torch", "ml_dtypes"), code)
     assert done.stdout.strip() == "a True", done.stderr
+
+
+def test_without_torch_what_torch_has_written_is_not_converted() -> None:
+    """As the command asks for it, which ends the process with its own."""
+    code = """
+import json, tssd.convert
+with open(path, "wb") as file:
+    file.write(b"PK\\x03\\x04")
+kept = os.pipe()
+os.dup2(kept[0], 0)
+sys.argv[1:] = [path, path + ".new"]
+tssd.convert.main()
+"""
+    done = run(("torch",), code)
+    reply = json.loads(done.stdout)
+    assert reply["message"] == f"{sys.executable} has no torch, which reads such files", done.stderr
+    assert "install torch" in reply["advice"] and reply["is_damage"] is False

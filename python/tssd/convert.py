@@ -26,7 +26,9 @@ from ._errors import TssdCorruptError, TssdError, make
 from ._tssd import save_file
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import LoadPlanner, Metadata, ReadItem, StorageReader
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["convert", "load_dcp", "load_torch"]
 
@@ -80,26 +82,29 @@ def load_dcp(path: _Path) -> dict[str, Any]:
         TssdCorruptError: it is damaged.
         TssdMemoryError: its tensors do not fit into memory.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = _metadata(path)
-    flat = _rooms(metadata, path)
     try:
-        dcp.load(flat, storage_reader=_reader(path, metadata), planner=_planner(path), no_dist=True)
-    except dcp.CheckpointException as failed:
+        flat = _rooms(metadata, path)
+        load(flat, storage_reader=_reader(path, metadata), planner=_planner(path), no_dist=True)
+        return _nested(flat, metadata.planner_data or {})
+    except CheckpointException as failed:
         error, _ = failed.failures[0]
         if isinstance(error, TssdError):
             raise error from None
         if isinstance(error, OSError):
             raise _os_error(error, path) from error
         raise _damaged(path, error) from error
-    return _nested(flat, metadata.planner_data or {}, path)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
 
 
 def _rooms(metadata: Metadata, path: _Path) -> dict[str, Any]:
     """A tensor to be filled for each one; None for what is unpickled."""
     import torch
-    from torch.distributed.checkpoint import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     rooms: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -116,18 +121,17 @@ def _rooms(metadata: Metadata, path: _Path) -> dict[str, Any]:
     return rooms
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, Any], path: _Path) -> dict[str, Any]:
-    """What DCP has flattened, as it was."""
+def _nested(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """What DCP has flattened, as it was. Only `paths` are in the order in which it was saved, if ranks did."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-    try:
-        return unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat})
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+    names = dict.fromkeys([*(name for name in paths if name in flat), *flat])
+    ordered = {name: flat[name] for name in names}
+    return unflatten_state_dict(ordered, {name: paths.get(name, (name,)) for name in names})
 
 
 def _reader(path: _Path, metadata: Metadata) -> StorageReader:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     class Reader(FileSystemReader):
         """DCP's own, which would unpickle whatever `.metadata` says."""
@@ -139,7 +143,7 @@ def _reader(path: _Path, metadata: Metadata) -> StorageReader:
 
 
 def _planner(path: _Path) -> LoadPlanner:
-    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):
         """DCP's own, which would unpickle whatever byte items say."""
@@ -165,7 +169,8 @@ def _unpickled(
         # What torch says is a page, with advice that would run the file.
         found = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))
         if found is None:
-            raise _damaged(path, str(error).rpartition("WeightsUnpickler error: ")[2], fqn) from error
+            said = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+            raise make("refused", "", said, fqn, _ADVICE, str(path), None) from error
         raise _refused(path, found[1], fqn) from error
     except Exception as error:
         if "TorchScript" in str(error):
@@ -219,7 +224,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _metadata(path: _Path) -> Metadata:
-    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata
 
     file = os.path.join(path, ".metadata")
     try:
@@ -251,7 +256,7 @@ def _refused(path: _Path, what: str, fqn: str | None = None) -> TssdError:
     return make("refused", "", message, fqn, _ADVICE, str(path), None)
 
 
-def _damaged(path: _Path, error: Exception | str, fqn: str | None = None) -> TssdError:
+def _damaged(path: _Path, error: BaseException | str, fqn: str | None = None) -> TssdError:
     # Some of torch's messages are pages.
     said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
     message = said if isinstance(error, str) else f"{type(error).__name__}: {said}"

@@ -165,8 +165,9 @@ fn begun(place: &Place, as_python: &str) -> Child {
     let as_python =
         format!(r#"echo part > "$new"; echo $$ > begun.part; mv begun.part begun; {as_python}"#);
     let mut command = command(place, &as_python, "convert dcp -o out.tssd");
-    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     while !place.path("begun").exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it has ended");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     child

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +104,16 @@ tssd.convert.main()
     reply = json.loads(done.stdout)
     assert reply["message"] == f"{sys.executable} has no torch, which reads such files", done.stderr
     assert "install torch" in reply["advice"] and reply["is_damage"] is False
+
+
+def test_a_conversion_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", "import tssd.convert; tssd.convert.main()", str(pipe), "new"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        # Once it has begun to read, which would last.
+        with pipe.open("wb"):
+            assert process.poll() is None
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(timeout=60) == 1

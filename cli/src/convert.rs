@@ -24,7 +24,7 @@ use crate::verify;
 ///
 /// What is not asked for stays as it is. The input is proven first: damage is not copied. Files of
 /// torch.save and directories of torch.distributed.checkpoint are read by Python, with the package
-/// tssd and torch, of the environment that has this command or that VIRTUAL_ENV names; nothing in
+/// tssd and torch, of the environment that has this command or that `VIRTUAL_ENV` names; nothing in
 /// them is executed.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
@@ -75,14 +75,15 @@ const LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
 /// output as an archive first.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
-    let (document, before, _scratch) = match torch::read(&args.input, &args.output, console)? {
-        Some(Pickled { document, file_len, scratch }) => (document, file_len, Some(scratch)),
-        None => {
+    let pickled = torch::read(&args.input, &args.output, console)?;
+    let (document, before, _scratch) =
+        if let Some(Pickled { document, file_len, scratch }) = pickled {
+            (document, file_len, Some(scratch))
+        } else {
             let document = Document::open(&args.input)?;
             let file_len = document.file_len();
             (document, file_len, None)
-        }
-    };
+        };
     let Some(archive) = document.archive() else {
         let message = format_args!("{} is a safetensors file", document.path().display());
         return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));

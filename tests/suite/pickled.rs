@@ -27,7 +27,7 @@ fn place() -> Place {
     place.write("dcp/.metadata", &[1; 10]);
     place.write("dcp/__0_0.distcp", &[2; 20]);
     let mut dict = StateDict::new();
-    dict.insert("weight", Tensor::from_slice(&[0.5_f32; 5000], &[5000]).unwrap());
+    dict.insert("weight", Tensor::from_slice(&vec![0.5_f32; 5000], &[5000]).unwrap());
     place.write_dict("read.tssd", &dict);
     std::fs::create_dir_all(place.path("venv/bin")).unwrap();
     let stand_in = Path::new(env!("CARGO_MANIFEST_DIR")).join("suite/python3.sh");

@@ -22,7 +22,7 @@ use crate::verify;
 
 /// Store an archive otherwise: compress it, align it, give it digests, or join a shard set into one.
 ///
-/// What is not asked for stays as it is. The input is proven first: damage is not copied. Files of
+/// What is not asked for stays as it is. An archive is proven first: damage is not copied. Files of
 /// torch.save and directories of torch.distributed.checkpoint are read by Python, with the package
 /// tssd and torch, of the environment that has this command or that `VIRTUAL_ENV` names; nothing in
 /// them is executed.

@@ -170,7 +170,8 @@ def _unpickled(
         found = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))
         if found is None:
             said = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-            raise make("refused", "", said, fqn, _ADVICE, str(path), None) from error
+            message = f"it is no pickle that torch reads without running it: {said}"
+            raise make("refused", "", message, fqn, _ADVICE, str(path), None) from error
         raise _refused(path, found[1], fqn) from error
     except Exception as error:
         if "TorchScript" in str(error):
@@ -259,7 +260,7 @@ def _refused(path: _Path, what: str, fqn: str | None = None) -> TssdError:
 def _damaged(path: _Path, error: BaseException | str, fqn: str | None = None) -> TssdError:
     # Some of torch's messages are pages.
     said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-    message = said if isinstance(error, str) else f"{type(error).__name__}: {said}"
+    message = said if isinstance(error, str) else f"{type(error).__name__}: {said}".removesuffix(": ")
     return make("corrupt", "", message, fqn, "take another copy of it", str(path), None)
 
 

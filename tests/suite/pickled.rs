@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value as Json;
 use tssd_format::{Archive, StateDict, Tensor};
 
-use super::cli::Place;
+use super::cli::{Place, binary};
 
 /// How torch.save begins its files: with a zip file; before version 1.6 and on request with a number.
 const ZIP: &[u8] = b"PK\x03\x04\x00\x00\x08\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x12\x00";
@@ -132,6 +132,25 @@ fn without_python_it_says_what_to_install() {
     }
     std::fs::remove_dir(place.path("nothing")).unwrap();
     assert_eq!(place.names(), before);
+}
+
+#[test]
+fn the_python_that_the_command_was_installed_with_comes_first() {
+    let place = place();
+    std::fs::create_dir(place.path("bin")).unwrap();
+    std::fs::rename(place.path("venv/bin/python3"), place.path("bin/python3")).unwrap();
+    // Another process writes it, so that none that is forked here meanwhile has it open.
+    let copied = Command::new("cp").arg(binary()).arg(place.path("bin/tssd")).status().unwrap();
+    assert!(copied.success());
+    let linked = place.path("venv/bin/tssd");
+    std::os::unix::fs::symlink(place.path("bin/tssd"), &linked).unwrap();
+    for path in [place.path("bin/tssd"), linked] {
+        let mut command = Command::new(path);
+        command.args(["convert", "dcp", "-o", "out.tssd"]).current_dir(place.path(""));
+        command.env("AS_PYTHON", READ).env("VIRTUAL_ENV", "/nowhere");
+        let (code, said) = said(command.output().unwrap());
+        assert_eq!(code, Some(0), "{said}");
+    }
 }
 
 #[test]

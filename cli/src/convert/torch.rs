@@ -74,6 +74,9 @@ fn convert(python: &Path, old: &Path, new: &Path) -> Result<()> {
     let arguments: [OsString; 4] = ["-c".into(), PROGRAM.into(), old.into(), new.into()];
     let mut command = Command::new(python);
     command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // Ctrl-C is for this process, which says how it ends.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let ended = command.spawn().and_then(|mut child| {
         // When this process ends, the pipe does, and so does Python.
         let stdin = child.stdin.take();

@@ -390,3 +390,16 @@ def tssd_of(path: str) -> Any:
     from safetensors import safe_open
 
     return safe_open(path, "pt")
+
+
+def test_a_conversion_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", "import tssd.convert; tssd.convert.main()", str(pipe), "new"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        # Once it has begun to read, which would last.
+        with pipe.open("wb"):
+            assert process.poll() is None
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(timeout=60) == 1

@@ -20,15 +20,18 @@ import pickle
 import re
 import sys
 import threading
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from ._errors import TssdCorruptError, TssdError, make
 from ._tssd import save_file
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
-    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["convert", "load_dcp", "load_torch"]
 
@@ -82,13 +85,10 @@ def load_dcp(path: _Path) -> dict[str, Any]:
         TssdCorruptError: it is damaged.
         TssdMemoryError: its tensors do not fit into memory.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     metadata = _metadata(path)
     try:
         flat = _rooms(metadata, path)
-        load(flat, storage_reader=_reader(path, metadata), planner=_planner(path), no_dist=True)
+        load(flat, storage_reader=_Reader(path, metadata), planner=_Planner(path), no_dist=True)
         return _nested(flat, metadata.planner_data or {})
     except CheckpointException as failed:
         error, _ = failed.failures[0]
@@ -103,9 +103,6 @@ def load_dcp(path: _Path) -> dict[str, Any]:
 
 def _rooms(metadata: Metadata, path: _Path) -> dict[str, Any]:
     """A tensor to be filled for each one; None for what is unpickled."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     rooms: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         rooms[name] = None
@@ -130,37 +127,33 @@ def _nested(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
     return unflatten_state_dict(ordered, {name: paths.get(name, (name,)) for name in names})
 
 
-def _reader(path: _Path, metadata: Metadata) -> StorageReader:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+class _Reader(FileSystemReader):
+    """DCP's own, which would unpickle whatever `.metadata` says."""
 
-    class Reader(FileSystemReader):
-        """DCP's own, which would unpickle whatever `.metadata` says."""
+    def __init__(self, path: _Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
 
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata
-
-    return Reader(path)
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
 
-def _planner(path: _Path) -> LoadPlanner:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+class _Planner(DefaultLoadPlanner):
+    """DCP's own, which would unpickle whatever byte items say."""
 
-    class Planner(DefaultLoadPlanner):
-        """DCP's own, which would unpickle whatever byte items say."""
+    def __init__(self, path: _Path) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._path = path
 
-        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            name = read_item.dest_index.fqn
-            self.state_dict[name] = _unpickled(value, path, name)
-
-    return Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = _unpickled(value, self._path, name)
 
 
 def _unpickled(
     source: str | IO[bytes], path: _Path, fqn: str | None = None, *, is_mapped: bool = False
 ) -> Any:
     """What torch.save has written, if it is tensors, containers and plain values."""
-    import torch
-
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except OSError as error:
@@ -209,8 +202,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes what `.metadata` may have, and refuses to look for anything else."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        import torch
-
         if (module, name) in _CLASSES:
             return super().find_class(module, name)
         if module == "torch":
@@ -225,8 +216,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _metadata(path: _Path) -> Metadata:
-    from torch.distributed.checkpoint.metadata import Metadata
-
     file = os.path.join(path, ".metadata")
     try:
         with open(file, "rb") as opened:
@@ -281,9 +270,6 @@ class _Reply:
         if isinstance(error, TssdError):
             message, advice = str(error), error.advice
             return _Reply(message.removesuffix(f"; {advice}"), advice, isinstance(error, TssdCorruptError))
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            advice = "install torch for this Python, or set VIRTUAL_ENV to an environment that has it"
-            return _Reply(f"{sys.executable} has no torch, which reads such files", advice)
         return _Reply(f"{type(error).__name__}: {error}")
 
 

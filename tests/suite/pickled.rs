@@ -95,8 +95,12 @@ fn what_python_says_is_told() {
     for (as_python, code, parts) in [
         (format!("echo '{refused}'"), 5, &["x is not unpickled", "help: do it by hand"][..]),
         (format!("echo '{damaged}'"), 1, &["zip.pt: cut off"]),
-        (missing.into(), 5, &["venv/bin/python3 has no package tssd", "install tssd and torch"]),
-        (missing.replace("tssd'", "tssd.convert'"), 5, &["has no package tssd"]),
+        (missing.into(), 5, &["venv/bin/python3 has no module 'tssd'", "install tssd and torch"]),
+        (
+            missing.replace("tssd'", "torch'"),
+            5,
+            &["has no module 'torch'", "install tssd and torch"],
+        ),
         ("echo words >&2; echo why >&2; exit 7".into(), 5, &["failed: exit status: 7: why"]),
         ("kill -9 $$".into(), 5, &["failed: signal: 9"]),
         // It says that all went well.

@@ -107,8 +107,8 @@ fn convert(python: &Path, old: &Path, new: &Path) -> Result<()> {
     }
     let words = String::from_utf8_lossy(&output.stderr);
     let last = words.trim_end().lines().last().unwrap_or_default();
-    if last.starts_with("ModuleNotFoundError: No module named 'tssd") {
-        let message = format_args!("{name} has no package tssd, which reads files of torch");
+    if let Some(module) = last.strip_prefix("ModuleNotFoundError: No module named ") {
+        let message = format_args!("{name} has no module {module}, which reads files of torch");
         return Err(Failure::new(Exit::Refused, message).help(INSTALL));
     }
     let message =

@@ -145,11 +145,9 @@ def a_run_is_resumed(grid: DeviceMesh) -> None:
     resumed = Model(2, grid)
     other = optimizer_of(resumed)
     parts, optimizers = get_state_dict(resumed, other)
-    state = {"model": parts, "optimizer": optimizers}
+    state: dict[str, Any] = {"model": parts, "optimizer": optimizers}
     load(state, "run")
-    set_state_dict(
-        resumed, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]  # type: ignore[arg-type]
-    )
+    set_state_dict(resumed, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     groups = [(group["lr"], group["weight_decay"]) for group in other.param_groups]
     assert groups == [(0.01, 0.1), (0.03, 0.0)], groups
     train(resumed, other, 3)
@@ -159,10 +157,11 @@ def a_run_is_resumed(grid: DeviceMesh) -> None:
 
 def nested_containers(flat: DeviceMesh) -> None:
     def state(fill: float) -> dict[str, Any]:
-        sharded = distributed(numbers(10, 2) * fill, flat, (Shard(0),))
+        rows = distributed(numbers(10, 2) * fill, flat, (Shard(0),))
+        columns = distributed(numbers(4, 4) * fill, flat, (Shard(1),))
         return {
-            "list": [sharded, {"deep": [torch.full((2,), fill), {"x": distributed(numbers(4, 4) * fill, flat, (Shard(1),))}]}],
-            "values": {"int": int(fill), "tuple": (fill, "x"), "none": None, "plain": [1, 2, fill], "nothing": []},
+            "list": [rows, {"deep": [torch.full((2,), fill), {"x": columns}]}],
+            "values": {"int": int(fill), "tuple": (fill, "x"), "none": None, "list": [1, fill], "empty": []},
             "scalar": torch.tensor(fill),
             "mask": torch.tensor([True, False]) if fill > 0 else torch.tensor([False, True]),
         }
@@ -175,9 +174,11 @@ def nested_containers(flat: DeviceMesh) -> None:
 
 def flat_planners(flat: DeviceMesh) -> None:
     """Planners that leave containers alone: what is no tensor at the top is bytes."""
+
     def state(fill: float) -> dict[str, Any]:
         sharded = distributed(numbers(10, 2) * fill, flat, (Shard(0),))
-        return {"sharded": sharded, "here": torch.full((3,), fill), "inner": {"a": torch.full((2,), fill), "b": fill}}
+        inner = {"a": torch.full((2,), fill), "b": fill}
+        return {"sharded": sharded, "here": torch.full((3,), fill), "inner": inner}
 
     save(state(2.0), "flat", planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     into = state(0.0)
@@ -226,14 +227,15 @@ def what_is_strict(flat: DeviceMesh) -> None:
     refused(lambda: load({"i": sharded(10)}, "strict"), "`i`", "int32")
     refused(lambda: load({"w": untouched}, "nobody"), "`nobody`")
     # One rank alone asks for what is not there.
-    refused(lambda: load({"w": untouched} if RANK else {"w": untouched, "x": torch.ones(1)}, "strict"), "Missing key")
+    asked = {"w": untouched} if RANK else {"w": untouched, "x": torch.ones(1)}
+    refused(lambda: load(asked, "strict"), "Missing key")
     assert same(local(untouched), local(sharded(10)))
 
 
 def ranks_with_states_of_their_own() -> None:
     """As the stages of a pipeline have them."""
-    state = {f"stage{RANK}": {"w": torch.full((RANK + 1, 2), float(RANK)), "rank": RANK}, "common": torch.ones(3)}
-    save(state, "stages")
+    own = {"w": torch.full((RANK + 1, 2), float(RANK)), "rank": RANK}
+    save({f"stage{RANK}": own, "common": torch.ones(3)}, "stages")
     other = (RANK + 1) % RANKS
     into = {f"stage{other}": {"w": torch.zeros(other + 1, 2), "rank": -1}, "common": torch.zeros(3)}
     load(into, "stages")

@@ -1,5 +1,7 @@
 //! `tssd convert`: an archive is stored otherwise, and means the same.
 
+mod torch;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -7,6 +9,7 @@ use serde_json::json;
 use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR};
 use tssd_store::VERSION_ATTRS;
 
+use self::torch::Pickled;
 use crate::console::Console;
 use crate::document::Document;
 use crate::encode;
@@ -19,11 +22,15 @@ use crate::verify;
 
 /// Store an archive otherwise: compress it, align it, give it digests, or join a shard set into one.
 ///
-/// What is not asked for stays as it is. The input is proven first: damage is not copied.
+/// What is not asked for stays as it is. An archive is proven first: damage is not copied. Files of
+/// torch.save and directories of torch.distributed.checkpoint are read by Python, with the package
+/// tssd and torch, of the environment that has this command or that `VIRTUAL_ENV` names; nothing in
+/// them is executed.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
-    /// The archive; a directory with a manifest.tssd, which becomes one archive; `-`: stdin
+    /// The archive; a directory with a manifest.tssd, which becomes one archive; what torch.save or
+    /// torch.distributed.checkpoint has written; `-`: an archive from stdin
     input: PathBuf,
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
@@ -64,10 +71,19 @@ pub(crate) struct Args {
 /// The levels of zstd, fast ones among them.
 const LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
 
-/// All of it in memory once, and what is compressed once more.
+/// All of it in memory once, and what is compressed once more. What torch has written is beside the
+/// output as an archive first.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
-    let document = Document::open(&args.input)?;
+    let pickled = torch::read(&args.input, &args.output, console)?;
+    let (document, before, _scratch) =
+        if let Some(Pickled { document, file_len, scratch }) = pickled {
+            (document, file_len, Some(scratch))
+        } else {
+            let document = Document::open(&args.input)?;
+            let file_len = document.file_len();
+            (document, file_len, None)
+        };
     let Some(archive) = document.archive() else {
         let message = format_args!("{} is a safetensors file", document.path().display());
         return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));
@@ -89,7 +105,6 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     layout.write_to(&mut output).map_err(refused)?;
     let file_len = output.commit()?;
 
-    let before = document.file_len();
     let raw = (0..archive.storage_count()).map(|number| archive.storage(number).len).sum();
     let leaves = archive.leaves().len();
     let line = format!(

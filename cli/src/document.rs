@@ -11,6 +11,7 @@ use tssd_format::{
 };
 use tssd_store::VERSION_ATTRS;
 
+use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{is_shard_set, open, open_archive, shown};
 
@@ -34,6 +35,12 @@ impl Document {
         let file = open(path)?;
         let path = shown(path);
         let refused = |error| Failure::format(path, &error);
+        if looks_like_torch(&*file) {
+            let message = format_args!("{} is a file of torch.save", path.display());
+            return Err(Failure::new(Exit::Refused, message).help(
+                "`tssd convert FILE -o OUT.tssd` makes an archive of it; it takes no stdin",
+            ));
+        }
         let source = if looks_like_safetensors(&*file) {
             let header = Header::read(&*file).map_err(refused)?;
             Source::Safetensors(file, header)
@@ -173,4 +180,13 @@ pub(crate) fn looks_like_safetensors(file: &dyn Blob) -> bool {
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
     let [len @ .., brace] = start;
     brace == b'{' && file.size().is_ok_and(|size| u64::from_le_bytes(len) <= size)
+}
+
+/// Files of torch.save are zip files, or begin with a number that is pickled in a protocol from 2 on.
+pub(crate) fn looks_like_torch(file: &dyn Blob) -> bool {
+    const NUMBER: [u8; 10] = [0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19];
+    let mut start = [0; 32];
+    let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
+    start.starts_with(b"PK\x03\x04")
+        || start[0] == 0x80 && start.windows(NUMBER.len()).any(|window| window == NUMBER)
 }

@@ -1,6 +1,7 @@
 //! Output files: whole or not at all; and stdout where a command says `-`.
 
 mod directory;
+mod scratch;
 
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use crate::input::is_stream;
 use crate::interrupt::Unfinished;
 
 pub(crate) use directory::{OutputDirectory, OutputFile};
+pub(crate) use scratch::Scratch;
 
 /// A file that appears under its name once it is complete and on the disk. Until then it has a
 /// temporary name beside it; whatever had the name before is there until then, and stays after an

@@ -13,6 +13,7 @@ collect_ignore = (
     []
     if importlib.util.find_spec("torch")
     else [
+        "test_convert.py",
         "test_dcp.py",
         "test_distributed.py",
         "test_examples.py",

@@ -23,6 +23,11 @@ def test_what_ranks_save_others_load_in_their_sharding(tmp_path: Path) -> None:
     run("dcp_ranks.py", 8, tmp_path, str(tmp_path / "store"))
 
 
+def test_what_users_of_dcp_save_and_load(tmp_path: Path) -> None:
+    with daemon(tmp_path / "socket") as url:
+        run("dcp_round_trips.py", 4, tmp_path, url)
+
+
 def state(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 5))
@@ -211,3 +216,15 @@ def test_planners_that_keep_their_plans_are_refused(path: str) -> None:
     into = {"w": torch.zeros(2, dtype=torch.int64)}
     dcp.load(into, storage_reader=TssdReader(path))
     assert into["w"].tolist() == [1, 1]
+
+
+def test_the_one_name_that_is_taken_is_refused(path: str) -> None:
+    for value in (torch.ones(2), "text"):
+        with pytest.raises(dcp.CheckpointException, match="another name"):
+            dcp.save({"w": torch.ones(2), ".metadata": value}, storage_writer=TssdWriter(path))
+    names = ["", "a\0b", "..", "a/b", "0", "deeper.metadata"]
+    saved = {name: torch.full((2,), number) for number, name in enumerate(names)}
+    dcp.save(saved, storage_writer=TssdWriter(path))
+    into = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    dcp.load(into, storage_reader=TssdReader(path))
+    assert same(into, saved)

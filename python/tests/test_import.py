@@ -84,3 +84,10 @@ except TypeError as error:
 """
     done = run(("torch", "ml_dtypes"), code)
     assert done.stdout.strip() == "a True", done.stderr
+
+
+def test_without_torch_what_torch_has_written_is_not_read() -> None:
+    """The command says so by the last line."""
+    done = run(("torch",), "import tssd.convert")
+    last = done.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: No module named 'torch'", done.stderr

@@ -133,9 +133,12 @@ class TssdWriter(_Place, StorageWriter):
         """The plan as it is.
 
         Raises:
-            TssdValueError: it stands for one that the planner has kept.
+            TssdValueError: it stands for one that the planner has kept, or has an item named `.metadata`.
         """
         _prove_new([plan])
+        if any(item.index.fqn == _NOTES for item in plan.items):
+            message = "it is the name of what the checkpoint says of itself"
+            raise make("invalid", "", message, _NOTES, "save the item under another name", None, None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

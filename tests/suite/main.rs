@@ -33,6 +33,9 @@ mod operation;
 mod packed_files;
 /// Compression, digests, alignment: whatever a writer chooses.
 mod packing;
+/// What torch pickles, by the command, where Python is another's.
+#[cfg(target_os = "linux")]
+mod pickled;
 /// The reader with rkyv and the one without: they say the same of every file.
 mod readers;
 /// The documents: what they name is there, what they say of stores holds.

@@ -11,10 +11,11 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
 
-const DOCUMENTS: [&str; 6] = [
+const DOCUMENTS: [&str; 7] = [
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
+    "docs/migration.md",
     "spec/format.md",
     "spec/protocol.md",
     "spec/reshard.md",

@@ -21,6 +21,7 @@ collect_ignore = (
         "test_store_ranks.py",
         "test_store_torch.py",
         "test_torch.py",
+        "test_torchstore.py",
     ]
 )
 

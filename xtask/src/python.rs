@@ -16,6 +16,7 @@ fn environment(workspace: &Workspace) -> VirtualEnvironment {
     VirtualEnvironment {
         folder: workspace.target.join("venv-python"),
         requirements: "python/requirements.txt",
+        alone: None,
         name: "numpy and maturin from PyPI",
     }
 }

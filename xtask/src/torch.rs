@@ -7,6 +7,7 @@ pub(crate) fn environment(workspace: &Workspace) -> VirtualEnvironment {
     VirtualEnvironment {
         folder: workspace.target.join("venv"),
         requirements: "tests/torch/requirements.txt",
+        alone: Some("torchstore==0.1.2"),
         name: "torch from PyPI",
     }
 }

@@ -10,6 +10,8 @@ pub(crate) struct VirtualEnvironment {
     pub(crate) folder: PathBuf,
     /// The file that names its packages.
     pub(crate) requirements: &'static str,
+    /// A package that is installed without those that it asks for, which are older ones.
+    pub(crate) alone: Option<&'static str>,
     /// The step that installs them.
     pub(crate) name: &'static str,
 }
@@ -23,23 +25,24 @@ impl VirtualEnvironment {
     pub(crate) fn steps(&self, workspace: &Workspace) -> io::Result<Vec<Step>> {
         // A wheel is for one version of Python, so that counts as a requirement.
         let requirements = std::fs::read_to_string(workspace.root.join(self.requirements))?;
-        let wanted = format!("# {}\n{requirements}", python_version()?);
+        let alone = self.alone.unwrap_or_default();
+        let wanted = format!("# {}\n{requirements}{alone}", python_version()?);
         let record = self.folder.join("requirements.txt");
         let python = self.python();
         if python.exists() && std::fs::read_to_string(&record).is_ok_and(|found| found == wanted) {
             return Ok(Vec::new());
         }
         let install = "-m pip install --no-input --disable-pip-version-check --progress-bar off";
-        Ok(vec![
-            Step::python("virtual environment", "-m venv --clear")
-                .argument(&self.folder)
-                .worth(Worth::Nothing),
-            Step::program(self.name, python, install)
-                .argument("--requirement")
-                .argument(self.requirements)
-                .worth(Worth::Nothing)
-                .record(record, wanted),
-        ])
+        let made = Step::python("virtual environment", "-m venv --clear");
+        let alone = self.alone.map(|package| {
+            Step::program(self.name, &python, install).argument("--no-deps").argument(package)
+        });
+        let installed = Step::program(self.name, &python, install)
+            .argument("--requirement")
+            .argument(self.requirements)
+            .record(record, wanted);
+        let steps = [Some(made.argument(&self.folder)), alone, Some(installed)];
+        Ok(steps.into_iter().flatten().map(|step| step.worth(Worth::Nothing)).collect())
     }
 }
 

@@ -1,0 +1,121 @@
+"""torchstore in programs that torchrun starts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from datetime import timedelta
+
+from ..aio import _run
+from . import _api
+from ._client import SETTINGS
+from ._strategy import HostStrategy, LocalRankStrategy, TorchStoreStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class SPMDEnv:
+    """Where this process stands among all."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def group_rank(self) -> int:
+        """The number of this host."""
+        return self.rank // self.local_world_size
+
+    @classmethod
+    def from_env(cls, *, master_addr: str | None = None, master_port: int | None = None) -> SPMDEnv:
+        """What the environment says, as torchrun sets it.
+
+        Raises:
+            RuntimeError: a variable is missing.
+            ValueError: hosts would have different numbers of ranks.
+        """
+        rank, local_rank, world_size, local_world_size = (
+            int(_variable(name)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
+        if world_size % local_world_size != 0:
+            text = f"world_size ({world_size}) must be divisible by local_world_size ({local_world_size})"
+            raise ValueError(text)
+        addr, port = _variable("MASTER_ADDR", master_addr), int(_variable("MASTER_PORT", master_port))
+        return cls(rank, local_rank, world_size, local_world_size, addr, port)
+
+
+def _variable(name: str, default: object = None) -> str:
+    value = os.environ.get(name, default)
+    if value is None:
+        raise RuntimeError(f"SPMD TorchStore initialization requires the {name} env var")
+    return str(value)
+
+
+# Of each store that ranks other than the first have joined: the version of its settings, and for how long they wait.
+_joined: dict[str, tuple[int, timedelta]] = {}
+
+
+async def initialize(
+    strategy: TorchStoreStrategy | None = None,
+    store_name: str = _api.DEFAULT_TORCHSTORE_NAME,
+    *,
+    env: SPMDEnv | None = None,
+    rendezvous_timeout: timedelta = timedelta(seconds=120),
+    transport: str = "ipc",
+    monarch_port: int = 26600,
+    allow_pickle: bool = False,
+) -> None:
+    """Joins the store that rank 0 starts on this host, or has joined.
+
+    Args:
+        strategy: a HostStrategy or a LocalRankStrategy.
+        store_name, allow_pickle: as for `initialize`.
+        env: where this process stands; None: what the environment says.
+        rendezvous_timeout: for how long rank 0 is waited for.
+        transport, monarch_port: taken, and of no effect.
+
+    Raises:
+        RuntimeError: there is no such strategy; the environment does not say where this process stands; rank
+            0 has not come. On several hosts a daemon on each must know of the others.
+    """
+    if not isinstance(strategy, (HostStrategy, LocalRankStrategy)):
+        raise RuntimeError("SPMD mode requires an explicit HostStrategy or LocalRankStrategy")
+    env = env or SPMDEnv.from_env()
+    if env.rank == 0:
+        await _api.initialize(env.world_size, strategy, store_name, allow_pickle=allow_pickle)
+        return
+    store = await _run(lambda: _api.store_of(store_name))
+    end = time.monotonic() + rendezvous_timeout.total_seconds()
+    while (settings := await _run(lambda: store.head(SETTINGS))) is None:
+        if time.monotonic() > end:
+            raise RuntimeError("Timed out waiting for rank 0 to initialize TorchStore")
+        await asyncio.sleep(0.01)
+    _joined[store_name] = settings.version, rendezvous_timeout
+
+
+async def shutdown(store_name: str = _api.DEFAULT_TORCHSTORE_NAME) -> None:
+    """Deletes everything in a store; ranks that have joined it wait until the first one does.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if store_name not in _joined:
+        await _api.shutdown(store_name)
+        return
+    version, timeout = _joined.pop(store_name)
+    _api.reset_client(store_name)
+    store = await _run(lambda: _api.store_of(store_name))
+    end = time.monotonic() + timeout.total_seconds()
+    while await _run(lambda: store.exists(SETTINGS, version)):
+        if time.monotonic() > end:
+            raise RuntimeError("Timed out waiting for TorchStore shutdown")
+        await asyncio.sleep(0.01)

@@ -211,7 +211,7 @@ def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
         ({"data": None}, TypeError, "no data"),
         ({"flattened_range": slice(0, 3)}, TypeError, "flattened"),
         ({"global_offset": (2, 0, 0)}, ValueError, "outside"),
-        ({"global_shape": (3, 4), "global_offset": (0, 0, 0)}, ValueError, ""),
+        ({"global_shape": (3, 4), "global_offset": (0, 0, 0)}, ValueError, "3 offsets, 2 sizes"),
     ]:
         named: dict[str, Any] = {
             "data": whole[0], "global_shape": (2, 3, 4), "global_offset": (0, 0, 0), "replica_id": 0

@@ -5,7 +5,7 @@
     await ts.get_state_dict("policy", user_state_dict=other.state_dict())
 
 For frameworks that import `torchstore` themselves, `install()` makes that this module. What differs is in
-docs/torchstore.md.
+docs/migration.md.
 """
 
 from __future__ import annotations

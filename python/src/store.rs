@@ -41,6 +41,7 @@ pub(crate) use self::lease::{Items, LeaseSlice, OpenVersion};
 pub(crate) use self::pending::Pending;
 pub(crate) use self::pin::Pinned;
 pub(crate) use self::publish::Publishing;
+use self::publish::Taking;
 use self::put::{Put, taken};
 use self::report::{get_report, put_report, version_info};
 use self::select::select;
@@ -516,12 +517,12 @@ impl Store {
     ///
     /// Args:
     ///     bucket_bytes: tensors are written when so many bytes of them have come; larger ones in parts.
-    ///     key, version, writers, writer, job, metadata, require, rewind, allow_pickle, timeout: as for
-    ///         `put_state_dict`.
+    ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
+    ///         keep_dtype, require, rewind, allow_pickle, timeout: as for `put_state_dict`.
     ///
     /// Raises:
     ///     As `put_state_dict`.
-    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, metadata=None, require=None, rewind=false, allow_pickle=false, timeout=None))]
+    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn publish<'py>(
         &self,
@@ -531,13 +532,17 @@ impl Store {
         writer: Option<u32>,
         job: Option<String>,
         bucket_bytes: u64,
+        divergent: &'py str,
+        replicas: &'py str,
+        durability: &'py str,
         metadata: Option<&Bound<'py, PyDict>>,
+        transfer_dtype: Option<&Bound<'py, PyAny>>,
+        keep_dtype: Option<&Bound<'py, PyAny>>,
         require: Option<&'py str>,
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
     ) -> Result<Publishing> {
-        let (divergent, replicas, durability) = ("error", "primary", "memory");
         let put = Put {
             version,
             writers,
@@ -552,7 +557,13 @@ impl Store {
         };
         let (py, (own, name)) = (key.py(), self.of(key)?);
         let options = put.options(py, metadata, None)?;
-        Publishing::new(own, name, &options, bucket_bytes, allow_pickle)
+        let owned = |object: &Bound<'py, PyAny>| object.clone().unbind();
+        let transfer = transfer_dtype.map(|dtype| {
+            // What is wrong with it is said now.
+            Transfer::new(dtype, keep_dtype).map(|_| (owned(dtype), keep_dtype.map(owned)))
+        });
+        let taking = Taking { allow_pickle, transfer: transfer.transpose()? };
+        Publishing::new(own, name, &options, bucket_bytes, taking)
     }
 
     /// Opens a version to read it tensor by tensor: it stays there, whatever is put, as long as what this

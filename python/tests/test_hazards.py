@@ -83,6 +83,31 @@ def test_a_child_ends_though_its_parent_had_a_store(end: str) -> None:
     )
 
 
+# Nobody would do what a child waits for.
+@pytest.mark.parametrize(
+    "call", ["version.get_tensor('w')", "version.to_meta()", "pending.result()", "publisher.put('a', 1) or publisher.flush()"]
+)
+def test_what_was_opened_before_a_fork_is_refused_after_it(call: str) -> None:
+    script(
+        f"""
+        import os, signal, sys, numpy, tssd
+        store = tssd.Store("memory:")
+        store.put_state_dict({{"w": numpy.ones(3), "text": "t" * 100}}, "k")
+        version, publisher = store.open("k"), store.publish("p")
+        pending = store.put_state_dict({{"w": numpy.ones(3)}}, "later", wait=False)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            try:
+                {call}
+            except ValueError as error:
+                os._exit("forked" not in str(error))
+            os._exit(1)
+        sys.exit(os.waitpid(child, 0)[1] != 0)
+        """
+    )
+
+
 # `close` and the end of the PendingPut stop the threads that write: the put is lost, and nobody says so.
 def test_a_put_that_is_not_waited_for_is_not_lost(tmp_path: Path) -> None:
     store = tssd.Store(str(tmp_path / "store"))

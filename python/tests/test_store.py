@@ -296,6 +296,24 @@ def test_a_version_is_put_and_read_tensor_by_tensor(store: tssd.Store) -> None:
         version.get_tensor("layers.2.weight")
 
 
+def test_what_is_published_is_cast_and_merged_as_what_is_put(store: tssd.Store) -> None:
+    for writer in (0, 1):
+        with store.publish(
+            "policy", version=1, writer=writer, writers=2, job="run", divergent="lowest",
+            transfer_dtype="float16", keep_dtype=["norm"],
+        ) as publisher:  # fmt: skip
+            for name in ("w", "norm"):
+                publisher.put(name, np.ones(3, np.float32))
+            publisher.put("rank", writer)
+    got = store.get_state_dict("policy")
+    assert [str(np.asarray(got[name]).dtype) for name in ("w", "norm")] == ["float16", "float32"]
+    assert got["rank"] == 0
+    with pytest.raises(TypeError, match="floating"):
+        store.publish("policy", transfer_dtype="int8")
+    with pytest.raises(ValueError, match="durability"):
+        store.publish("policy", durability="tape")  # type: ignore[arg-type]
+
+
 def test_versions_come_one_after_the_other(store: tssd.Store) -> None:
     subscription = store.subscribe("policy")
     for step in (1, 2, 5):

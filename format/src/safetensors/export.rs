@@ -303,7 +303,7 @@ pub struct Directory<'a> {
     pub files: Vec<File<'a>>,
     /// What else was packed with them.
     pub others: Vec<OtherFile<'a>>,
-    /// The text of [`INDEX_NAME`](super::INDEX_NAME).
+    /// The text of [`INDEX_NAME`].
     pub index: Option<String>,
 }
 

@@ -67,7 +67,7 @@ impl Connected {
         Ok(Arc::new(Self { process: std::process::id(), store, runtime }))
     }
 
-    /// Does something, which Ctrl-C ends.
+    /// Does something, which Ctrl-C ends. In a process that was forked since nobody would do it.
     pub(crate) fn run<T>(
         &self,
         py: Python<'_>,
@@ -77,6 +77,10 @@ impl Connected {
     where
         T: Send,
     {
+        if self.process != std::process::id() {
+            let text = "it was opened before this process was forked";
+            return Err(Refusal::new("invalid", text).advice("open it again").into());
+        }
         let interrupt = Interrupt::new();
         let timeout = timeout.map(seconds).transpose()?;
         let all = async {

@@ -12,6 +12,7 @@ use super::connected::Connected;
 use super::put::own_rank;
 use super::report::put_report;
 use crate::error::{Failure, Result};
+use crate::local::Transfer;
 use crate::value::take;
 
 /// A version that is put tensor by tensor: see `Store.publish`.
@@ -21,7 +22,14 @@ pub(crate) struct Publishing {
     key: Key,
     publisher: Mutex<Option<Publisher>>,
     report: Mutex<Option<Py<PyAny>>>,
-    allow_pickle: bool,
+    taking: Taking,
+}
+
+/// How values are taken over.
+pub(crate) struct Taking {
+    pub(super) allow_pickle: bool,
+    /// The dtype that floating tensors are stored as, and the names of those that are not.
+    pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
 }
 
 impl Publishing {
@@ -30,10 +38,10 @@ impl Publishing {
         key: Key,
         options: &PutOptions,
         bucket_bytes: u64,
-        allow_pickle: bool,
+        taking: Taking,
     ) -> Result<Self> {
         let publisher = Mutex::new(Some(own.store.publish(&key, options, bucket_bytes)?));
-        Ok(Self { own, key, publisher, report: Mutex::default(), allow_pickle })
+        Ok(Self { own, key, publisher, report: Mutex::default(), taking })
     }
 
     /// After an error it is open no longer.
@@ -67,7 +75,10 @@ impl Publishing {
         let py = value.py();
         let dict = PyDict::new(py);
         dict.set_item(name, value)?;
-        let taken = take(&dict, self.allow_pickle, None)?;
+        let transfer = self.taking.transfer.as_ref().map(|(dtype, keep)| {
+            Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
+        });
+        let taken = take(&dict, self.taking.allow_pickle, transfer.transpose()?)?;
         let entry = taken.dict.entries().iter().next().map(|(_, value)| value.clone());
         let Some(value) = entry else { return Ok(()) };
         let mut publisher = self.publisher()?;

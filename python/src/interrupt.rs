@@ -81,3 +81,9 @@ impl Cancel {
         result
     }
 }
+
+/// Raises what a signal, or the end of the task, has to raise: between calls that are short.
+#[pyfunction]
+pub(crate) fn _interrupted() -> Result<()> {
+    Interrupt::new().check()
+}

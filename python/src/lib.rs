@@ -51,7 +51,7 @@ mod _tssd {
     #[pymodule_export]
     use crate::file::{SafeOpen, SafeSlice, inspect, load, load_file, save, save_file, verify};
     #[pymodule_export]
-    use crate::interrupt::Cancel;
+    use crate::interrupt::{_interrupted, Cancel};
     #[pymodule_export]
     use crate::memory::Buffer;
     #[pymodule_export]

@@ -276,8 +276,6 @@ impl Store {
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = key_of(key)?;
-        let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype)).transpose()?;
-        let taken = taken(state_dict, allow_pickle, transfer)?;
         let put = Put {
             version,
             writers,
@@ -290,8 +288,22 @@ impl Store {
             rewind,
             timeout,
         };
-        let options = put.options(py, metadata, Some(&taken))?;
         let own = self.connected(py)?;
+        let ready = || {
+            let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype));
+            let taken = taken(state_dict, allow_pickle, transfer.transpose()?)?;
+            let options = put.options(py, metadata, Some(&taken))?;
+            Ok::<_, Failure>((taken, options))
+        };
+        let (taken, options) = match ready() {
+            Ok(ready) => ready,
+            Err(error) => {
+                if let Some(options) = put.forgone(state_dict)? {
+                    own.store.forgo(&name, &options);
+                }
+                return Err(error);
+            }
+        };
         let about = |error: Failure| error.of_key(name.as_str(), version);
         if wait {
             let put = own.store.put_state_dict(&name, &taken.dict, &options);

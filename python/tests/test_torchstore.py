@@ -238,6 +238,85 @@ def test_spmd_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ts.spmd.SPMDEnv.from_env(master_addr="localhost")
 
 
+def test_what_is_put_and_deleted_at_once_is_put_or_deleted() -> None:
+    async def use() -> None:
+        await ts.initialize(store_name="races")
+        try:
+            for number in range(40):
+                key = f"k{number}"
+                await ts.put_state_dict({"a": ONES}, key, "races")
+                await asyncio.gather(
+                    ts.delete_batch([f"{key}/a"], store_name="races"),
+                    ts.put_state_dict({"a": ONES, "b": ONES}, key, "races"),
+                )
+                # Nobody has deleted that.
+                assert await ts.exists(f"{key}/b", "races")
+                await asyncio.gather(
+                    ts.delete_batch([key], store_name="races"),
+                    ts.put(key, ONES, "races"),
+                    ts.put_state_dict({"a": ONES}, key, "races"),
+                    ts.put(f"{key}/a", ONES, "races"),
+                )
+            four = await asyncio.gather(*[ts.client("races") for _ in range(4)])
+            assert all(each is four[0] for each in four)
+            with pytest.raises(ValueError, match="settings"):
+                await ts.put(".torchstore", 1, "races")
+        finally:
+            await ts.shutdown("races")
+
+    asyncio.run(use())
+
+
+def test_a_batch_that_does_not_fit_fills_nothing() -> None:
+    async def use() -> None:
+        await ts.initialize(store_name="fits")
+        try:
+            await ts.put_batch({"a": ONES, "b": ONES}, "fits")
+            into = torch.zeros(2)
+            with pytest.raises(ValueError, match="key `b` has shape"):
+                await ts.get_batch({"a": into, "b": torch.zeros(3)}, "fits")
+            assert not into.any()
+            task = asyncio.ensure_future(ts.put_batch({f"c.{number}": ONES for number in range(2000)}, "fits"))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert len(await ts.keys("c", store_name="fits")) < 2000
+        finally:
+            await ts.shutdown("fits")
+
+    asyncio.run(use())
+
+
+def test_a_store_that_another_process_has_ended_can_be_initialized_again() -> None:
+    async def use(*code: str) -> None:
+        await ts.initialize(store_name="ended")
+        await ts.put("a", 1, "ended")
+        run("-c", "import asyncio, tssd.torchstore as ts; asyncio.run(ts.shutdown('ended'))")
+        await ts.initialize(store_name="ended", allow_pickle=True)
+        await ts.put("a", {1}, "ended")
+        assert await ts.keys(store_name="ended") == ["a"]
+        await ts.shutdown("ended")
+
+    asyncio.run(use())
+
+
+def test_processes_that_import_torchstore_get_it_by_their_path(tmp_path: Path) -> None:
+    path = subprocess.run([sys.executable, "-m", "tssd.torchstore"], capture_output=True, text=True, check=True).stdout
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torchstore as ts, torchstore.transport.types, multiprocessing\n"
+        "from torchstore.transport import TransportType\n"
+        "def child(): assert ts.__name__ == 'tssd.torchstore', ts\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "    process.start(); process.join(); child(); raise SystemExit(process.exitcode)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([path.strip(), os.environ["PYTHONPATH"]]))
+        run(program)
+
+
 def test_a_task_that_puts_does_not_tear_what_another_gets() -> None:
     async def use() -> None:
         await ts.initialize(store_name="torn")

@@ -324,6 +324,33 @@ async def deleting_entries(ts: Any, key: str) -> Any:
 
 
 @case
+async def deleting_the_mapping(ts: Any, key: str) -> Any:
+    await ts.put_state_dict({"a": torch.ones(1), "b": torch.zeros(1)}, key)
+    await ts.delete(f"{key}/MAPPING")
+    left = sorted(each for each in await ts.keys() if each.startswith(key))
+    got = await ts.get(f"{key}/a"), await ts.exists(f"{key}/MAPPING"), await failed(ts.get_state_dict(key))
+    for name in left:
+        await ts.delete(name)
+    return left, got, [each for each in await ts.keys() if each.startswith(key)]
+
+
+@case
+async def deleting_entries_and_putting_them(ts: Any, key: str) -> Any:
+    await ts.put_state_dict({"a": torch.ones(1), "b": torch.zeros(1)}, key)
+    await ts.delete(f"{key}/a")
+    broken = await failed(ts.get_state_dict(key))
+    await ts.put_state_dict({"a": torch.ones(1), "c": torch.zeros(1)}, key)
+    return broken, await ts.get_state_dict(key), await ts.exists(f"{key}/a")
+
+
+@case
+async def deleting_at_the_same_time(ts: Any, key: str) -> Any:
+    await ts.put_state_dict({name: torch.ones(1) for name in "abcdef"}, key)
+    await asyncio.gather(*[ts.delete(f"{key}/{name}") for name in "abcd"])
+    return sorted(each for each in await ts.keys() if each.startswith(key))
+
+
+@case
 async def entries_by_themselves(ts: Any, key: str) -> Any:
     await ts.put_state_dict({"a": torch.ones(1), "b": torch.zeros(1)}, key)
     await ts.put(f"{key}/a", torch.full((1,), 7.0))

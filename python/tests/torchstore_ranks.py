@@ -34,6 +34,7 @@ async def main() -> None:
     await snapshots(mesh((RANKS,)))
     await one_version(mesh((RANKS,)))
     await ranks_that_differ(mesh((RANKS,)))
+    await a_put_that_fails(mesh((RANKS,)))
     await ts.shutdown()
     assert not await exists_anew()
     # A store of the same name can be had again.
@@ -148,6 +149,23 @@ async def ranks_that_differ(where: DeviceMesh) -> None:
     dist.barrier()
     assert (await ts.get_state_dict("differ"))["seed"] == 0
     dist.barrier()
+
+
+async def a_put_that_fails(where: DeviceMesh) -> None:
+    """A put that fails on one rank, or ends there before its time, is not taken for a later one."""
+    for number in range(1, 9):
+        state: dict[str, Any] = {"w": distributed(torch.full((8, 1), float(number)), where, (Shard(0),))}
+        if number in (2, 5) and dist.get_rank() == 1:
+            state["x"] = object()
+        put = ts.put_state_dict(state, "fails")
+        try:
+            await asyncio.wait_for(put, 1e-9 if number == 7 and dist.get_rank() == 2 else 60)
+        except (TypeError, asyncio.TimeoutError):
+            pass
+        dist.barrier()
+        got = (await ts.get_state_dict("fails"))["w"]
+        assert (got == got[0]).all() and (number in (2, 5, 7) or got[0] == number), (number, got)
+        dist.barrier()
 
 
 asyncio.run(main())

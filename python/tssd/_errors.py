@@ -110,7 +110,7 @@ _STORE: dict[str, tuple[type[TssdError], str | None]] = {
     "invalid": (TssdValueError, None),
     "refused": (TssdValueError, None),
     "rejected": (TssdValueError, None),
-    "superseded": (TssdValueError, None),
+    "overtaken": (TssdValueError, None),
     "corrupt": (TssdCorruptError, "get another version, or put it again"),
     "busy": (TssdTimeoutError, "try again later"),
     "timeout": (TssdTimeoutError, None),

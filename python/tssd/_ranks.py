@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from ._errors import make
-from ._tssd import Store
+from ._tssd import Store, TensorShard
 
 
 def _distributed() -> Any:
@@ -63,6 +63,16 @@ def job() -> str | None:
     if run and run != "none":
         return f"{run}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return None
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether there are shards in a state dict, as far as it can be looked through."""
+    if isinstance(value, dict):
+        return any(map(is_sharded, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(is_sharded, value))
+    named = hasattr(value, "device_mesh") or hasattr(value, "__create_chunk_list__")
+    return named or isinstance(value, TensorShard)
 
 
 def writers(given: Any) -> list[int]:

@@ -33,6 +33,7 @@ __all__ = [
     "_Buffer",
     "_Cancel",
     "_Items",
+    "_interrupted",
     "__version__",
     "_kinds",
     "inspect",
@@ -195,6 +196,8 @@ class _Cancel:
     def __new__(cls) -> _Cancel: ...
     def cancel(self) -> None: ...
     def run(self, call: Callable[[], _Result]) -> _Result: ...
+
+def _interrupted() -> None: ...
 
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]

@@ -35,8 +35,8 @@ pub enum ErrorKind {
     /// The writers' contributions do not fit together, and the version was dropped: mend the state
     /// dicts and put again in every writer.
     Rejected,
-    /// A newer version became visible first: go on with that one.
-    Superseded,
+    /// A newer version became visible first, or the key was deleted meanwhile: go on with what there is.
+    Overtaken,
     /// Stored bytes are damaged: read another version, or put again.
     Corrupt,
     /// Others are in the way: try again later.
@@ -55,7 +55,7 @@ impl ErrorKind {
             Self::Invalid => "invalid",
             Self::Refused => "refused",
             Self::Rejected => "rejected",
-            Self::Superseded => "superseded",
+            Self::Overtaken => "overtaken",
             Self::Corrupt => "corrupt",
             Self::Busy => "busy",
             Self::Unreachable => "unreachable",
@@ -111,7 +111,9 @@ impl Error {
         let kind = match &refusal {
             Refusal::NotFound { .. } | Refusal::Gone { .. } => ErrorKind::NotFound,
             Refusal::Dropped { reason: Reason::Rejected { .. }, .. } => ErrorKind::Rejected,
-            Refusal::Dropped { reason: Reason::Superseded { .. }, .. } => ErrorKind::Superseded,
+            Refusal::Dropped { reason: Reason::Superseded { .. } | Reason::Deleted, .. } => {
+                ErrorKind::Overtaken
+            }
             _ => ErrorKind::Refused,
         };
         let mut error = Self::new(kind, format_args!("key `{key}`"));

@@ -255,7 +255,7 @@ impl PendingPut {
     }
 }
 
-/// The how-manieth put of its job it is, if that matters.
+/// The how-manieth put of its job it is, if that matters. It counts, whatever becomes of it.
 pub(crate) fn call(calls: &Calls, key: &Key, options: &PutOptions) -> Result<Option<u64>> {
     match (&options.job, options.writer, options.version) {
         (Some(job), Some(writer), _) => Ok(Some(calls.next(key, job, writer))),

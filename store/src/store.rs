@@ -20,7 +20,7 @@ use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::opened::Opened;
 use crate::publish::Publisher;
-use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged};
+use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
@@ -526,6 +526,13 @@ impl Store {
     /// `Io` if the store cannot be written.
     pub async fn retain(&self, key: &Key, keep: NonZeroU32) -> Result<()> {
         self.0.controller.retain(key, keep, None).await
+    }
+
+    /// Counts a put that this writer will not make: of a job's puts without numbers, the n-th of each writer
+    /// make a version. Without it the next one would be taken for this one.
+    pub fn forgo(&self, key: &Key, options: &PutOptions) {
+        // One that is not counted needs nothing.
+        let _ = call(self.calls(), key, options);
     }
 
     /// Waits until a version is visible whose number is `version` or higher, and returns the newest.

@@ -123,6 +123,26 @@ impl Put<'_> {
     }
 }
 
+impl Put<'_> {
+    /// What others know of a put that cannot be made; none if it is one that nobody else takes part in.
+    pub(super) fn forgone(&self, state_dict: &Bound<'_, PyAny>) -> Result<Option<PutOptions>> {
+        let py = state_dict.py();
+        let helper = py.import("tssd._ranks")?;
+        if self.writers.is_none()
+            && !helper.call_method1("is_sharded", (state_dict,))?.is_truthy()?
+        {
+            return Ok(None);
+        }
+        let (job, writer) = own_rank(py)?;
+        Ok(Some(PutOptions {
+            version: self.version,
+            job: self.job.clone().map(JobId).or(job),
+            writer: self.writer.or(writer),
+            ..PutOptions::default()
+        }))
+    }
+}
+
 /// What is said of a version as a whole.
 fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<Attrs> {
     let mut attrs = metadata::attrs(metadata)?;

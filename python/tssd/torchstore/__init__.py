@@ -4,8 +4,8 @@
     await ts.put_state_dict(model.state_dict(), "policy")
     await ts.get_state_dict("policy", user_state_dict=other.state_dict())
 
-For frameworks that import `torchstore` themselves, `install()` makes that this module. What differs is in
-docs/migration.md.
+For frameworks that import `torchstore` themselves, `install()` makes that this module; so does, in all processes of
+a program, `PYTHONPATH=$(python -m tssd.torchstore)`. What differs is in docs/migration.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ DEFAULT_TORCHSTORE_NAME = "torchstore"
 
 _clients: dict[str, LocalClient] = {}
 _initialized: set[str] = set()
+
+# One client of each store is made, however many ask for it at once.
+_joining = threading.Lock()
 
 
 def store_of(store_name: str) -> Store:
@@ -73,12 +77,12 @@ async def initialize(
     """
     if num_storage_volumes > 1 and strategy is None:
         raise RuntimeError("Must specify controller strategy if num_storage_volumes > 1")
-    if store_name in _initialized:
-        raise RuntimeError("TorchStore is already initialized")
 
     def start() -> LocalClient:
         store = store_of(store_name)
         settings = _settings(store)
+        if settings is not None and store_name in _initialized:
+            raise RuntimeError("TorchStore is already initialized")
         if settings is None:
             settings = {"allow_pickle": allow_pickle}
             store.put_state_dict(settings, SETTINGS)
@@ -118,16 +122,20 @@ async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
     Raises:
         AssertionError: the store was not initialized.
     """
-    if store_name not in _clients:
 
-        def join() -> LocalClient:
-            store = store_of(store_name)
-            settings = _settings(store)
-            assert settings is not None, f"TorchStore {store_name!r} is not initialized: call initialize first"
-            return LocalClient(store, settings["allow_pickle"])
+    def join() -> LocalClient:
+        with _joining:
+            if store_name not in _clients:
+                store = store_of(store_name)
+                settings = _settings(store)
+                text = f"TorchStore {store_name!r} is not initialized: call initialize first"
+                assert settings is not None, text
+                _clients[store_name] = LocalClient(store, settings["allow_pickle"])
+            return _clients[store_name]
 
-        _clients[store_name] = await _run(join)
-    return _clients[store_name]
+    if store_name in _clients:
+        return _clients[store_name]
+    return await _run(join)
 
 
 async def put(key: str, value: Any, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
@@ -245,10 +253,11 @@ async def get_state_dict(
         direct_rdma: whether `user_state_dict` is required, and returned.
 
     Returns:
-        The stored state dict, with the tensors of `user_state_dict`.
+        The stored state dict; with `user_state_dict` its tensors, in dicts whose keys are text.
 
     Raises:
         RuntimeError: there is none; KeyError with `direct_rdma`.
+        KeyError: entries of it are deleted.
         AssertionError: names differ; there is nothing to fill with `direct_rdma`.
         TssdKeyError: with `direct_rdma` and `strict`, something is not stored.
         TssdTypeError, TssdValueError: dtypes or shapes differ; nothing was written.

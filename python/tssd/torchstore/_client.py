@@ -1,7 +1,8 @@
 """A client of torchstore on a store.
 
 What is put under a key is a version with one leaf, whose name is empty. A state dict is a version with its leaves,
-each of which can be got, and deleted, as `KEY/NAME`; `KEY/MAPPING` says where they are in it.
+each of which can be got as `KEY/NAME`. Beside it there is a version of `KEY/MAPPING` without leaves, by which state
+dicts are known, and one of each `KEY/NAME` that was deleted: versions do not change, so that is said beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import glob
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,15 +23,19 @@ from torch.utils._pytree import tree_leaves
 
 from .._errors import TssdError, TssdKeyError
 from .._reports import PutReport
-from .._tssd import OpenVersion, Store, TensorShard, TensorSlice
+from .._tssd import OpenVersion, Store, TensorShard, TensorSlice, _interrupted
 from ..aio import _run
 from ._transport import is_whole, prove_target
 
 DELIM = "/"
 MAPPING = "MAPPING"
 
-# The key that says how the store is used; no key of a program is shown under this name.
+# The key that says how the store is used, which is no program's.
 SETTINGS = ".torchstore"
+
+# What the metadata of a version says that has no leaves: of which version of KEY this entry is deleted; or that
+# KEY is a state dict.
+_DELETED, _MARK = "torchstore.deleted", "torchstore.state_dict"
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,8 @@ class LocalClient:
         self._store = store
         self._allow_pickle = allow_pickle
         self._published: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {}
+        # The names in the version of a state dict that was looked at last.
+        self._entries: dict[str, tuple[int, list[str]]] = {}
 
     async def put(self, key: str, value: Any) -> None:
         """Stores a tensor or an object."""
@@ -58,6 +65,7 @@ class LocalClient:
 
         def put() -> None:
             for key, value in entries.items():
+                _interrupted()
                 self._put({"": value}, key, None)
 
         await _run(put)
@@ -95,16 +103,16 @@ class LocalClient:
         return [key for key in keys if prefix is None or f"{key}.".startswith(f"{prefix}.")]
 
     async def delete(self, key: str) -> None:
-        """Deletes what a key means; that of a state dict means all of it.
+        """Deletes what a key means: a value, an entry of a state dict, or a whole one.
 
         Raises:
             KeyError: there is none.
         """
 
         def delete() -> None:
-            with _Names(self._store) as names:
-                if not self._store.exists(key):
-                    names.entry(key)
+            with self._names() as names:
+                if not names.is_state_dict(key):
+                    names.find(key)
             self._delete([key])
 
         await _run(delete)
@@ -119,7 +127,7 @@ class LocalClient:
         """Whether there is a value, all of it."""
 
         def exists() -> bool:
-            with _Names(self._store) as names, contextlib.suppress(KeyError):
+            with self._names() as names, contextlib.suppress(KeyError):
                 names.find(key)
                 return True
             return False
@@ -168,10 +176,16 @@ class LocalClient:
 
     # What waits, on threads.
 
+    def _names(self, many: bool = False) -> _Names:
+        return _Names(self._store, self._entries, many)
+
     def _put(
         self, state_dict: dict[str, Any], key: str, transfer_dtype: torch.dtype | None, **options: Any
     ) -> PutReport | None:
-        """A version of all ranks of the meshes of its DTensors. None if it was replaced before it was there."""
+        """A version of all ranks of the meshes of what is sharded. None if it was replaced, or deleted, before it
+        was there."""
+        if key == SETTINGS:
+            raise ValueError(f"{key!r} is the key of the store's own settings")
         ranks: set[int] = set()
         plain = _plain(state_dict, ranks)
         try:
@@ -185,8 +199,8 @@ class LocalClient:
                 **options,
             )
         except TssdError as error:
-            # Of two puts at a time either may be the last.
-            if error.kind != "superseded":
+            # Of two at a time either may be the last.
+            if error.kind != "overtaken":
                 raise
             return None
         return report
@@ -200,20 +214,23 @@ class LocalClient:
         seconds = time.perf_counter() - started
         size = report.bytes if report else 0
         logger.info("put_state_dict[%s] took %.4fs (%.2f GB/s)", key, seconds, size / 1e9 / seconds)
+        beside = self._store.keys(f"{key}{DELIM}")
+        if (mark := f"{key}{DELIM}{MAPPING}") not in beside:
+            self._put({}, mark, None, metadata={_MARK: True})
         # An entry that was put, or deleted, by itself is what the state dict says now.
-        entries = {f"{key}{DELIM}{name}" for name in (*names, MAPPING)}
-        self._store.delete_batch([own for own in self._store.keys(f"{key}{DELIM}") if own in entries])
+        entries = {f"{key}{DELIM}{name}" for name in names}
+        self._store.delete_batch([own for own in beside if own in entries and own != mark])
 
     def _get(self, wanted: dict[str, tuple[Any, TensorSlice | None]]) -> dict[str, Any]:
-        with _Names(self._store, many=len(wanted) > 1) as names:
+        with self._names(many=len(wanted) > 1) as names:
             found = {key: names.find(key) for key in wanted}
             # Of each version in one go.
             targets: dict[str, dict[str, Any]] = {}
             whole: dict[str, list[str]] = {}
             for key, (version, name) in found.items():
                 target, tensor_slice = wanted[key]
-                if tensor_slice is not None:
-                    _prove_of(version, name, tensor_slice)
+                if target is not None or tensor_slice is not None:
+                    _prove_fits(key, version, name, target, tensor_slice)
                 if target is not None:
                     targets.setdefault(version.key, {})[name] = target
                 elif tensor_slice is None:
@@ -240,6 +257,8 @@ class LocalClient:
         """Leaves by the names that torch gives them: a tuple is one, and so is a list without tensors."""
         if names == [""]:
             return self._state_dict(version)
+        if len(names) == 1 and names[0] in version.keys():
+            return {names[0]: version.get_tensor(names[0])}
         outline, mapping = flatten_state_dict(version.to_meta())
         outline.setdefault(MAPPING, mapping)
         lacking = [name for name in names if any(map(_is_outline, tree_leaves(outline[name])))]
@@ -256,8 +275,13 @@ class LocalClient:
     def _get_state_dict(
         self, key: str, user_state_dict: dict[str, Any] | None, strict: bool, direct: bool
     ) -> dict[str, Any]:
-        with _Names(self._store) as names:
+        with self._names() as names:
             version = names.state_dict(key)
+            deleted = sorted(names.deleted(key))
+            if MAPPING in deleted:
+                raise TssdKeyError(f"`{MAPPING}` of key `{key}` is deleted")
+            if deleted:
+                raise KeyError(f"{deleted} of key `{key}` are deleted")
             if user_state_dict is None:
                 return self._state_dict(version)
             stored, mapping = flatten_state_dict(version.to_meta())
@@ -279,57 +303,64 @@ class LocalClient:
 
     def _keys(self, prefix: str | None) -> list[str]:
         keys: list[str] = []
-        with _Names(self._store) as names:
-            for key in self._store.keys():
-                # Only what may have the prefix is opened.
-                mine = prefix is None or key.startswith(prefix) or prefix.startswith(f"{key}{DELIM}")
+        with self._names(many=True) as names:
+            for key in names.known:
                 # What is deleted meanwhile is gone.
                 with contextlib.suppress(KeyError):
-                    keys += names.of(key) if mine else []
+                    keys += names.of(key, prefix)
         return list(dict.fromkeys(keys))
 
     def _delete(self, keys: Iterable[str]) -> None:
-        entries: dict[str, set[str]] = {}
-        with _Names(self._store) as names:
+        touched: dict[str, int] = {}
+        with self._names() as names:
             for key in keys:
-                # What is not all there goes, too.
-                self._store.delete(key)
-                with contextlib.suppress(KeyError):
+                _interrupted()
+                if names.is_state_dict(key):
+                    self._delete_state_dict(key, None)
+                    continue
+                try:
                     version, name = names.entry(key)
-                    entries.setdefault(version.key, set()).add(name)
-            for key, deleted in entries.items():
-                self._hide(names, key, deleted)
+                except KeyError:
+                    # What is not all there goes, too.
+                    self._store.delete(key)
+                else:
+                    self._put({}, key, None, metadata={_DELETED: int(version)})
+                    touched[version.key] = int(version)
+        with self._names() as names:
+            for key, number in touched.items():
+                with contextlib.suppress(KeyError):
+                    left = set(names.entries(key)) - names.deleted(key)
+                    if int(names.open(key)) == number and left <= {MAPPING}:
+                        self._delete_state_dict(key, number, left)
 
-    def _hide(self, names: _Names, key: str, deleted: set[str]) -> None:
-        """Versions do not change: which entries are deleted is said beside them, until all are."""
-        left = set(names.entries(key)) - deleted
-        if left > {MAPPING}:
-            hidden = sorted(deleted | names.hidden(key))
-            note = {_DELETED: hidden, "version": int(names.open(key))}
-            self._put(note, f"{key}{DELIM}{MAPPING}", None)
-        elif left:
-            self._put({}, key, None)
-        else:
-            self._store.delete_batch([key, f"{key}{DELIM}{MAPPING}"])
-
-
-# The leaf of `KEY/MAPPING`, where there is such a version: the entries of a version of KEY that are deleted.
-_DELETED = "torchstore.deleted"
+    def _delete_state_dict(self, key: str, number: int | None, left: Iterable[str] = ()) -> None:
+        """Deletes a version, or all of a key, with what is said beside it."""
+        names = _Names(self._store, self._entries)
+        with names, contextlib.suppress(KeyError):
+            entries = [name for name in names.entries(key) if name not in left]
+            beside = {f"{key}{DELIM}{name}" for name in entries} & set(self._store.keys(f"{key}{DELIM}"))
+            self._store.delete(key, number)
+            for own in beside:
+                with contextlib.suppress(KeyError):
+                    self._store.delete(own, int(names.open(own)))
 
 
 class _Names:
     """What keys mean, in versions that are each opened once.
 
     Args:
+        entries: the names in versions of state dicts, which are remembered.
         many: whether many keys are looked for, most of which may be entries of state dicts.
     """
 
-    def __init__(self, store: Store, many: bool = False) -> None:
+    def __init__(self, store: Store, entries: dict[str, tuple[int, list[str]]], many: bool = False) -> None:
+        self.known: Sequence[str] = store.keys() if many else ()
+        self._are_known = set(self.known)
+        self._many = many
         self._store = store
-        self._known = set(store.keys()) if many else None
+        self._entries = entries
         self._opened: dict[str, OpenVersion] = {}
-        self._outlines: dict[str, dict[Any, Any]] = {}
-        self._entries: dict[str, list[str]] = {}
+        self._deleted: dict[str, set[str]] = {}
 
     def __enter__(self) -> _Names:
         return self
@@ -355,18 +386,23 @@ class _Names:
         try:
             return self._value(name)
         except TssdKeyError as error:
+            if not any(_splits(name)):
+                raise
             try:
                 return self.entry(name)
             except TssdKeyError as other:
-                raise TssdKeyError("; ".join(dict.fromkeys(filter(None, (str(error), str(other)))))) from None
+                raise TssdKeyError("; ".join(dict.fromkeys((str(error), str(other))))) from None
 
     def _value(self, name: str) -> tuple[OpenVersion, str]:
-        if self._known is not None and name not in self._known and any(_splits(name)):
+        if self._many and name not in self._are_known and any(_splits(name)):
             raise TssdKeyError(f"key `{name}`: no version is visible")
         version = self.open(name)
-        if not self._is_value(name):
-            raise TssdKeyError(f"key `{name}` is a state dict")
-        return version, ""
+        if _is_value(version):
+            return version, ""
+        if _MARK in _said(version) and not self.is_state_dict(name.removesuffix(f"{DELIM}{MAPPING}")):
+            # All else of the state dict is deleted.
+            return version, MAPPING
+        raise TssdKeyError(f"key `{name}` is no value")
 
     def entry(self, name: str) -> tuple[OpenVersion, str]:
         """The state dict and its entry that a key means.
@@ -378,53 +414,70 @@ class _Names:
         for key, entry in _splits(name):
             try:
                 version = self.state_dict(key)
+                if entry in self.entries(key) and entry not in self._deleted_of(key, [entry]):
+                    return version, entry
+                errors.append(f"key `{key}` has no `{entry}`")
             except TssdKeyError as error:
                 errors.append(str(error))
-                continue
-            if entry in self.entries(key):
-                return version, entry
-            errors.append(f"key `{key}` has no `{entry}`")
         raise TssdKeyError("; ".join(errors))
 
     def state_dict(self, key: str) -> OpenVersion:
         """The newest version of a key, if it is a state dict."""
         version = self.open(key)
-        if self._is_value(key):
+        if _is_value(version) or _said(version).keys() & {_MARK, _DELETED}:
             raise TssdKeyError(f"key `{key}` is no state dict")
         return version
 
-    def entries(self, key: str) -> list[str]:
-        """The names of the leaves of a state dict that are not deleted."""
-        if key not in self._entries:
-            names, _ = flatten_state_dict(self._outline(key))
-            hidden = self.hidden(key)
-            self._entries[key] = [name for name in (*names, MAPPING) if name not in hidden]
-        return self._entries[key]
-
-    def hidden(self, key: str) -> set[str]:
-        """The names of the leaves of a state dict that are deleted."""
+    def is_state_dict(self, key: str) -> bool:
+        """Whether the newest version of a key is a state dict."""
         with contextlib.suppress(TssdKeyError):
-            beside = self._outline(f"{key}{DELIM}{MAPPING}")
-            if beside.get("version") == int(self.open(key)):
-                return set(beside[_DELETED])
-        return set()
+            self.state_dict(key)
+            return True
+        return False
 
-    def of(self, key: str) -> list[str]:
-        """The keys that a key of the store stands for."""
-        if self._is_value(key):
-            return [key]
-        if key == SETTINGS or _DELETED in self._outline(key):
+    def entries(self, key: str) -> list[str]:
+        """The names of the leaves of a state dict, and MAPPING."""
+        version = self.open(key)
+        number, names = self._entries.get(key, (-1, []))
+        if number != int(version):
+            flat, _ = flatten_state_dict(version.to_meta())
+            names = list(dict.fromkeys((*flat, MAPPING)))
+            self._entries[key] = int(version), names
+        return names
+
+    def deleted(self, key: str) -> set[str]:
+        """The names of the leaves of a state dict that are deleted."""
+        if key not in self._deleted:
+            start = f"{key}{DELIM}"
+            beside = self.known if self._many else self._store.keys(start)
+            names = [own.removeprefix(start) for own in beside if own.startswith(start)]
+            self._deleted[key] = self._deleted_of(key, names)
+        return self._deleted[key]
+
+    def _deleted_of(self, key: str, names: Iterable[str]) -> set[str]:
+        deleted = set()
+        for name in names:
+            with contextlib.suppress(TssdKeyError):
+                if _said(self.open(f"{key}{DELIM}{name}")).get(_DELETED) == int(self.open(key)):
+                    deleted.add(name)
+        return deleted
+
+    def of(self, key: str, prefix: str | None) -> list[str]:
+        """The keys that a key of the store stands for, of those that may have the prefix."""
+        is_dict = f"{key}{DELIM}{MAPPING}" in self._are_known
+        may = prefix is None or key.startswith(prefix) or is_dict and prefix.startswith(f"{key}{DELIM}")
+        if key == SETTINGS or not may:
             return []
-        return [f"{key}{DELIM}{name}" for name in self.entries(key)]
-
-    def _outline(self, key: str) -> dict[Any, Any]:
-        if key not in self._outlines:
-            self._outlines[key] = self.open(key).to_meta()
-        return self._outlines[key]
-
-    def _is_value(self, key: str) -> bool:
-        # Most values are tensors, and this is quicker.
-        return self.open(key).keys() == [""] or list(self._outline(key)) == [""]
+        if is_dict:
+            return [f"{key}{DELIM}{name}" for name in self.entries(key) if name not in self.deleted(key)]
+        # Only what is beside a state dict may be something else than a value.
+        is_beside = any(f"{start}{DELIM}{MAPPING}" in self._are_known for start, _ in _splits(key))
+        if not is_beside:
+            return [key]
+        with contextlib.suppress(TssdKeyError):
+            self.find(key)
+            return [key]
+        return []
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
@@ -434,18 +487,32 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
         yield DELIM.join(parts[:end]), DELIM.join(parts[end:])
 
 
+def _said(version: OpenVersion) -> dict[str, Any]:
+    return version.metadata() or {}
+
+
+def _is_value(version: OpenVersion) -> bool:
+    names = version.keys()
+    if names:
+        return names[0] == "" or names[0].startswith(".") and list(version.to_meta()) == [""]
+    return not _said(version).keys() & {_MARK, _DELETED} and list(version.to_meta()) == [""]
+
+
 def _is_outline(leaf: object) -> bool:
     """Whether it stands for a tensor, or may stand for a pickle."""
     return isinstance(leaf, (torch.Tensor, bytes))
 
 
-def _prove_of(version: OpenVersion, name: str, tensor_slice: TensorSlice) -> None:
+def _prove_fits(
+    key: str, version: OpenVersion, name: str, target: Any, tensor_slice: TensorSlice | None
+) -> None:
     if name not in version.keys():
-        raise TypeError(f"`{name}` of key `{version.key}` is no tensor, so it has no slices")
+        raise TypeError(f"key `{key}` is no tensor, so none can be filled with it, and it has no slices")
     shape = tuple(version.get_slice(name).get_shape())
-    if tensor_slice.global_shape != shape:
-        text = f"key `{version.key}` has shape {shape}, not {tensor_slice.global_shape} as the slice says"
-        raise RuntimeError(text)
+    if tensor_slice is not None and tensor_slice.global_shape != shape:
+        raise RuntimeError(f"key `{key}` has shape {shape}, not {tensor_slice.global_shape} as the slice says")
+    if tensor_slice is None and tuple(target.shape) != shape:
+        raise ValueError(f"key `{key}` has shape {shape}, the tensor {tuple(target.shape)}")
 
 
 def _plain(value: Any, ranks: set[int]) -> Any:

@@ -8,7 +8,7 @@ use tssd_format::{
 };
 
 use crate::dtensor::{self, Meshes, Parts};
-use crate::error::{Refusal, Result};
+use crate::error::{Failure, Refusal, Result};
 
 /// Which part of a global tensor a rank has: a box, and where the rank stands in its mesh.
 ///
@@ -221,13 +221,32 @@ impl TensorShard {
                 Refusal::leaf("a flattened part of a tensor is no box of it", advice).into()
             );
         }
-        let data = sharded_tensor.getattr("data")?;
+        let attribute = |name: &str| {
+            sharded_tensor.getattr_opt(name)?.ok_or_else(|| {
+                let class = sharded_tensor.get_type();
+                Failure::from(Refusal::leaf(
+                    format!("{class} is no ShardedTensor: it has no `{name}`"),
+                    "give one, or make a TensorShard of its tensor and slice",
+                ))
+            })
+        };
+        let ints = |name: &str| -> Result<Vec<u64>> {
+            let ints = attribute(name)?;
+            let one = || ints.extract().map(|int| vec![int]);
+            Ok(ints.extract().or_else(|_: PyErr| one()).map_err(|_: PyErr| {
+                Refusal::leaf(format!("its `{name}` is {ints:?}"), "give it an int, or ints")
+            })?)
+        };
+        let data = attribute("data")?;
         if data.is_none() {
             return Err(Refusal::leaf("it has no data", "make it with data").into());
         }
-        let global_shape: Vec<u64> = sharded_tensor.getattr("global_shape")?.extract()?;
-        let offsets: Vec<u64> = sharded_tensor.getattr("global_offset")?.extract()?;
-        let shape: Vec<u64> = data.getattr("shape")?.extract()?;
+        let (global_shape, offsets) = (ints("global_shape")?, ints("global_offset")?);
+        let shape: Option<Vec<u64>> =
+            data.getattr_opt("shape")?.and_then(|shape| shape.extract().ok());
+        let shape = shape.ok_or_else(|| {
+            Refusal::leaf("it is no ShardedTensor: its `data` has no shape", "give it a tensor")
+        })?;
         // Layers that are stacked in the global tensor have a dimension more there.
         let stacked =
             vec![py.None().into_bound(py); global_shape.len().saturating_sub(shape.len())];
@@ -235,9 +254,7 @@ impl TensorShard {
         let local =
             if stacked.is_empty() { data } else { data.get_item(PyTuple::new(py, stacked)?)? };
         let slice = TensorSlice(Slice::new(&offsets, &local_shape, &global_shape)?);
-        let replica = sharded_tensor.getattr("replica_id")?;
-        let replica: Vec<u64> =
-            replica.extract().or_else(|_| Ok::<_, PyErr>(vec![replica.extract()?]))?;
+        let replica = ints("replica_id")?;
         Self::new(&local, Slices::One(Py::new(py, slice)?), replica.iter().all(|part| *part == 0))
     }
 

@@ -207,8 +207,13 @@ def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
         into = np.zeros((3, 4), np.float32)
         store.get_state_dict("policy", {"w": shard(1, replica, into)}, strict=False)
         assert np.array_equal(into, whole[1])
+    for thing in (None, SimpleNamespace(key="x", data=whole), SimpleNamespace(data="text", global_shape=(1,))):
+        with pytest.raises(TypeError, match="no ShardedTensor"):
+            tssd.TensorShard.from_megatron(thing)
     for wrong, error, says in [
         ({"data": None}, TypeError, "no data"),
+        ({"data": "text"}, TypeError, "no ShardedTensor"),
+        ({"replica_id": None}, TypeError, "replica_id"),
         ({"flattened_range": slice(0, 3)}, TypeError, "flattened"),
         ({"global_offset": (2, 0, 0)}, ValueError, "outside"),
         ({"global_shape": (3, 4), "global_offset": (0, 0, 0)}, ValueError, "3 offsets, 2 sizes"),
@@ -358,6 +363,14 @@ def test_named_leaves_alone_come(store: tssd.Store) -> None:
     assert got["optimizer"] == {0: {"lr": 0.1}}
     # A tuple has its parts at places.
     assert store.get_state_dict("policy", names="optimizer.1.1")["optimizer"] == {1: state(3)["optimizer"][1]}
+    got = store.get_state_dict("policy", names=["model", "opt*r.0"])
+    assert list(got["model"]) == list(state(3)["model"]) and got["optimizer"] == {0: {"step": 3, "lr": 0.1}}
+    store.put_state_dict({"[a]": {"x": 1}, "a": {"x": 2}, "b": 3}, "brackets")
+    assert store.get_state_dict("brackets", names="[a]") == {"[a]": {"x": 1}}
+    assert store.get_state_dict("brackets", names="[ab]") == {"a": {"x": 2}, "b": 3}
+    for wrong in (5, ["b", 5]):
+        with pytest.raises(TypeError):
+            store.get_state_dict("brackets", names=wrong)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="nothing is named 'model.x'"):
         store.get_state_dict("policy", names=["model.weight", "model.x"])
     with store.open("policy", names=["*.weight"]) as opened:

@@ -23,16 +23,27 @@ def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
     Raises:
         TssdKeyError: a name is that of none.
     """
-    if isinstance(names, str):
-        names = [names]
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"a name is a str, not {name!r}")
     known = set(fqns)
     exact = known.intersection(names)
-    patterns = [[name, f"{name}.*"] for name in names if name not in exact]
-    for pattern, inside in patterns:
-        if not any(map(matcher([pattern, inside]), fqns)):
+    inside: list[str] = []
+    patterns: list[str] = []
+    for name in names:
+        if name in exact:
+            continue
+        if any(fqn.startswith(f"{name}.") for fqn in fqns):
+            inside.append(f"{name}.")
+            continue
+        # What is in something that a pattern names is named, too.
+        both = [name, f"{name}.*"]
+        if not any(map(matcher(both), fqns)):
             advice = "`open(key).keys()` lists the tensors"
-            error = make("NotFound", "F-015", f"nothing is named {pattern!r}", pattern, advice, None, None)
+            error = make("NotFound", "F-015", f"nothing is named {name!r}", name, advice, None, None)
             assert isinstance(error, TssdKeyError)
             raise error
-    matches = matcher([each for pair in patterns for each in pair])
-    return [fqn in exact or matches(fqn) is not None for fqn in fqns]
+        patterns += both
+    matches, starts = matcher(patterns), tuple(inside)
+    return [fqn in exact or fqn.startswith(starts) or matches(fqn) is not None for fqn in fqns]

@@ -133,8 +133,8 @@ impl OpenVersion {
     }
 
     /// The state dict without the bytes of its tensors: whole tensors of torch's "meta" device, which have
-    /// dtypes and shapes, and every other leaf as it is. Arrays of numpy are tensors, too; what was pickled
-    /// is bytes.
+    /// dtypes and shapes, and every other leaf as it is: all of it, whatever was given as `names`. Arrays of
+    /// numpy are tensors, too; what was pickled is bytes; ties are not kept.
     fn to_meta<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let made = outline(py, &self.own, &*self.opened()?);
         made.map_err(|error| error.of_key(self.key.as_str(), None))

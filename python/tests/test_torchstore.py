@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing
 import tssd
 import tssd.torchstore as ts
+from same import same
 from torchstore_cases import CASES, told
 
 HERE = Path(__file__).parent
@@ -263,6 +264,26 @@ def test_what_is_put_and_deleted_at_once_is_put_or_deleted() -> None:
                 await ts.put(".torchstore", 1, "races")
         finally:
             await ts.shutdown("races")
+
+    asyncio.run(use())
+
+
+def test_a_store_is_one_for_both_ways_to_use_it() -> None:
+    async def use() -> None:
+        await ts.initialize(store_name="both")
+        state = {"model": {"w": ONES, "n": 3}, "list": [ONES, "text"]}
+        with tssd.Store("unix:both") as store:
+            await ts.put_state_dict(state, "a", "both")
+            await ts.put("b", ONES, "both")
+            assert same(store.get_state_dict("a"), state) and torch.equal(store.get("b"), ONES)
+            store.put_state_dict(state, "c")
+            store.put("d", ONES)
+            assert same(await ts.get_state_dict("c", store_name="both"), state)
+            assert torch.equal(await ts.get("c/model.w", store_name="both"), ONES)
+            assert torch.equal(await ts.get("d", store_name="both"), ONES)
+            into = {"model": {"w": torch.zeros(2), "n": 0}, "list": [torch.zeros(2), ""]}
+            assert same(await ts.get_state_dict("c", into, store_name="both"), state)
+        await ts.shutdown("both")
 
     asyncio.run(use())
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import tssd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -288,6 +289,16 @@ async def a_state_dict(ts: Any, key: str) -> Any:
     # The peer makes all keys strings.
     got["optimizer"]["state"] = {int(number): each for number, each in got["optimizer"]["state"].items()}
     return told(got) == told(state)
+
+
+@case
+async def a_state_dict_to_a_file_and_back(ts: Any, key: str) -> Any:
+    model, optimizer = trained()
+    await ts.put_state_dict({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, key)
+    with tempfile.TemporaryDirectory() as folder:
+        tssd.save_file(await ts.get_state_dict(key), f"{folder}/moved.tssd")
+        await ts.put_state_dict(tssd.load_file(f"{folder}/moved.tssd"), f"{key}.back")
+    return told(await ts.get_state_dict(key)) == told(await ts.get_state_dict(f"{key}.back"))
 
 
 @case

@@ -65,14 +65,21 @@ def job() -> str | None:
     return None
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether there are shards in a state dict, as far as it can be looked through."""
-    if isinstance(value, dict):
-        return any(map(is_sharded, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(is_sharded, value))
-    named = hasattr(value, "device_mesh") or hasattr(value, "__create_chunk_list__")
-    return named or isinstance(value, TensorShard)
+def is_sharded(state_dict: Any) -> bool:
+    """Whether there are shards in a state dict, which may be no legal one."""
+    values, seen = [state_dict], set()
+    while values:
+        value = values.pop()
+        if isinstance(value, (dict, list, tuple)):
+            # It may hold itself.
+            if id(value) not in seen:
+                seen.add(id(value))
+                values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, TensorShard) or hasattr(value, "device_mesh"):
+            return True
+        elif hasattr(value, "__create_chunk_list__"):
+            return True
+    return False
 
 
 def writers(given: Any) -> list[int]:

@@ -136,7 +136,7 @@ fn report(
         if !left_alone.is_empty() {
             let others = count(left_alone.len(), "other file");
             let names = listed(&left_alone);
-            line = format!("{line}\nleft alone: {others} ({names}), which a directory has too");
+            line = format!("{line}\nleft alone: {others} ({names}); `-o NAME/` writes them too");
         }
         json["left_alone"] = json!(left_alone);
     } else {

@@ -71,7 +71,8 @@ fn names_directory(args: &Args) -> bool {
     args.shard_size.is_some() || is_named_so || !is_stream(&args.output) && args.output.is_dir()
 }
 
-/// Writes all files, the index last, as one with an index is taken for a whole one; returns their names, and how many bytes they have together.
+/// Writes all files, the index last, as one with an index is taken for a whole one; returns their names,
+/// and how many bytes they have together.
 fn write(
     args: &Args,
     directory: &Directory<'_>,

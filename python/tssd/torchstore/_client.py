@@ -335,8 +335,7 @@ class LocalClient:
 
     def _delete_state_dict(self, key: str, number: int | None, left: Iterable[str] = ()) -> None:
         """Deletes a version, or all of a key, with what is said beside it."""
-        names = _Names(self._store, self._entries)
-        with names, contextlib.suppress(KeyError):
+        with self._names() as names, contextlib.suppress(KeyError):
             entries = [name for name in names.entries(key) if name not in left]
             beside = {f"{key}{DELIM}{name}" for name in entries} & set(self._store.keys(f"{key}{DELIM}"))
             self._store.delete(key, number)
@@ -450,7 +449,10 @@ class _Names:
         if key not in self._deleted:
             start = f"{key}{DELIM}"
             beside = self.known if self._many else self._store.keys(start)
-            names = [own.removeprefix(start) for own in beside if own.startswith(start)]
+            names = {own.removeprefix(start) for own in beside if own.startswith(start)}
+            if names - {MAPPING}:
+                # There may be any number of others.
+                names &= set(self.entries(key))
             self._deleted[key] = self._deleted_of(key, names)
         return self._deleted[key]
 

@@ -1,10 +1,11 @@
 //! What the suite, the benches and the fuzzers share: generators of state dicts, naive oracles, the
 //! vectors.
 
+#[cfg(target_os = "linux")]
+pub mod bench;
 pub mod damage;
 pub mod fuzz;
 pub mod generate;
-pub mod race;
 #[cfg(target_os = "linux")]
 pub mod served;
 pub mod sharding;

@@ -1,39 +1,45 @@
 //! Encoding: a plan, a copy with checksums, an index.
 
-use std::hint::black_box;
+use std::cell::RefCell;
 
-use tssd_format::{Fill, Filled, Layout, Options, StateDict};
-use tssd_tests::race::{Runner, Target, race};
+use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict};
+use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, on_cores};
 
-use crate::model::model;
-
-const BYTES: usize = 256 << 20;
-
-/// Row 3: 32 tensors into memory that was used before. Copying alone is one call for each thread.
-pub(crate) fn into_warm_memory() {
-    let dict = model(32, BYTES / 32);
-    let source = vec![1_u8; BYTES];
-    let mut copy = vec![1_u8; BYTES];
-    let layout = Layout::plan(&dict, &Options::new()).unwrap();
-    let mut file = vec![1_u8; usize::try_from(layout.file_len()).unwrap()];
+/// Into memory that was used before, and into memory that the system has just given. Copying alone is one
+/// call for each thread.
+pub(crate) fn into_memory(bench: &mut Bench) {
+    let model = &Model::four_hundred();
+    let layout = Layout::plan(&model.dict, &Options::new()).unwrap();
+    let len = usize::try_from(layout.file_len()).unwrap();
     for threads in [1, 2] {
-        race(
-            &format!("3. encode 256 MiB in 32 tensors into warm memory, threads: {threads}"),
-            Some(u64::try_from(BYTES).unwrap()),
-            21,
-            vec![
-                Runner::new("memcpy of all of it, one call for each thread", || {
-                    let part = BYTES / threads;
-                    std::thread::scope(|scope| {
-                        for (target, source) in copy.chunks_mut(part).zip(source.chunks(part)) {
-                            scope.spawn(|| black_box(target).copy_from_slice(source));
-                        }
-                    });
-                }),
-                Runner::new("tssd: plan, fill, seal", || encode(&dict, &mut file, threads))
-                    .target(Target::Speed(0.85)),
-            ],
-        );
+        on_cores(threads, || {
+            let mut memory = Memory::new(model.bytes);
+            let file = RefCell::new(vec![1_u8; len]);
+            let what = format!("Encode into warm memory, checksums included; cores: {threads}");
+            bench.race(
+                Race::new("encode", &what, 11)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: plan, fill, seal", || {
+                            encode(&model.dict, &mut file.borrow_mut(), threads);
+                        })
+                        .target(Target::Speed(0.85, "memcpy, warm memory")),
+                    )
+                    .with(Runner::limit("memcpy, warm memory", || memory.copy(threads))),
+            );
+            let archive = Archive::from_bytes(file.take()).unwrap();
+            model.expect_same(&archive.to_state_dict().unwrap());
+            drop(archive);
+            let what = format!("Encode into memory that is new each time; cores: {threads}");
+            bench.race(
+                Race::new("encode cold", &what, 5)
+                    .of(model)
+                    .with(Runner::ours("tssd: plan, fill, seal", || {
+                        encode(&model.dict, &mut vec![0_u8; len], threads);
+                    }))
+                    .with(Runner::limit("memcpy, new memory", || memory.copy_fresh(threads))),
+            );
+        });
     }
 }
 

@@ -3,21 +3,27 @@
 use std::hint::black_box;
 
 use safetensors::SafeTensors;
-use tssd_format::{Archive, Dict, Key, ObjectPath, StateDict, Step, Tensor, Value};
-use tssd_tests::race::{Runner, Target, race};
+use tssd_format::{
+    Archive, Dict, Key, ObjectPath, StateDict, Step, Tensor, TorchStoreStateDict, Value,
+};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target, name_of_expert};
 
-use crate::model::{encoded, model, name, safetensors_file, tensors};
+use crate::theirs;
 
-/// Row 6: 10,000 lookups in an order that is not that of the file.
-pub(crate) fn one_of_many() {
+/// 10,000 lookups in an order that is not that of the file.
+pub(crate) fn one_of_many(bench: &mut Bench) {
     const COUNT: usize = 30_000;
     const LOOKUPS: usize = 10_000;
-    let names: Vec<String> = (0..LOOKUPS).map(|number| name(number * 7919 % COUNT)).collect();
-    let flat = model(COUNT, 4);
-    let theirs = safetensors_file(&flat);
+    let names: Vec<String> =
+        (0..LOOKUPS).map(|number| name_of_expert(number * 7919 % COUNT)).collect();
+    let model = Model::experts(COUNT, 4);
+    let theirs = theirs::encoded(&model);
     let theirs = SafeTensors::deserialize(&theirs).unwrap();
-    let nested = Archive::from_bytes(encoded(&nested(&flat))).unwrap();
-    let flat = Archive::from_bytes(encoded(&flat)).unwrap();
+    let open = |dict: &StateDict| {
+        let encoded = TorchStoreStateDict::from_state_dict(dict).unwrap();
+        Archive::from_bytes(encoded.as_bytes().clone()).unwrap()
+    };
+    let (flat, nested) = (open(&model.dict), open(&nested(&model)));
     let flat_paths: Vec<ObjectPath> =
         names.iter().map(|name| ObjectPath::root().key(name.as_str())).collect();
     let step = |part| Step::Key(Key::from(part));
@@ -35,28 +41,29 @@ pub(crate) fn one_of_many() {
     };
     // A microsecond for each.
     let target = Target::Milliseconds(10.0);
-    race(
-        "6. look up 10,000 of 30,000 tensors: 1 ms is 100 ns for each",
-        None,
-        21,
-        vec![
-            Runner::new("safetensors: tensor (a hash map)", || {
+    bench.race(
+        Race::new("lookup", "Look up 10,000 of 30,000 tensors: 1 ms is 100 ns for each", 21)
+            .of_tensors(&model.name, COUNT)
+            .with(Runner::ours("tssd, flat: tensor, by fqn", || by_fqn(&flat)).target(target))
+            .with(Runner::also("tssd, nested: tensor, by fqn", || by_fqn(&nested)).target(target))
+            .with(
+                Runner::also("tssd, flat: value, by path", || by_path(&flat, &flat_paths))
+                    .target(target),
+            )
+            .with(
+                Runner::also("tssd, nested: value, by path", || by_path(&nested, &nested_paths))
+                    .target(target),
+            )
+            .with(Runner::peer("safetensors: tensor, a hash map that opening fills", || {
                 for name in &names {
                     black_box(theirs.tensor(name).unwrap());
                 }
-            }),
-            Runner::new("tssd, flat: value, by path", || by_path(&flat, &flat_paths))
-                .target(target),
-            Runner::new("tssd, nested: value, by path", || by_path(&nested, &nested_paths))
-                .target(target),
-            Runner::new("tssd, flat: tensor, by fqn", || by_fqn(&flat)).target(target),
-            Runner::new("tssd, nested: tensor, by fqn", || by_fqn(&nested)).target(target),
-        ],
+            })),
     );
 }
 
 /// The same tensors in a tree of dicts, cut at the dots.
-fn nested(flat: &StateDict) -> StateDict {
+fn nested(flat: &Model) -> StateDict {
     fn insert(dict: &mut Dict, name: &str, tensor: &Tensor) {
         let Some((first, rest)) = name.split_once('.') else {
             dict.insert(name, tensor.clone());
@@ -71,7 +78,7 @@ fn nested(flat: &StateDict) -> StateDict {
         }
     }
     let mut nested = StateDict::new();
-    for (name, tensor) in tensors(flat) {
+    for (name, tensor) in flat.tensors() {
         insert(nested.entries_mut(), &name, tensor);
     }
     nested

@@ -1,26 +1,35 @@
-//! The speed table of the format (`docs/performance.md`): each row against what bounds it, memcpy, reading
-//! or safetensors, in one run, with its target. A name or a part of one runs that row alone.
+//! What the format takes: each case against what bounds it, memcpy, reading or safetensors, in one run.
+//! A name or a part of one runs that case alone.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod compress;
-mod dcp;
 mod encode;
+mod file;
 mod lookup;
-mod model;
 mod open;
+mod part;
 mod small;
+mod theirs;
 mod verify;
 
-use tssd_tests::race::rows;
+use tssd_tests::bench::Bench;
 
 fn main() {
-    rows(&[
-        ("open", open::as_safetensors),
-        ("million", open::a_million),
-        ("encode", encode::into_warm_memory),
-        ("verify", verify::a_file),
-        ("small", small::save_and_load),
-        ("lookup", lookup::one_of_many),
-        ("compress", compress::bfloat16),
-    ]);
+    Bench::run(
+        "format",
+        &[("safetensors", "0.8.0"), ("object_store", "0.14")],
+        &[
+            ("open", open::all_names),
+            ("encode", encode::into_memory),
+            ("verify", verify::a_file),
+            ("save", file::save),
+            ("load", file::load),
+            ("one", part::one_tensor),
+            ("slice", part::five_percent),
+            ("small", small::save_and_load),
+            ("lookup", lookup::one_of_many),
+            ("compress", compress::bfloat16),
+            ("fit", file::fits),
+        ],
+    );
 }

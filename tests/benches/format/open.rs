@@ -3,51 +3,66 @@
 use std::hint::black_box;
 
 use safetensors::SafeTensors;
-use tssd_format::Archive;
-use tssd_tests::race::{Runner, Target, race};
+use tssd_format::{Archive, TorchStoreStateDict};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target};
 
-use crate::model::{encoded, model, safetensors_file};
+use crate::theirs;
 
-/// Row 1: a file in memory, against the library that reads names and shapes without checksums.
-pub(crate) fn as_safetensors() {
-    let dict = model(30_000, 16);
-    let ours = encoded(&dict);
-    let theirs = safetensors_file(&dict);
-    race(
-        "1. open a file of 30,000 tensors in memory",
-        None,
-        31,
-        vec![
-            Runner::new("safetensors: SafeTensors::deserialize", || {
-                black_box(SafeTensors::deserialize(black_box(&theirs)).unwrap());
-            }),
-            Runner::new("tssd: Archive::from_bytes", || {
-                black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
-            })
-            .target(Target::Speed(20.0)),
-        ],
+/// Files in memory, against the library that reads names and shapes without checksums; and one of more
+/// tensors than it takes.
+pub(crate) fn all_names(bench: &mut Bench) {
+    for (tensors, rounds, speed) in [(30_000, 31, Some(20.0)), (232_670, 9, None)] {
+        let model = Model::experts(tensors, 4);
+        let ours = encoded(&model);
+        let theirs = theirs::encoded(&model);
+        let open = Runner::ours("tssd: Archive::from_bytes", || {
+            black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
+        });
+        let peer = "safetensors: SafeTensors::deserialize";
+        let open = match speed {
+            Some(speed) => open.target(Target::Speed(speed, peer)),
+            None => open,
+        };
+        let what = "Open a file in memory: all names, shapes and places";
+        let race = Race::new("open", what, rounds).of_tensors(&model.name, tensors).with(open);
+        bench.race(race.with(Runner::peer(peer, || {
+            black_box(SafeTensors::deserialize(black_box(&theirs)).unwrap());
+        })));
+    }
+    a_million(bench);
+}
+
+/// What safetensors refuses, from memory and from a file that the system has in memory.
+fn a_million(bench: &mut Bench) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("million.tssd");
+    let model = Model::experts(1_000_000, 4);
+    let ours = encoded(&model);
+    std::fs::write(&path, &ours).unwrap();
+    let index = usize::try_from(Archive::from_bytes(ours.clone()).unwrap().index_range().start);
+    let index = ours.slice(index.unwrap()..);
+    let mut copy = index.to_vec();
+    bench.race(
+        Race::new("open a million", "Open a file of more tensors than safetensors takes", 9)
+            .of_tensors(&model.name, model.tensors)
+            .with(
+                Runner::ours("tssd: Archive::from_bytes", || {
+                    black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
+                })
+                .target(Target::Milliseconds(120.0)),
+            )
+            .with(
+                Runner::also("tssd: Archive::open, page cache", || {
+                    black_box(Archive::open(&path).unwrap());
+                })
+                .target(Target::Milliseconds(300.0)),
+            )
+            .with(Runner::limit("memcpy of the index", || {
+                black_box(&mut copy).copy_from_slice(&index);
+            })),
     );
 }
 
-/// Row 2: what safetensors refuses, from memory and from a file that the system has in memory.
-pub(crate) fn a_million() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("million.tssd");
-    let ours = encoded(&model(1_000_000, 4));
-    std::fs::write(&path, &ours).unwrap();
-    race(
-        "2. open a file of 1,000,000 tensors",
-        None,
-        9,
-        vec![
-            Runner::new("tssd: Archive::from_bytes, memory", || {
-                black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
-            })
-            .target(Target::Milliseconds(120.0)),
-            Runner::new("tssd: Archive::open, page cache", || {
-                black_box(Archive::open(&path).unwrap());
-            })
-            .target(Target::Milliseconds(300.0)),
-        ],
-    );
+fn encoded(model: &Model) -> bytes::Bytes {
+    TorchStoreStateDict::from_state_dict(&model.dict).unwrap().as_bytes().clone()
 }

@@ -3,73 +3,59 @@
 use std::hint::black_box;
 
 use safetensors::SafeTensors;
-use tssd_format::{Archive, Layout, Node, Options, StateDict, Tensor, Value};
-use tssd_tests::race::{Runner, Target, race};
+use tssd_format::{Archive, Layout, Node, Options, StateDict, Value};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target};
 
-use crate::dcp::Peer;
-use crate::model::{name, views};
+use crate::theirs;
 
-const TENSORS: usize = 10_000;
-
-/// Row 5. safetensors makes a view of each tensor. We make all of the state dict again, or, in the second
-/// of our lines, the reference of each tensor with its bytes. What is loaded is dropped in the same turn.
-#[expect(clippy::print_stdout, reason = "a bench says what it leaves out")]
-pub(crate) fn save_and_load() {
+/// safetensors makes a view of each tensor. We make all of the state dict again, or, in the second of our
+/// lines, the reference of each tensor with its bytes. What is loaded is dropped in the same turn.
+pub(crate) fn save_and_load(bench: &mut Bench) {
     let folder = tempfile::tempdir().unwrap();
     let [their_path, our_path] = ["theirs", "ours"].map(|name| folder.path().join(name));
-    let mut dict = StateDict::new();
-    for number in 0..TENSORS {
-        dict.insert(name(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
+    for (tensors, rounds) in [(10_000, 51), (20_000, 25)] {
+        let model = Model::tiny(tensors);
+        let views = theirs::views(&model);
+        let save_theirs = || safetensors::serialize(&views, None).unwrap();
+        let plain = save(&model.dict);
+        let peer = "safetensors: serialize; deserialize, tensors";
+        bench.race(
+            Race::new("tiny", "Save and load tensors of one element, memory", rounds)
+                .of_tensors(&model.name, tensors)
+                .with(
+                    Runner::ours("tssd: plan, write; from_bytes, to_state_dict", || {
+                        load(save(&model.dict));
+                    })
+                    .target(Target::Speed(5.0, peer)),
+                )
+                .with(Runner::also("tssd: plan, write; from_bytes, each reference", || {
+                    visit(save(&model.dict));
+                }))
+                .with(Runner::peer(peer, || load_theirs(&save_theirs()))),
+        );
+        let peer = "safetensors: write; read, tensors";
+        bench.race(
+            Race::new("tiny", "Save and load tensors of one element, a file", rounds)
+                .of_tensors(&model.name, tensors)
+                .with(
+                    Runner::ours("tssd: write; read, to_state_dict", || {
+                        std::fs::write(&our_path, save(&model.dict)).unwrap();
+                        load(std::fs::read(&our_path).unwrap());
+                    })
+                    .target(Target::Speed(5.0, peer)),
+                )
+                .with(Runner::peer(peer, || {
+                    std::fs::write(&their_path, save_theirs()).unwrap();
+                    load_theirs(&std::fs::read(&their_path).unwrap());
+                }))
+                .with(Runner::limit("write and read of as many bytes as ours", || {
+                    std::fs::write(&our_path, &plain).unwrap();
+                    black_box(std::fs::read(&our_path).unwrap());
+                })),
+        );
+        let archive = Archive::from_bytes(save(&model.dict)).unwrap();
+        model.expect_same(&archive.to_state_dict().unwrap());
     }
-    let views = views(&dict);
-    let save_theirs = || safetensors::serialize(&views, None).unwrap();
-    race(
-        "5. save and load 10,000 tensors of one element, memory",
-        None,
-        51,
-        vec![
-            Runner::new("safetensors: serialize; deserialize, tensors", || {
-                load_theirs(&save_theirs());
-            }),
-            Runner::new("tssd: plan, write; from_bytes, to_state_dict", || load(save(&dict)))
-                .target(Target::Speed(5.0)),
-            Runner::new("tssd: plan, write; from_bytes, each reference", || visit(save(&dict))),
-        ],
-    );
-    race(
-        "5. save and load 10,000 tensors of one element, a file",
-        None,
-        51,
-        vec![
-            Runner::new("safetensors: write; read, tensors", || {
-                std::fs::write(&their_path, save_theirs()).unwrap();
-                load_theirs(&std::fs::read(&their_path).unwrap());
-            }),
-            Runner::new("tssd: write; read, to_state_dict", || {
-                std::fs::write(&our_path, save(&dict)).unwrap();
-                load(std::fs::read(&our_path).unwrap());
-            })
-            .target(Target::Speed(5.0)),
-        ],
-    );
-    let names: Vec<String> = (0..TENSORS).map(name).collect();
-    let Some(mut peer) = Peer::start(&folder.path().join("dcp"), &names) else {
-        println!("5. DCP is left out: `cargo xtask test --all` makes the environment with torch\n");
-        return;
-    };
-    race(
-        "5. save and load 10,000 tensors of one element, a file, beside DCP",
-        None,
-        3,
-        vec![
-            Runner::timed("DCP: save; load", || peer.save_and_load()),
-            Runner::new("tssd: write; read, to_state_dict", || {
-                std::fs::write(&our_path, save(&dict)).unwrap();
-                load(std::fs::read(&our_path).unwrap());
-            })
-            .target(Target::Speed(50.0)),
-        ],
-    );
 }
 
 fn load_theirs(file: &[u8]) {

@@ -4,18 +4,19 @@ use std::fs::File;
 use std::hint::black_box;
 use std::os::unix::fs::FileExt;
 
-use tssd_format::{Archive, CHUNK_BYTES, Verify};
-use tssd_tests::race::{Runner, Target, race};
+use tssd_format::{Archive, CHUNK_BYTES, TorchStoreStateDict, Verify};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target, adding_up};
 
-use crate::model::{encoded, model};
-
-/// Row 4: a file that the system has in memory, against reading it: `pread` of chunks of 1 MiB, each
-/// thread into one buffer of its own, and a look at each word of it. `pread` alone, whose bytes nobody looks
-/// at, is there to compare. Then the same bytes in memory, as they are in a map, against adding them up.
-pub(crate) fn a_file() {
+/// A file that the system has in memory, against reading it: `pread` of chunks of 1 MiB, each thread into
+/// one buffer of its own, and a look at each word of it. `pread` alone, whose bytes nobody looks at, is there
+/// to compare. Then the same bytes in memory, as they are in a map, against adding them up.
+pub(crate) fn a_file(bench: &mut Bench) {
+    const READ: &str = "pread into one buffer, adding up all words";
+    const ADD: &str = "adding up all words";
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.tssd");
-    let bytes = encoded(&model(32, 8 << 20));
+    let model = Model::four_hundred();
+    let bytes = TorchStoreStateDict::from_state_dict(&model.dict).unwrap().as_bytes().clone();
     std::fs::write(&path, &bytes).unwrap();
     let len = u64::try_from(bytes.len()).unwrap();
     let read = |threads, look: fn(&[u8])| {
@@ -30,42 +31,35 @@ pub(crate) fn a_file() {
         });
     };
     for threads in [1, 2] {
-        race(
-            &format!("4. verify a file of 256 MiB in the page cache, threads: {threads}"),
-            Some(len),
-            21,
-            vec![
-                Runner::new("pread into one buffer, adding up all words", || {
-                    read(threads, add_up);
-                }),
-                Runner::new("pread into one buffer", || read(threads, |_| {})),
-                Runner::new("tssd: Archive::open, verify_jobs", || {
-                    verify(&Archive::open(&path).unwrap(), threads);
-                })
-                .target(Target::Speed(0.9)),
-            ],
+        let what = format!("Verify a file in the page cache; threads: {threads}");
+        bench.race(
+            Race::new("verify a file", &what, 11)
+                .of(&model)
+                .with(
+                    Runner::ours("tssd: Archive::open, verify_jobs", || {
+                        verify(&Archive::open(&path).unwrap(), threads);
+                    })
+                    .target(Target::Speed(0.9, READ)),
+                )
+                .with(Runner::limit(READ, || read(threads, adding_up)))
+                .with(Runner::also("pread into one buffer", || read(threads, |_| {}))),
         );
-        race(
-            &format!("4. verify 256 MiB in memory, threads: {threads}"),
-            Some(len),
-            21,
-            vec![
-                Runner::new("adding up all words", || on_threads(&bytes, threads, add_up)),
-                Runner::new("tssd: Archive::from_bytes, verify_jobs", || {
-                    verify(&Archive::from_bytes(bytes.clone()).unwrap(), threads);
-                })
-                .target(Target::Speed(0.9)),
-            ],
+        let what = format!("Verify an archive in memory; threads: {threads}");
+        bench.race(
+            Race::new("verify in memory", &what, 11)
+                .of(&model)
+                .with(
+                    Runner::ours("tssd: Archive::from_bytes, verify_jobs", || {
+                        verify(&Archive::from_bytes(bytes.clone()).unwrap(), threads);
+                    })
+                    .target(Target::Speed(0.9, ADD)),
+                )
+                .with(Runner::limit(ADD, || on_threads(&bytes, threads, adding_up))),
         );
     }
 }
 
-fn add_up(bytes: &[u8]) {
-    let (words, _) = bytes.as_chunks::<8>();
-    black_box(words.iter().fold(0_u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word))));
-}
-
-fn verify(archive: &Archive, threads: usize) {
+pub(crate) fn verify(archive: &Archive, threads: usize) {
     on_threads(&archive.verify_jobs(), threads, |jobs| {
         jobs.iter().try_for_each(Verify::run).unwrap();
     });

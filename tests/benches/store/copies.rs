@@ -1,127 +1,143 @@
 //! Puts and gets of a model against memcpy, on one core and on two.
 
 use std::cell::RefCell;
-use std::hint::black_box;
-use std::thread;
 
-use tssd_format::{StateDict, Value};
 use tssd_store::blocking::Store;
-use tssd_store::{GetOptions, PutOptions, Target};
-use tssd_tests::race::{self, Runner, race};
+use tssd_store::{GetOptions, PutOptions};
+use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, on_cores, targets};
 use tssd_tests::served::Served;
 
-use crate::house::{bytes, faults, key, model, on_cores};
+use crate::key;
 
-const ROUNDS: usize = 15;
+const WARM: &str = "memcpy, warm memory";
+const FRESH: &str = "memcpy, new memory";
 
-/// The second and later versions.
-pub(crate) fn put() {
-    let dict = &model();
-    for cores in [1, 2] {
-        on_cores(cores, || {
-            let served = Served::new(16 << 30);
-            let store = served.connect();
-            // Two versions are there at once: from the third on, every segment is warm.
-            (0..3).for_each(|_| put_one(&store, dict));
-            let before = faults();
-            put_one(&store, dict);
-            let after = faults();
-            let mut memory = Memory::new(bytes(dict));
-            race(
-                &format!("put 400 tensors on {cores} cores, checksums included"),
-                Some(bytes(dict)),
-                ROUNDS,
-                vec![
-                    Runner::new("memcpy, warm memory", || memory.copy(cores)),
-                    Runner::new("put", || put_one(&store, dict)).target(race::Target::Speed(0.85)),
-                ],
+/// What the daemons of the benches may take.
+pub(crate) const LIMIT: u64 = 20 << 30;
+
+/// The models, and on how many cores.
+fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
+    [
+        (Model::four_hundred(), 1, 15),
+        (Model::four_hundred(), 2, 15),
+        (Model::of(&bench.options), 2, 9),
+    ]
+}
+
+/// The third and later versions: two are there at once, so from then on every segment is warm.
+pub(crate) fn put(bench: &mut Bench) {
+    for (model, cores, rounds) in &cases(bench) {
+        on_cores(*cores, || {
+            let served = Served::new(LIMIT);
+            let (store, reader) = (served.connect(), served.connect());
+            (0..3).for_each(|_| put_one(&store, model));
+            let mut memory = Memory::new(model.bytes);
+            let what = format!("Put a new version, checksums included; cores: {cores}");
+            bench.race(
+                Race::new("put", &what, *rounds)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: put_state_dict", || put_one(&store, model))
+                            .target(Target::Speed(0.85, WARM)),
+                    )
+                    .with(Runner::limit(WARM, || memory.copy(*cores))),
             );
-            print(&format!("page faults of one more put: {}", after - before));
+            model.expect_same(&reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
         });
     }
 }
 
 /// Into the caller's tensors: a version that was not read before, and without a look at checksums.
-pub(crate) fn get() {
-    let dict = &model();
-    for cores in [1, 2] {
-        on_cores(cores, || {
-            let served = Served::new(16 << 30);
+pub(crate) fn get(bench: &mut Bench) {
+    for (model, cores, rounds) in &cases(bench) {
+        on_cores(*cores, || {
+            let served = Served::new(LIMIT);
             let (writer, reader) = (served.connect(), served.connect());
-            let memory = &RefCell::new(Memory::new(bytes(dict)));
-            let mut tensors = vec![1_u8; usize::try_from(bytes(dict)).unwrap()];
-            let tensors = &RefCell::new(&mut tensors);
+            let mut memory = Memory::new(model.bytes);
+            let tensors = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
             let read = |unverified| {
                 let options = GetOptions { unverified, ..GetOptions::default() };
-                get_into(&reader, dict, &mut tensors.borrow_mut(), &options);
+                get_into(&reader, model, &mut tensors.borrow_mut(), &options);
             };
-            let proven = &read;
-            (0..4).for_each(|_| {
-                put_one(&writer, dict);
+            let renew = || put_one(&writer, model);
+            (0..3).for_each(|_| {
+                renew();
                 read(false);
             });
-            race(
-                &format!("get 400 tensors in place on {cores} cores, a new version each time"),
-                Some(bytes(dict)),
-                ROUNDS,
-                vec![
-                    Runner::new("memcpy, warm memory", || memory.borrow_mut().copy(cores)),
-                    Runner::new("verified", || proven(false))
-                        .after(|| put_one(&writer, dict))
-                        .target(race::Target::Speed(0.85)),
-                    Runner::new("unverified", || read(true)).target(race::Target::Speed(0.95)),
-                ],
+            let what = format!("Get in place, a new version each time; cores: {cores}");
+            bench.race(
+                Race::new("get in place", &what, *rounds)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: get_state_dict_into, verified", || read(false))
+                            .before(renew)
+                            .target(Target::Speed(0.85, WARM)),
+                    )
+                    .with(
+                        Runner::also("tssd: get_state_dict_into, not verified", || read(true))
+                            .before(renew)
+                            .target(Target::Speed(0.95, WARM)),
+                    )
+                    .with(Runner::limit(WARM, || memory.copy(*cores))),
             );
+            model.expect_bytes(&tensors.borrow());
         });
     }
 }
 
-pub(crate) fn put_one(store: &Store, dict: &StateDict) {
-    store.put_state_dict(&key(), dict, &PutOptions::default()).unwrap();
+/// The first version of a key, in a daemon that has no memory yet, and the first get of a reader.
+pub(crate) fn cold(bench: &mut Bench) {
+    let model = &Model::four_hundred();
+    on_cores(2, || {
+        let mut memory = Memory::new(model.bytes);
+        let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
+        bench.race(
+            Race::new("put cold", "Put the first version: all memory is new; cores: 2", 7)
+                .of(model)
+                .cold()
+                .with(
+                    Runner::ours("tssd: put_state_dict", || {
+                        put_one(&there.borrow().as_ref().unwrap().1, model);
+                    })
+                    .before(|| {
+                        there.take();
+                        let served = Served::new(LIMIT);
+                        let store = served.connect();
+                        there.replace(Some((served, store)));
+                    }),
+                )
+                .with(Runner::limit(FRESH, || memory.copy_fresh(2))),
+        );
+        let served = Served::new(LIMIT);
+        let writer = served.connect();
+        put_one(&writer, model);
+        let reader: RefCell<Option<Store>> = RefCell::new(None);
+        let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
+        bench.race(
+            Race::new("get cold", "Get in place, the first get of a reader; cores: 2", 7)
+                .of(model)
+                .cold()
+                .with(
+                    Runner::ours("tssd: get_state_dict_into, verified", || {
+                        let reader = reader.borrow();
+                        let options = GetOptions::default();
+                        get_into(reader.as_ref().unwrap(), model, &mut tensors, &options);
+                    })
+                    .before(|| {
+                        reader.take();
+                        reader.replace(Some(served.connect()));
+                    }),
+                )
+                .with(Runner::limit(WARM, || memory.copy(2))),
+        );
+        model.expect_bytes(&tensors);
+    });
 }
 
-pub(crate) fn get_into(
-    store: &Store,
-    dict: &StateDict,
-    mut memory: &mut [u8],
-    options: &GetOptions,
-) {
-    let mut targets = Vec::new();
-    for (path, leaf) in dict.leaves() {
-        let Value::Tensor(tensor) = leaf else { continue };
-        let meta = tensor.meta().clone();
-        let (bytes, rest) = memory.split_at_mut(usize::try_from(meta.nbytes()).unwrap());
-        memory = rest;
-        targets.push(Target { fqn: path.fqn(), place: None, meta, bytes });
-    }
-    store.get_state_dict_into(&key(), &mut targets, options).unwrap();
+pub(crate) fn put_one(store: &Store, model: &Model) {
+    store.put_state_dict(&key(), &model.dict, &PutOptions::default()).unwrap();
 }
 
-/// Two buffers that are warm.
-struct Memory {
-    source: Vec<u8>,
-    target: Vec<u8>,
-}
-
-impl Memory {
-    fn new(bytes: u64) -> Self {
-        let source = vec![1; usize::try_from(bytes).unwrap()];
-        Self { target: source.clone(), source }
-    }
-
-    /// One call for each thread.
-    fn copy(&mut self, threads: usize) {
-        let part = self.source.len().div_ceil(threads);
-        thread::scope(|scope| {
-            let parts = self.source.chunks(part).zip(self.target.chunks_mut(part));
-            for (source, target) in parts {
-                scope.spawn(move || black_box(target).copy_from_slice(source));
-            }
-        });
-    }
-}
-
-#[expect(clippy::print_stdout, reason = "a bench prints its result")]
-pub(crate) fn print(line: &str) {
-    println!("  {line}\n");
+pub(crate) fn get_into(store: &Store, model: &Model, memory: &mut [u8], options: &GetOptions) {
+    store.get_state_dict_into(&key(), &mut targets(model, memory), options).unwrap();
 }

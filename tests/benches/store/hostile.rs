@@ -10,11 +10,10 @@ use std::time::Duration;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
-use tssd_tests::race::{self, Runner, race};
+use tssd_tests::bench::{Bench, Race, Runner, Target};
 use tssd_tests::served::Served;
 
-use crate::copies::print;
-use crate::house::key;
+use crate::key;
 
 const CONNECTIONS: usize = 1000;
 
@@ -23,7 +22,8 @@ const ROUNDS: usize = 31;
 const PAIRS: usize = 20;
 
 /// A put and a get of a small state dict, with the attack and without.
-pub(crate) fn attacked() {
+pub(crate) fn attacked(bench: &mut Bench) {
+    const PEACE: &str = "left in peace";
     let (quiet, attacked) = (Served::new(1 << 30), Served::new(1 << 30));
     let (one, other) = (quiet.connect(), attacked.connect());
     let dict = &small();
@@ -32,20 +32,21 @@ pub(crate) fn attacked() {
     let socket = &attacked.socket();
     thread::scope(|scope| {
         let attack = scope.spawn(move || attack(socket, is_on, is_over));
-        race(
-            &format!("{PAIRS} puts and gets, and {CONNECTIONS} hostile connections"),
-            None,
-            ROUNDS,
-            vec![
-                Runner::new("left in peace", || honest(&one, dict)),
-                Runner::new("attacked", || honest(&other, dict))
-                    .before(|| is_on.store(true, Ordering::Relaxed))
-                    .after(|| is_on.store(false, Ordering::Relaxed))
-                    .target(race::Target::Speed(0.5)),
-            ],
+        let what = format!("{PAIRS} puts and gets, and {CONNECTIONS} hostile connections");
+        bench.race(
+            Race::new("hostile", &what, ROUNDS)
+                .with(
+                    Runner::ours("tssd: attacked", || honest(&other, dict))
+                        .before(|| is_on.store(true, Ordering::Relaxed))
+                        .after(|| is_on.store(false, Ordering::Relaxed))
+                        .target(Target::Speed(0.5, PEACE)),
+                )
+                .with(Runner::limit(PEACE, || honest(&one, dict))),
         );
         is_over.store(true, Ordering::Relaxed);
-        print(&format!("connections that were made anew: {}", attack.join().unwrap()));
+        #[expect(clippy::cast_precision_loss, reason = "there are not that many")]
+        let made = attack.join().unwrap() as f64;
+        bench.count("the attack", &[("connections that were ended and made anew", made)]);
     });
 }
 

@@ -1,30 +1,46 @@
-//! The speed table of the store (`docs/performance.md`): each row against what bounds it, in one run, with
-//! its target. A name or a part of one runs that row alone.
+//! What the store takes: each case against what bounds it, in one run. A name or a part of one runs that
+//! case alone.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod copies;
+mod directory;
+mod fits;
 mod hostile;
-mod house;
 mod plans;
 mod pull;
-mod sharded;
+mod reshard;
+mod scale;
 mod tiny;
 mod views;
 
-use tssd_tests::race::rows;
+use tssd_store::Key;
+use tssd_tests::bench::Bench;
 
 fn main() {
     if pull::is_child() {
         return;
     }
-    rows(&[
-        ("put", copies::put),
-        ("get", copies::get),
-        ("views", views::of_one_version),
-        ("tiny", tiny::put_and_get),
-        ("plan", plans::many_ranks),
-        ("pull", pull::over_loopback),
-        ("hostile", hostile::attacked),
-        ("sharded", sharded::four_to_two),
-    ]);
+    Bench::run(
+        "store",
+        &[("object_store", "0.14")],
+        &[
+            ("put", copies::put),
+            ("get", copies::get),
+            ("cold", copies::cold),
+            ("views", views::of_one_version),
+            ("tiny", tiny::put_and_get),
+            ("reshard", reshard::all),
+            ("pull", pull::over_loopback),
+            ("directory", directory::put_and_get),
+            ("plan", plans::many_ranks),
+            ("hostile", hostile::attacked),
+            ("fit", fits::all),
+            ("scale", scale::all),
+        ],
+    );
+}
+
+/// The key of all cases.
+fn key() -> Key {
+    Key::new("model").unwrap()
 }

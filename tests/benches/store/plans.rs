@@ -1,66 +1,70 @@
-//! The plan of one reader among many: 256 writers that shard rows, 128 readers that want columns.
+//! The plan of one reader among many.
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Storage, Tensor,
-    TensorMeta, TensorReference, TensorSlice,
+    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
+    TensorSlice,
 };
-use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, plan};
-use tssd_tests::race::{Runner, Target, race};
+use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
+use tssd_tests::bench::{Bench, Curve, Fsdp, Memory, Race, Role, Runner, Shapes, Target};
 use tssd_tests::served::Served;
 
-use crate::copies::print;
-use crate::house::key;
+use crate::copies::LIMIT;
+use crate::key;
 
 const TENSORS: u32 = 1000;
 const WRITERS: u32 = 256;
 const READERS: u64 = 128;
-const SHAPE: [u64; 2] = [4096, 4096];
 
-/// Without a store: what a reader computes when a layout is new to it.
-pub(crate) fn many_ranks() {
-    let mesh = DeviceMesh::from_shape(&[u64::from(WRITERS)]).unwrap();
-    let leaves: Vec<Vec<TensorReference>> = (0..TENSORS)
-        .map(|tensor| {
-            let of_rank = |rank: u32| {
-                let rows = [Placement::Shard { dim: 0 }];
-                let slice = TensorSlice::from_placements(&SHAPE, &mesh, rank, &rows);
-                let place = ShardPlace::new(slice.unwrap().remove(0));
-                let meta = TensorMeta::new(Dtype::Bfloat16, place.slice().local_shape()).unwrap();
-                TensorReference {
-                    meta,
-                    storage: Some(rank * TENSORS + tensor),
-                    byte_offset: 0,
-                    place: Some(place),
-                }
-            };
-            (0..WRITERS).map(of_rank).collect()
-        })
-        .collect();
-    let columns = SHAPE[1] / READERS;
-    let region = Region::new(&[0, 0], &[SHAPE[0], columns]).unwrap();
-    let wanted = plan::Wanted {
-        meta: TensorMeta::new(Dtype::Bfloat16, region.shape()).unwrap(),
-        region,
-        global_shape: SHAPE.into(),
-    };
-    let run = || {
-        let copies: usize =
-            leaves.iter().map(|leaf| plan::plan(leaf, &wanted).unwrap().len()).sum();
-        assert_eq!(copies, usize::try_from(TENSORS * WRITERS).unwrap());
-    };
-    race(
-        "plan of one of 128 readers of columns, 256 writers of rows, 1,000 tensors",
-        None,
-        7,
-        vec![Runner::new("plan", run).target(Target::Milliseconds(500.0))],
-    );
-    in_a_store();
+pub(crate) fn many_ranks(bench: &mut Bench) {
+    rows_to_columns(bench);
+    kimi(bench);
+    in_a_store(bench);
 }
 
-/// The same with a store: what reports say of the first plan, and of the next one of the same layout.
-fn in_a_store() {
+/// What a reader computes when a layout is new to it.
+fn rows_to_columns(bench: &mut Bench) {
+    let meta = TensorMeta::new(Dtype::Bfloat16, &[4096, 4096]).unwrap();
+    let tensors =
+        (0..TENSORS).map(|number| (format!("layers.{number}.o_proj.weight"), meta.clone()));
+    let fsdp = Fsdp::new(&tensors.collect::<Vec<_>>(), WRITERS, READERS);
+    assert_eq!(fsdp.plan(0).len(), usize::try_from(TENSORS * WRITERS).unwrap());
+    bench.race(
+        Race::new("plan", "Plan of one of 128 readers of columns, 256 writers of rows", 7)
+            .of_tensors("1000 matrices", fsdp.tensors())
+            .with(
+                Runner::ours("tssd: plan::plan of every tensor", || drop(fsdp.plan(0)))
+                    .target(Target::Milliseconds(500.0)),
+            ),
+    );
+}
+
+/// FSDP of ever more ranks to TP of 128, of a model of a trillion parameters.
+fn kimi(bench: &mut Bench) {
+    let what = "Plan of one of 128 readers (TP) of Kimi K2, experts stacked, put by so many writers (FSDP)";
+    let mut curve = Curve::series("plan", what, "writers");
+    let shapes = Shapes::stacked("kimi-k2").tensors;
+    for writers in [32, 64, 128, 256] {
+        let fsdp = Fsdp::new(&shapes, writers, READERS);
+        let copies = u64::try_from(fsdp.plan(0).len()).unwrap();
+        // What a plan holds, at least: a place here and a place there for each copy.
+        let mut memory = Memory::new(16 * copies);
+        curve.at(
+            bench,
+            u64::from(writers),
+            7,
+            vec![
+                Runner::ours("tssd: plan::plan of every tensor", || drop(fsdp.plan(0))),
+                Runner::limit("memcpy of 16 bytes for each copy", || memory.copy(1)),
+            ],
+        );
+    }
+    curve.record(bench);
+}
+
+/// With a store: what reports say of the first plan, and of the next ones of the same layout.
+fn in_a_store(bench: &mut Bench) {
     const SMALL: [u64; 2] = [256, 128];
-    let served = Served::new(8 << 30);
+    let served = Served::new(LIMIT);
     let (writer, reader) = (served.connect(), served.connect());
     let mesh = DeviceMesh::from_shape(&[u64::from(WRITERS)]).unwrap();
     let place_of = |mesh: &DeviceMesh, rank, dim| {
@@ -103,10 +107,24 @@ fn in_a_store() {
         let options = GetOptions { unverified: true, ..GetOptions::default() };
         let report = reader.get_state_dict_into(&key(), &mut targets, &options).unwrap();
         assert_eq!(report.bytes_transferred, report.bytes_needed);
-        seconds.push(report.plan_seconds * 1e3);
+        seconds.push(report.plan_seconds);
     }
-    print(&format!(
-        "in a store: first {:.1} ms (target 500), then of new versions {:.2} and {:.2} ms (target 1)",
-        seconds[0], seconds[1], seconds[2]
-    ));
+    let mut next = seconds.split_off(1).into_iter().cycle();
+    let first = seconds[0];
+    bench.race(
+        Race::new(
+            "plan of a layout known",
+            "Plan of a later version of a layout, as its get says",
+            2,
+        )
+        .of_tensors("1000 matrices", usize::try_from(TENSORS).unwrap())
+        .cold()
+        .with(
+            Runner::timed(Role::Ours, "tssd: a version of a layout that is known", || {
+                next.next().unwrap()
+            })
+            .target(Target::Milliseconds(1.0)),
+        )
+        .with(Runner::timed(Role::Also, "tssd: the first of its layout", || first)),
+    );
 }

@@ -8,47 +8,50 @@ use std::thread;
 
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
-use tssd_tests::race::{self, Runner, race};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target, on_cores};
 use tssd_tests::served::Served;
 
-use crate::copies::{get_into, put_one};
-use crate::house::{bytes, model, on_cores};
-
-const ROUNDS: usize = 11;
+use crate::copies::{LIMIT, get_into, put_one};
 
 /// What a child process is: see [`is_child`].
 const CHILD: &str = "TSSD_BENCH_CHILD";
 
 /// A new version each time, into the caller's tensors, with as many connections as cores.
-pub(crate) fn over_loopback() {
-    let (dict, cores) = (&model(), 2);
-    on_cores(cores, || {
-        let (copier, daemon) = (Peer::start("copy"), Peer::start("serve"));
-        let mut copy = Copy::new(&copier.said[0], cores, bytes(dict));
-        let (writer, reader) =
-            (Store::connect(&daemon.said[0]).unwrap(), Store::connect(&daemon.said[1]).unwrap());
-        let memory = &RefCell::new(vec![1_u8; usize::try_from(bytes(dict)).unwrap()]);
-        let get = |unverified| {
-            let options = GetOptions { unverified, ..GetOptions::default() };
-            get_into(&reader, dict, &mut memory.borrow_mut(), &options);
-        };
-        (0..3).for_each(|_| {
-            put_one(&writer, dict);
-            get(false);
+pub(crate) fn over_loopback(bench: &mut Bench) {
+    const PLAIN: &str = "plain socket copy";
+    let cores = 2;
+    for (model, rounds) in [(Model::four_hundred(), 11), (Model::of(&bench.options), 7)] {
+        let model = &model;
+        on_cores(cores, || {
+            let (copier, daemon) = (Peer::start("copy"), Peer::start("serve"));
+            let mut copy = Copy::new(&copier.said[0], cores, model.bytes);
+            let writer = Store::connect(&daemon.said[0]).unwrap();
+            let reader = Store::connect(&daemon.said[1]).unwrap();
+            let memory = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
+            let get = |unverified| {
+                let options = GetOptions { unverified, ..GetOptions::default() };
+                get_into(&reader, model, &mut memory.borrow_mut(), &options);
+            };
+            let renew = || put_one(&writer, model);
+            (0..3).for_each(|_| {
+                renew();
+                get(false);
+            });
+            let what = "Get in place from another process over loopback, a new version each time";
+            bench.race(
+                Race::new("pull", what, rounds)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: verified", || get(false))
+                            .before(renew)
+                            .target(Target::Speed(0.8, PLAIN)),
+                    )
+                    .with(Runner::also("tssd: not verified", || get(true)).before(renew))
+                    .with(Runner::limit(PLAIN, || copy.run())),
+            );
+            model.expect_bytes(&memory.borrow());
         });
-        race(
-            "pull 400 tensors from another process over loopback, a new version each time",
-            Some(bytes(dict)),
-            ROUNDS,
-            vec![
-                Runner::new("plain socket copy", || copy.run()),
-                Runner::new("verified", || get(false))
-                    .after(|| put_one(&writer, dict))
-                    .target(race::Target::Speed(0.8)),
-                Runner::new("unverified", || get(true)),
-            ],
-        );
-    });
+    }
 }
 
 /// Whether this process is a child: then it has done its part, and ends.
@@ -56,7 +59,7 @@ pub(crate) fn is_child() -> bool {
     match std::env::var(CHILD).as_deref() {
         Ok("copy") => send_forever(),
         Ok("serve") => {
-            let served = Served::new(16 << 30);
+            let served = Served::new(LIMIT);
             say(&[&served.url(), served.address()]);
             until_the_end();
         }

@@ -1,30 +1,38 @@
 //! Many tiny tensors.
 
-use tssd_format::{StateDict, Tensor};
+use std::hint::black_box;
+
 use tssd_store::GetOptions;
-use tssd_tests::race::{Runner, Target, race};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target};
 use tssd_tests::served::Served;
 
-use crate::copies::put_one;
-use crate::house::key;
+use crate::copies::{LIMIT, put_one};
+use crate::key;
 
-pub(crate) fn put_and_get() {
-    let mut dict = StateDict::new();
-    for number in 0..20_000_u16 {
-        let tensor = Tensor::from_slice(&[f32::from(number)], &[1]).unwrap();
-        dict.insert(format!("layers.{number}.scale"), tensor);
+pub(crate) fn put_and_get(bench: &mut Bench) {
+    for (tensors, target) in [(10_000, None), (20_000, Some(60.0))] {
+        let model = Model::tiny(tensors);
+        let served = Served::new(LIMIT);
+        let (writer, reader) = (served.connect(), served.connect());
+        let get = || reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+        let views: Vec<_> = model.tensors().into_iter().collect();
+        let ours = Runner::ours("tssd: put_state_dict, get_state_dict", || {
+            put_one(&writer, &model);
+            assert_eq!(get().entries().len(), tensors);
+        });
+        let ours = match target {
+            Some(milliseconds) => ours.target(Target::Milliseconds(milliseconds)),
+            None => ours,
+        };
+        bench.race(
+            Race::new("tiny", "Put and get tensors of one element", 11)
+                .of_tensors(&model.name, tensors)
+                .with(ours)
+                .with(Runner::limit("clone of every name and tensor", || {
+                    black_box(views.iter().map(|(name, each)| (name.clone(), Clone::clone(*each))))
+                        .for_each(drop);
+                })),
+        );
+        model.expect_same(&get());
     }
-    let served = Served::new(16 << 30);
-    let (writer, reader) = (served.connect(), served.connect());
-    let run = || {
-        put_one(&writer, &dict);
-        let (got, _) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();
-        assert_eq!(got.entries().len(), dict.entries().len());
-    };
-    race(
-        "put and get 20,000 tensors of one element",
-        None,
-        11,
-        vec![Runner::new("put and get", run).target(Target::Milliseconds(60.0))],
-    );
 }

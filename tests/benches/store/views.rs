@@ -1,70 +1,68 @@
 //! Views of a version: handed over, and read.
 
 use std::cell::RefCell;
-use std::hint::black_box;
 
 use tssd_format::{StateDict, Value};
 use tssd_store::GetOptions;
-use tssd_tests::race::{Runner, Target, race};
+use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, adding_up, on_cores};
 use tssd_tests::served::Served;
 
-use crate::copies::{print, put_one};
-use crate::house::{bytes, faults, key, model, on_cores};
+use crate::copies::{LIMIT, put_one};
+use crate::key;
 
-pub(crate) fn of_one_version() {
-    let dict = &model();
-    on_cores(1, || {
-        let served = Served::new(16 << 30);
-        let (writer, reader) = (served.connect(), served.connect());
-        let options = GetOptions { unverified: true, ..GetOptions::default() };
-        let got = RefCell::new(StateDict::new());
-        let get = || *got.borrow_mut() = reader.get_state_dict(&key(), &options).unwrap().0;
-        // What was got is dropped first: else three versions are there at once.
-        let renew = || {
-            drop(got.take());
-            put_one(&writer, dict);
-        };
-        (0..4).for_each(|_| {
-            renew();
-            get();
+pub(crate) fn of_one_version(bench: &mut Bench) {
+    const OWN: &str = "memory of this process's own";
+    for (model, rounds) in [(Model::four_hundred(), 15), (Model::of(&bench.options), 9)] {
+        let model = &model;
+        on_cores(1, || {
+            let served = Served::new(LIMIT);
+            let (writer, reader) = (served.connect(), served.connect());
+            let options = GetOptions { unverified: true, ..GetOptions::default() };
+            let got = RefCell::new(StateDict::new());
+            let get = || *got.borrow_mut() = reader.get_state_dict(&key(), &options).unwrap().0;
+            // What was got is dropped first: else three versions are there at once.
+            let renew = || {
+                drop(got.take());
+                put_one(&writer, model);
+            };
+            (0..4).for_each(|_| {
+                renew();
+                get();
+            });
+            let mut memory = Memory::new(model.bytes);
+            bench.race(
+                Race::new("views", "Views of all tensors, a new version each time, 1 core", rounds)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: get_state_dict, handed over", get)
+                            .before(renew)
+                            .target(Target::Milliseconds(1.0)),
+                    )
+                    .with(Runner::limit("memcpy, warm memory", || memory.copy(1))),
+            );
+            drop(memory);
+            bench.race(
+                Race::new("views read", "Views, every byte of them read once, 1 core", rounds)
+                    .of(model)
+                    .with(
+                        Runner::ours("tssd: views", || add(&got.borrow()))
+                            .before(|| {
+                                renew();
+                                get();
+                            })
+                            .target(Target::Speed(0.9, OWN)),
+                    )
+                    .with(Runner::limit(OWN, || add(&model.dict))),
+            );
+            model.expect_same(&got.borrow());
         });
-        race(
-            "views of 400 tensors, a new version each time: handed over",
-            None,
-            15,
-            vec![Runner::new("get", get).before(renew).target(Target::Milliseconds(1.0))],
-        );
-        renew();
-        let before = faults();
-        get();
-        add(&got.borrow());
-        let count = faults() - before;
-        race(
-            "the same: every byte read once",
-            Some(bytes(dict)),
-            15,
-            vec![
-                Runner::new("memory of this process's own", || add(dict)),
-                Runner::new("views", || add(&got.borrow()))
-                    .before(|| {
-                        renew();
-                        get();
-                    })
-                    .target(Target::Speed(0.9)),
-            ],
-        );
-        print(&format!("page faults of one get and reading it: {count}"));
-    });
+    }
 }
 
 /// Looks at every word.
 fn add(dict: &StateDict) {
-    let mut sum = 0_u64;
     for (_, leaf) in dict.leaves() {
         let Value::Tensor(tensor) = leaf else { continue };
-        let bytes = tensor.storage().bytes();
-        let (words, _) = bytes.as_chunks::<8>();
-        sum = words.iter().fold(sum, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word)));
+        adding_up(tensor.view().contiguous().unwrap());
     }
-    black_box(sum);
 }

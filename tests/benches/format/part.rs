@@ -1,0 +1,72 @@
+//! A part of a file: what an inference engine of several ranks reads.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::os::unix::fs::FileExt;
+
+use safetensors::SafeTensors;
+use safetensors::slice::IndexOp;
+use tssd_format::{Archive, Node, TorchStoreStateDict};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target};
+
+use crate::file::map;
+use crate::theirs;
+
+const NAME: &str = "layers.200.weight";
+
+/// A file, open and read, of which one tensor is wanted in memory of its own.
+pub(crate) fn one_tensor(bench: &mut Bench) {
+    part(bench, "one tensor", "Open a file, copy one tensor of it", 1..1);
+}
+
+/// The same, of a twentieth of its rows.
+pub(crate) fn five_percent(bench: &mut Bench) {
+    part(bench, "slice", "Open a file, copy 5 % of the rows of one tensor", 32..64);
+}
+
+/// An empty range of rows stands for all.
+fn part(bench: &mut Bench, case: &str, what: &str, rows: std::ops::Range<usize>) {
+    let model = Model::four_hundred();
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let ours = TorchStoreStateDict::from_state_dict(&model.dict).unwrap();
+    std::fs::write(at("x.tssd"), ours.as_bytes()).unwrap();
+    std::fs::write(at("x.st"), theirs::encoded(&model)).unwrap();
+    let Node::Tensors(run) = ours.archive().node(NAME).unwrap() else { panic!("a tensor") };
+    let shape: Vec<usize> =
+        run[0].meta.shape().iter().map(|&size| usize::try_from(size).unwrap()).collect();
+    let rows = if rows.is_empty() { 0..shape[0] } else { rows };
+    let row = 2 * u64::try_from(shape[1]).unwrap();
+    let part = u64::try_from(rows.start).unwrap() * row..u64::try_from(rows.end).unwrap() * row;
+    let place = ours.archive().storage(run[0].storage.unwrap()).offset + part.start;
+    let read_ours = || {
+        let archive = Archive::open(at("x.tssd")).unwrap();
+        let Node::Tensors(run) = archive.node(NAME).unwrap() else { panic!("a tensor") };
+        archive.storage_range(run[0].storage.unwrap(), part.clone()).unwrap().to_vec()
+    };
+    let read_theirs = || {
+        let map = map(&at("x.st"));
+        let file = SafeTensors::deserialize(&map).unwrap();
+        let view = file.tensor(NAME).unwrap();
+        view.slice(rows.clone()).unwrap().collect::<Vec<_>>().concat()
+    };
+    let read_plain = || {
+        let mut bytes = vec![0; usize::try_from(part.end - part.start).unwrap()];
+        File::open(at("x.tssd")).unwrap().read_exact_at(&mut bytes, place).unwrap();
+        bytes
+    };
+    assert!(read_ours() == read_theirs() && read_ours() == read_plain());
+    bench.race(
+        Race::new(case, what, 31)
+            .of_tensors(&model.name, model.tensors)
+            .bytes(part.end - part.start)
+            .with(
+                Runner::ours("tssd: Archive::open, storage_range", || drop(black_box(read_ours())))
+                    .target(Target::Speed(1.0, "safetensors: map, tensor, slice")),
+            )
+            .with(Runner::peer("safetensors: map, tensor, slice", || {
+                drop(black_box(read_theirs()));
+            }))
+            .with(Runner::limit("pread", || drop(black_box(read_plain())))),
+    );
+}

@@ -1,0 +1,31 @@
+//! The same as safetensors has it.
+
+use std::collections::BTreeMap;
+
+use safetensors::tensor::TensorView;
+use tssd_format::{Dtype, Tensor};
+use tssd_tests::bench::Model;
+
+/// What safetensors takes.
+pub(crate) fn views(model: &Model) -> BTreeMap<String, TensorView<'_>> {
+    fn view((name, tensor): (String, &Tensor)) -> (String, TensorView<'_>) {
+        let dtype = match tensor.meta().dtype() {
+            Dtype::Bfloat16 => safetensors::Dtype::BF16,
+            Dtype::Float32 => safetensors::Dtype::F32,
+            Dtype::Uint8 => safetensors::Dtype::U8,
+            other => panic!("the benches have no {other}"),
+        };
+        let shape = tensor.meta().shape().iter();
+        let shape = shape.map(|size| usize::try_from(*size).unwrap()).collect();
+        let start = usize::try_from(tensor.byte_offset()).unwrap();
+        let len = usize::try_from(tensor.meta().nbytes()).unwrap();
+        let bytes = &tensor.storage().bytes()[start..start + len];
+        (name, TensorView::new(dtype, shape, bytes).unwrap())
+    }
+    model.tensors().into_iter().map(view).collect()
+}
+
+/// Its file of safetensors.
+pub(crate) fn encoded(model: &Model) -> Vec<u8> {
+    safetensors::serialize(views(model), None).unwrap()
+}

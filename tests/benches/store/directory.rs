@@ -1,0 +1,64 @@
+//! What must last: a version in a directory, on the disk before anybody sees it.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::io::Write;
+
+use object_store::ObjectStoreExt;
+use object_store::local::LocalFileSystem;
+use tssd_format::TorchStoreStateDict;
+use tssd_store::GetOptions;
+use tssd_store::blocking::Store;
+use tssd_tests::bench::{Bench, Model, Race, Runner};
+
+use crate::copies::put_one;
+use crate::key;
+
+/// Nothing else serves the directory.
+pub(crate) fn put_and_get(bench: &mut Bench) {
+    let model = Model::four_hundred();
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::directory(folder.path().join("store")).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
+    let encoded = TorchStoreStateDict::from_state_dict(&model.dict).unwrap().as_bytes().clone();
+    let plain = folder.path().join("plain");
+    let sync = |path: &std::path::Path| File::open(path).unwrap().sync_all().unwrap();
+    bench.race(
+        Race::new("put durable", "Put a version into a directory, on the disk at the end", 7)
+            .of(&model)
+            .with(Runner::ours("tssd: put_state_dict", || put_one(&store, &model)))
+            .with(Runner::peer("object_store: put of one buffer, then fsync", || {
+                let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
+                runtime.block_on(put).unwrap();
+                sync(&folder.path().join("object"));
+                sync(folder.path());
+            }))
+            .with(
+                Runner::limit("write of one buffer, then fsync", || {
+                    let mut file = File::create(&plain).unwrap();
+                    file.write_all(&encoded).unwrap();
+                    file.sync_all().unwrap();
+                    sync(folder.path());
+                })
+                .before(|| drop(std::fs::remove_file(&plain))),
+            ),
+    );
+    let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+    bench.race(
+        Race::new("get durable", "Get of a version from a directory, page cache, verified", 7)
+            .of(&model)
+            .with(
+                Runner::ours("tssd: get_state_dict, views", || drop(black_box(get())))
+                    .before(|| put_one(&store, &model)),
+            )
+            .with(Runner::peer("object_store: get into one buffer", || {
+                let get = async { objects.get(&"object".into()).await.unwrap().bytes().await };
+                black_box(runtime.block_on(get).unwrap());
+            }))
+            .with(Runner::limit("read into one buffer", || {
+                black_box(std::fs::read(&plain).unwrap());
+            })),
+    );
+    model.expect_same(&get());
+}

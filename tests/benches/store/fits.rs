@@ -1,0 +1,62 @@
+//! What operations cost by tensor and by byte.
+
+use std::cell::RefCell;
+use std::hint::black_box;
+
+use tssd_store::GetOptions;
+use tssd_tests::bench::{Bench, Curve, Memory, Model, Runner, on_cores};
+use tssd_tests::served::Served;
+
+use crate::copies::{LIMIT, get_into, put_one};
+use crate::key;
+
+pub(crate) fn all(bench: &mut Bench) {
+    let mut put = Curve::fit("put (Rust)", "put a new version, warm");
+    let mut into = Curve::fit("get in place (Rust)", "get a new version in place, verified");
+    let mut views = Curve::fit("get views (Rust)", "get views of a new version, not verified");
+    let mut pull = Curve::fit("pull (Rust)", "get a new version in place over loopback, verified");
+    for tensors in [100, 10_000] {
+        for bytes in [16_000_000, 400_000_000] {
+            let model = &Model::uniform(tensors, bytes);
+            on_cores(2, || {
+                let served = Served::new(LIMIT);
+                let (writer, reader) = (served.connect(), served.connect());
+                let far = served.connect_far();
+                let memory = RefCell::new(Memory::new(bytes));
+                let tensors_of = RefCell::new(vec![1_u8; usize::try_from(bytes).unwrap()]);
+                let renew = || put_one(&writer, model);
+                let read = |store| {
+                    let options = GetOptions::default();
+                    get_into(store, model, &mut tensors_of.borrow_mut(), &options);
+                };
+                (0..3).for_each(|_| {
+                    renew();
+                    read(&reader);
+                    read(&far);
+                });
+                let copy = || {
+                    Runner::limit("memcpy of each tensor, 1 thread", || {
+                        memory.borrow_mut().copy_in_parts(tensors);
+                    })
+                };
+                let size = (tensors, bytes);
+                put.at_size(bench, size, 7, vec![Runner::ours("tssd", renew), copy()]);
+                let ours = Runner::ours("tssd", || read(&reader)).before(renew);
+                into.at_size(bench, size, 7, vec![ours, copy()]);
+                let options = GetOptions { unverified: true, ..GetOptions::default() };
+                let view = || {
+                    let found = reader.get_state_dict(&key(), &options).unwrap();
+                    drop(black_box(found));
+                };
+                let ours = Runner::ours("tssd", view).before(renew);
+                views.at_size(bench, size, 7, vec![ours]);
+                let ours = Runner::ours("tssd", || read(&far)).before(renew);
+                pull.at_size(bench, size, 5, vec![ours]);
+                model.expect_bytes(&tensors_of.borrow());
+            });
+        }
+    }
+    for curve in [put, into, views, pull] {
+        curve.record(bench);
+    }
+}

@@ -1,0 +1,211 @@
+//! Ranks put shards, and other ranks get shards of another layout in place: all of them at once.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use tssd_format::{
+    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
+    TensorSlice,
+};
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
+use tssd_tests::bench::{Bench, Memory, Race, Runner, on_cores};
+use tssd_tests::served::Served;
+
+use crate::copies::LIMIT;
+use crate::key;
+
+/// 16 matrices of about 16 MiB.
+const TENSORS: u32 = 16;
+
+/// How a global tensor lies on ranks.
+pub(crate) struct Layout {
+    mesh: DeviceMesh,
+    placements: Vec<Placement>,
+}
+
+impl Layout {
+    pub(crate) fn new(mesh: &[u64], placements: Vec<Placement>) -> Self {
+        Self { mesh: DeviceMesh::from_shape(mesh).unwrap(), placements }
+    }
+
+    fn ranks(&self) -> u32 {
+        u32::try_from(self.mesh.shape().iter().product::<u64>()).unwrap()
+    }
+
+    /// What a rank has of a tensor.
+    fn place(&self, shape: &[u64], rank: u32) -> ShardPlace {
+        let slices = TensorSlice::from_placements(shape, &self.mesh, rank, &self.placements);
+        let place = ShardPlace::new(slices.unwrap().remove(0)).on_mesh(self.mesh.clone()).unwrap();
+        place.placed(self.placements.clone()).unwrap()
+    }
+}
+
+fn meta(place: &ShardPlace) -> TensorMeta {
+    TensorMeta::new(Dtype::Bfloat16, place.slice().local_shape()).unwrap()
+}
+
+pub(crate) fn all(bench: &mut Bench) {
+    let rows = || Placement::Shard { dim: 0 };
+    let columns = || Placement::Shard { dim: 1 };
+    for (name, shape, writers, readers) in [
+        (
+            "FSDP 4 to TP 2",
+            [4096, 2048],
+            Layout::new(&[4], vec![rows()]),
+            Layout::new(&[2], vec![columns()]),
+        ),
+        (
+            "HSDP 2 x 2 to TP 2",
+            [4096, 2048],
+            Layout::new(&[2, 2], vec![Placement::Replicate, rows()]),
+            Layout::new(&[2], vec![columns()]),
+        ),
+        (
+            "8 to 3, uneven",
+            [4100, 2047],
+            Layout::new(&[8], vec![rows()]),
+            Layout::new(&[3], vec![rows()]),
+        ),
+    ] {
+        on_cores(2, || one(bench, name, &shape, &writers, &readers));
+    }
+}
+
+fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: &Layout) {
+    let served = Served::new(LIMIT);
+    let put = Writers::new(&served, shape, writers);
+    let get = RefCell::new(Readers::new(&served, shape, readers));
+    (0..3).for_each(|_| {
+        put.put();
+        get.borrow_mut().get();
+    });
+    let bytes = get.borrow().bytes();
+    let mut memory = Memory::new(bytes);
+    let what = format!("All ranks put their shards, {name}; cores: 2");
+    bench.race(
+        Race::new("put shards", &what, 9)
+            .bytes(bytes)
+            .with(Runner::ours("tssd: put_state_dict by all ranks at once", || put.put()))
+            .with(Runner::limit("memcpy, warm memory", || memory.copy(2))),
+    );
+    let what = format!("All ranks get their shards in place, {name}, verified; cores: 2");
+    bench.race(
+        Race::new("reshard", &what, 9)
+            .bytes(bytes)
+            .with(
+                Runner::ours("tssd: get_state_dict_into by all ranks at once", || {
+                    get.borrow_mut().get();
+                })
+                .before(|| put.put()),
+            )
+            .with(Runner::limit("memcpy, warm memory", || memory.copy(2))),
+    );
+    get.borrow().check(shape, readers);
+}
+
+/// Ranks that write, each with a connection of its own.
+pub(crate) struct Writers {
+    ranks: Vec<(Store, StateDict)>,
+    step: AtomicU64,
+}
+
+impl Writers {
+    pub(crate) fn new(served: &Served, shape: &[u64], layout: &Layout) -> Self {
+        let rank = |rank| (served.connect(), shards(shape, layout, rank));
+        Self { ranks: (0..layout.ranks()).map(rank).collect(), step: AtomicU64::new(0) }
+    }
+
+    /// A version of all ranks.
+    pub(crate) fn put(&self) {
+        let step = self.step.fetch_add(1, Ordering::Relaxed) + 1;
+        thread::scope(|scope| {
+            for (rank, (store, dict)) in (0..).zip(&self.ranks) {
+                let options = PutOptions {
+                    version: Some(step),
+                    writer: Some(rank),
+                    job: Some(JobId("bench".into())),
+                    ..PutOptions::default()
+                };
+                scope.spawn(move || store.put_state_dict(&key(), dict, &options).unwrap());
+            }
+        });
+    }
+}
+
+fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
+    let place = layout.place(shape, rank);
+    let mut dict = StateDict::new();
+    for number in 0..TENSORS {
+        let bytes = elements(shape, &place, number);
+        let tensor = Tensor::new(meta(&place), Storage::from(bytes), 0).unwrap();
+        dict.insert(format!("layers.{number}"), Shard::new(tensor, place.clone()).unwrap());
+    }
+    dict
+}
+
+/// Elements that tell where they are in the global tensor.
+fn elements(shape: &[u64], place: &ShardPlace, number: u32) -> Vec<u8> {
+    let region = place.slice().region();
+    let mut bytes = Vec::with_capacity(usize::try_from(meta(place).nbytes()).unwrap());
+    for row in region.offsets()[0]..region.offsets()[0] + region.shape()[0] {
+        for column in region.offsets()[1]..region.offsets()[1] + region.shape()[1] {
+            let at = (row * shape[1] + column).wrapping_mul(0x9E37_79B9) + u64::from(number);
+            bytes.extend_from_slice(&at.to_le_bytes()[..2]);
+        }
+    }
+    bytes
+}
+
+/// Ranks that read into memory of their own, each with a connection of its own.
+pub(crate) struct Readers {
+    ranks: Vec<(Store, ShardPlace, Vec<u8>)>,
+}
+
+impl Readers {
+    pub(crate) fn new(served: &Served, shape: &[u64], layout: &Layout) -> Self {
+        let rank = |rank| {
+            let place = layout.place(shape, rank);
+            let len = usize::try_from(meta(&place).nbytes() * u64::from(TENSORS)).unwrap();
+            (served.connect(), place, vec![0_u8; len])
+        };
+        Self { ranks: (0..layout.ranks()).map(rank).collect() }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.ranks.iter().map(|(.., memory)| memory.len() as u64).sum()
+    }
+
+    pub(crate) fn get(&mut self) {
+        thread::scope(|scope| {
+            for (store, place, memory) in &mut self.ranks {
+                scope.spawn(move || {
+                    let meta = meta(place);
+                    let len = usize::try_from(meta.nbytes()).unwrap();
+                    let target = |(number, bytes)| Wanted {
+                        fqn: format!("layers.{number}"),
+                        place: Some(place.clone()),
+                        meta: meta.clone(),
+                        bytes,
+                    };
+                    let mut targets: Vec<Wanted<'_>> =
+                        (0..TENSORS).zip(memory.chunks_mut(len)).map(target).collect();
+                    let options = GetOptions::default();
+                    let report = store.get_state_dict_into(&key(), &mut targets, &options).unwrap();
+                    assert_eq!(report.bytes_transferred, report.bytes_needed);
+                });
+            }
+        });
+    }
+
+    fn check(&self, shape: &[u64], layout: &Layout) {
+        for (rank, (_, place, memory)) in (0..).zip(&self.ranks) {
+            assert_eq!(place, &layout.place(shape, rank));
+            let len = usize::try_from(meta(place).nbytes()).unwrap();
+            for (number, bytes) in (0..TENSORS).zip(memory.chunks(len)) {
+                assert!(bytes == elements(shape, place, number), "layers.{number} of {rank}");
+            }
+        }
+    }
+}

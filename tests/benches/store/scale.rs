@@ -1,0 +1,102 @@
+//! What one daemon takes as writers, readers and versions become more.
+
+use std::cell::RefCell;
+use std::num::NonZeroU32;
+
+use tssd_format::Placement;
+use tssd_store::GetOptions;
+use tssd_tests::bench::{Bench, Curve, Memory, Model, Runner, on_cores};
+use tssd_tests::served::Served;
+
+use crate::copies::{LIMIT, put_one};
+use crate::key;
+use crate::reshard::{Layout, Readers, Writers};
+
+const SHAPE: [u64; 2] = [4096, 2048];
+
+pub(crate) fn all(bench: &mut Bench) {
+    on_cores(2, || {
+        writers(bench);
+        readers(bench);
+        versions(bench);
+    });
+}
+
+fn rows(ranks: u64) -> Layout {
+    Layout::new(&[ranks], vec![Placement::Shard { dim: 0 }])
+}
+
+/// The same bytes, put by more writers.
+fn writers(bench: &mut Bench) {
+    let what = "Put one version of 268 MB by so many writers at once, on 2 cores";
+    let mut curve = Curve::series("writers", what, "writers");
+    for ranks in [1, 2, 4] {
+        let served = Served::new(LIMIT);
+        let writers = Writers::new(&served, &SHAPE, &rows(ranks));
+        let mut memory = Memory::new(2 * 16 * SHAPE[0] * SHAPE[1]);
+        (0..3).for_each(|_| writers.put());
+        curve.at(
+            bench,
+            ranks,
+            7,
+            vec![
+                Runner::ours("tssd: put", || writers.put()),
+                Runner::limit("memcpy of as many bytes, 2 threads", || memory.copy(2)),
+            ],
+        );
+    }
+    curve.record(bench);
+}
+
+/// Each reader gets all of it.
+fn readers(bench: &mut Bench) {
+    let what = "Get 268 MB in place by each of so many readers at once, verified, on 2 cores";
+    let mut curve = Curve::series("readers", what, "readers");
+    for ranks in [1, 2, 4, 8] {
+        let served = Served::new(LIMIT);
+        let writers = Writers::new(&served, &SHAPE, &rows(1));
+        let all = Layout::new(&[ranks], vec![Placement::Replicate]);
+        let readers = RefCell::new(Readers::new(&served, &SHAPE, &all));
+        let mut memory = Memory::new(2 * 16 * SHAPE[0] * SHAPE[1]);
+        (0..2).for_each(|_| {
+            writers.put();
+            readers.borrow_mut().get();
+        });
+        curve.at(
+            bench,
+            ranks,
+            5,
+            vec![
+                Runner::ours("tssd: get in place", || readers.borrow_mut().get())
+                    .before(|| writers.put()),
+                Runner::limit("memcpy of as many bytes, 2 threads", || {
+                    (0..ranks).for_each(|_| memory.copy(2));
+                }),
+            ],
+        );
+    }
+    curve.record(bench);
+}
+
+/// Small versions, of which a daemon keeps so many.
+fn versions(bench: &mut Bench) {
+    let what = "Put and get of a state dict of 20 tensors, 1.3 MB, where the daemon keeps so many versions";
+    let mut curve = Curve::series("versions", what, "versions kept");
+    let model = Model::uniform(20, 20 << 16);
+    for kept in [1, 10, 100, 1000] {
+        let keep = NonZeroU32::new(kept).unwrap();
+        let served = Served::bound(LIMIT, |options| options.keep = keep);
+        let (writer, reader) = (served.connect(), served.connect());
+        (0..kept + 3).for_each(|_| put_one(&writer, &model));
+        curve.at(
+            bench,
+            u64::from(kept),
+            51,
+            vec![Runner::ours("tssd: put and get views", || {
+                put_one(&writer, &model);
+                drop(reader.get_state_dict(&key(), &GetOptions::default()).unwrap());
+            })],
+        );
+    }
+    curve.record(bench);
+}

@@ -1,0 +1,97 @@
+use serde_json::{Value, json};
+
+use super::Bench;
+use super::race::{Role, Runner, Turns, median};
+use super::record::number;
+
+/// The cost of one operation at several points: over what grows, or over numbers of tensors and bytes.
+pub struct Curve {
+    kind: &'static str,
+    about: Value,
+    runners: Vec<(String, Role, Vec<Value>)>,
+    title: String,
+}
+
+impl Curve {
+    /// Seconds over something that grows, such as a number of readers.
+    pub fn series(name: &str, what: &str, x: &str) -> Self {
+        Self::new("series", name, what, json!({"name": name, "what": what, "x": x, "y": "seconds"}))
+    }
+
+    /// Seconds over numbers of tensors and bytes, to which `t = t0 + tensors * per_op + bytes / bandwidth`
+    /// is fitted.
+    pub fn fit(operation: &str, what: &str) -> Self {
+        Self::new("fit", operation, what, json!({"operation": operation, "what": what}))
+    }
+
+    /// Bytes of memory over something that grows.
+    pub fn memory(name: &str, what: &str, x: &str) -> Self {
+        Self::new("series", name, what, json!({"name": name, "what": what, "x": x, "y": "bytes"}))
+    }
+
+    fn new(kind: &'static str, name: &str, what: &str, about: Value) -> Self {
+        Self { kind, about, runners: Vec::new(), title: format!("{name}: {what}") }
+    }
+
+    /// Lets all runners take turns, for one point.
+    pub fn at(&mut self, bench: &Bench, x: u64, rounds: usize, runners: Vec<Runner<'_>>) {
+        self.point(bench, &json!({"x": x}), "values", rounds, runners);
+    }
+
+    /// The same, for the point of a fit.
+    pub fn at_size(
+        &mut self,
+        bench: &Bench,
+        (tensors, bytes): (usize, u64),
+        rounds: usize,
+        runners: Vec<Runner<'_>>,
+    ) {
+        let point = json!({"tensors": tensors, "bytes": bytes});
+        self.point(bench, &point, "seconds", rounds, runners);
+    }
+
+    /// A value that was not timed, of our own.
+    #[expect(clippy::print_stdout, reason = "a bench prints its result")]
+    pub fn value(&mut self, x: u64, name: &str, value: f64) {
+        println!("{} at {x}: {name} {value}", self.title);
+        self.add(name, Role::Ours, json!({"x": x, "values": [number(value)]}));
+    }
+
+    #[expect(clippy::print_stdout, reason = "a bench prints its result")]
+    fn point(
+        &mut self,
+        bench: &Bench,
+        point: &Value,
+        values: &str,
+        rounds: usize,
+        runners: Vec<Runner<'_>>,
+    ) {
+        let rounds = bench.options.iterations.unwrap_or(rounds);
+        let turns = Turns::take(runners, bench.options.warmup, rounds);
+        println!("{} at {point} ({rounds} rounds, interleaved; medians)", self.title);
+        for at in 0..turns.runners.len() {
+            let seconds = turns.seconds(at);
+            println!("  {:<48} {:>10.3} ms", turns.name(at), median(seconds.clone()) * 1e3);
+            let mut point = point.clone();
+            point[values] = seconds.into_iter().map(number).collect();
+            self.add(turns.name(at), turns.role(at), point);
+        }
+    }
+
+    fn add(&mut self, name: &str, role: Role, point: Value) {
+        match self.runners.iter_mut().find(|(known, ..)| known == name) {
+            Some((.., points)) => points.push(point),
+            None => self.runners.push((name.into(), role, vec![point])),
+        }
+    }
+
+    /// Records it.
+    #[expect(clippy::print_stdout, reason = "a bench prints its result")]
+    pub fn record(self, bench: &mut Bench) {
+        println!();
+        let mut record = self.about;
+        let runner = |(name, role, points): (String, Role, Vec<Value>)| json!({"name": name, "role": role.name(), "points": points});
+        record["runners"] = self.runners.into_iter().map(runner).collect();
+        bench.records.write(&json!({ self.kind: record }));
+    }
+}

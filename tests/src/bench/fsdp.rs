@@ -1,0 +1,78 @@
+use tssd_format::{DeviceMesh, Placement, ShardPlace, TensorMeta, TensorReference, TensorSlice};
+use tssd_store::plan::{Copy, Wanted, plan};
+
+/// A model whose tensors so many ranks hold by rows (FSDP), and of which so many others want their part (TP).
+pub struct Fsdp {
+    stored: Vec<Vec<TensorReference>>,
+    tensors: Vec<TensorMeta>,
+    dims: Vec<Option<u32>>,
+    readers: DeviceMesh,
+}
+
+impl Fsdp {
+    /// Of tensors with these names, by which it is known how TP cuts them.
+    pub fn new(tensors: &[(String, TensorMeta)], writers: u32, readers: u64) -> Self {
+        let mesh = DeviceMesh::from_shape(&[u64::from(writers)]).unwrap();
+        let mut stored = Vec::new();
+        for (number, (_, meta)) in (0..).zip(tensors) {
+            let of_rank = |rank: u32| {
+                let place = place(meta, &mesh, rank, Placement::Shard { dim: 0 });
+                TensorReference {
+                    meta: local(meta, &place),
+                    storage: Some(rank * count(tensors) + number),
+                    byte_offset: 0,
+                    place: Some(place),
+                }
+            };
+            let is_some = |slice: &TensorReference| slice.meta.numel() > 0;
+            stored.push((0..writers).map(of_rank).filter(is_some).collect());
+        }
+        Self {
+            stored,
+            tensors: tensors.iter().map(|(_, meta)| meta.clone()).collect(),
+            dims: tensors.iter().map(|(name, meta)| dim(name, meta)).collect(),
+            readers: DeviceMesh::from_shape(&[readers]).unwrap(),
+        }
+    }
+
+    /// How many tensors there are.
+    pub fn tensors(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// All that one reader copies.
+    pub fn plan(&self, reader: u32) -> Vec<Copy> {
+        let mut copies = Vec::new();
+        for ((stored, meta), dim) in self.stored.iter().zip(&self.tensors).zip(&self.dims) {
+            let placement = dim.map_or(Placement::Replicate, |dim| Placement::Shard { dim });
+            let place = place(meta, &self.readers, reader, placement);
+            let wanted = Wanted {
+                region: place.slice().region(),
+                global_shape: meta.shape().into(),
+                meta: local(meta, &place),
+            };
+            copies.extend(plan(stored, &wanted).unwrap());
+        }
+        copies
+    }
+}
+
+fn count(tensors: &[(String, TensorMeta)]) -> u32 {
+    u32::try_from(tensors.len()).unwrap()
+}
+
+/// What TP cuts: rows of what widens, columns of what narrows again, experts within; vectors stay whole.
+fn dim(name: &str, meta: &TensorMeta) -> Option<u32> {
+    let matrix = u32::try_from(meta.shape().len().checked_sub(2)?).unwrap();
+    let is_narrow = name.contains("down_proj") || name.contains("o_proj");
+    Some(if is_narrow { matrix + 1 } else { matrix })
+}
+
+fn place(meta: &TensorMeta, mesh: &DeviceMesh, rank: u32, placement: Placement) -> ShardPlace {
+    let slices = TensorSlice::from_placements(meta.shape(), mesh, rank, &[placement]);
+    ShardPlace::new(slices.unwrap().remove(0))
+}
+
+fn local(meta: &TensorMeta, place: &ShardPlace) -> TensorMeta {
+    TensorMeta::new(meta.dtype(), place.slice().local_shape()).unwrap()
+}

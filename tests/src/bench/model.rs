@@ -1,0 +1,203 @@
+use std::hint::black_box;
+use std::path::Path;
+
+use bytes::Bytes;
+use half::bf16;
+use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
+
+use super::{Options, Shapes};
+
+/// A state dict to measure with.
+pub struct Model {
+    /// What tables call it.
+    pub name: String,
+    /// The state dict.
+    pub dict: StateDict,
+    /// How many bytes its tensors have.
+    pub bytes: u64,
+    /// How many tensors it has.
+    pub tensors: usize,
+}
+
+impl Model {
+    /// What the command line says: shapes of a model that people have, or tensors from files.
+    pub fn of(options: &Options) -> Self {
+        match options.model.strip_prefix("shape:") {
+            Some(name) => {
+                let shapes = Shapes::of(name, options.size).tensors;
+                Self::new(name, shapes.into_iter().enumerate().map(filled))
+            }
+            None => Self::read(Path::new(&options.model), options.size),
+        }
+    }
+
+    /// 400 tensors of bfloat16, 0.5 GB together: as large as the matrices of a small model.
+    pub fn four_hundred() -> Self {
+        let meta = |number: u64| {
+            let rows = 320 + 32 * (number % 21);
+            let meta = TensorMeta::new(Dtype::Bfloat16, &[rows, 1049]).unwrap();
+            (format!("layers.{number}.weight"), meta)
+        };
+        Self::new("400 tensors", (0..400).map(meta).enumerate().map(filled))
+    }
+
+    /// So many tensors of the same size, and so many bytes together.
+    pub fn uniform(tensors: usize, bytes: u64) -> Self {
+        let elements = bytes / 2 / u64::try_from(tensors).unwrap();
+        let meta = |number| {
+            let meta = TensorMeta::new(Dtype::Bfloat16, &[elements]).unwrap();
+            (format!("layers.{number}.weight"), meta)
+        };
+        Self::new(&format!("{tensors} tensors"), (0..tensors).map(meta).enumerate().map(filled))
+    }
+
+    /// So many tensors of one element.
+    pub fn tiny(tensors: usize) -> Self {
+        let tensor =
+            |number| (name_of_expert(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
+        Self::new(&format!("{tensors} tiny tensors"), (0..tensors).map(tensor))
+    }
+
+    /// So many tensors of so many bytes each, with the names of experts.
+    pub fn experts(tensors: usize, bytes: usize) -> Self {
+        let tensor = |number: usize| {
+            let seed = number.to_string().len();
+            let elements: Vec<u8> =
+                (0..bytes).map(|at| u8::try_from((at * 31 + seed) % 251).unwrap()).collect();
+            let len = u64::try_from(bytes).unwrap();
+            (name_of_expert(number), Tensor::from_slice(&elements, &[len]).unwrap())
+        };
+        Self::new(&format!("{tensors} tensors"), (0..tensors).map(tensor))
+    }
+
+    /// The tensors of all files of safetensors in a folder.
+    fn read(folder: &Path, size: Option<u64>) -> Self {
+        let mut paths: Vec<_> =
+            folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+        paths.sort();
+        let mut left = size.unwrap_or(u64::MAX);
+        let mut tensors = Vec::new();
+        for path in &paths {
+            let file = std::fs::read(path).unwrap();
+            let (dict, _) = tssd_format::safetensors::import(file).unwrap();
+            for (path, leaf) in dict.leaves() {
+                let Value::Tensor(tensor) = leaf else { continue };
+                let Some(rest) = left.checked_sub(tensor.meta().nbytes()) else { continue };
+                left = rest;
+                tensors.push((path.fqn(), tensor.clone()));
+            }
+        }
+        assert!(!tensors.is_empty(), "{} has no tensors of safetensors", folder.display());
+        Self::new(&folder.display().to_string(), tensors.into_iter())
+    }
+
+    fn new(name: &str, tensors: impl Iterator<Item = (String, Tensor)>) -> Self {
+        let (mut dict, mut bytes, mut count) = (StateDict::new(), 0, 0);
+        for (name, tensor) in tensors {
+            bytes += tensor.meta().nbytes();
+            count += 1;
+            dict.insert(name, tensor);
+        }
+        Self { name: name.into(), dict, bytes, tensors: count }
+    }
+
+    /// Its tensors by fqn.
+    pub fn tensors(&self) -> Vec<(String, &Tensor)> {
+        let leaves = self.dict.leaves().into_iter();
+        leaves
+            .map(|(path, leaf)| match leaf {
+                Value::Tensor(tensor) => (path.fqn(), tensor),
+                _ => unreachable!("all leaves are tensors"),
+            })
+            .collect()
+    }
+
+    /// Compares what was read with what was written.
+    ///
+    /// # Panics
+    ///
+    /// If it is not the same.
+    pub fn expect_same(&self, found: &StateDict) {
+        assert_eq!(found.leaves().len(), self.tensors);
+        for (name, tensor) in self.tensors() {
+            let Ok(Value::Tensor(read)) = found.leaf(&name) else { panic!("{name} is not there") };
+            assert!(read.view().elements_equal(&tensor.view()), "{name} is not what was put");
+        }
+    }
+
+    /// The same for tensors that lie back to back.
+    ///
+    /// # Panics
+    ///
+    /// If they are not the same.
+    pub fn expect_bytes(&self, mut found: &[u8]) {
+        for (name, tensor) in self.tensors() {
+            let wanted = tensor.view().contiguous().unwrap();
+            let (read, rest) = found.split_at(wanted.len());
+            assert!(read == wanted, "{name} is not what was put");
+            found = rest;
+        }
+    }
+}
+
+/// A tensor whose words are all different.
+fn filled((number, (name, meta)): (usize, (String, TensorMeta))) -> (String, Tensor) {
+    let len = usize::try_from(meta.nbytes()).unwrap();
+    // Where torch would put it: at a multiple of 64 bytes.
+    let mut memory = vec![0_u8; len + 64];
+    let start = memory.as_ptr().align_offset(64);
+    let seed = (number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    for (at, word) in memory[start..start + len].chunks_mut(8).enumerate() {
+        let bytes =
+            seed.wrapping_add((at as u64).wrapping_mul(0xD134_2543_DE82_EF95)).to_le_bytes();
+        word.copy_from_slice(&bytes[..word.len()]);
+    }
+    let bytes = Bytes::from(memory).slice(start..start + len);
+    (name, Tensor::new(meta, Storage::from(bytes), 0).unwrap())
+}
+
+/// The name of a tensor of a mixture of experts.
+pub fn name_of_expert(number: usize) -> String {
+    let projection = ["down", "gate", "up"][number % 3];
+    let (layer, expert) = (number / 768, number / 3 % 256);
+    format!("model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight")
+}
+
+/// Where its tensors go when they are read into memory, back to back.
+pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::Target<'a>> {
+    let mut targets = Vec::new();
+    for (fqn, tensor) in model.tensors() {
+        let meta = tensor.meta().clone();
+        let (bytes, rest) = memory.split_at_mut(usize::try_from(meta.nbytes()).unwrap());
+        memory = rest;
+        targets.push(tssd_store::Target { fqn, place: None, meta, bytes });
+    }
+    targets
+}
+
+/// Looks at every word of it.
+pub fn adding_up(bytes: &[u8]) {
+    let (words, _) = bytes.as_chunks::<8>();
+    black_box(words.iter().fold(0_u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word))));
+}
+
+/// Normal numbers of deviation 0.02, as weights are: two for two uniform ones, as Box and Muller have it.
+pub fn normal(count: usize) -> Vec<bf16> {
+    let mut state = 1_u64;
+    let mut uniform = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Above 0, at most 1.
+        let upper = u32::try_from(state >> 32).unwrap();
+        (f64::from(upper) + 1.0) / 4_294_967_296.0
+    };
+    let mut numbers = Vec::with_capacity(count);
+    while numbers.len() < count {
+        let (radius, angle) =
+            (0.02 * (-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
+        numbers.extend([angle.cos(), angle.sin()].map(|part| bf16::from_f64(radius * part)));
+    }
+    numbers.truncate(count);
+    numbers
+}

@@ -55,12 +55,17 @@ fn of_suite(kept: &Kept) -> impl Iterator<Item = (String, String, String, Verdic
     races.chain(series)
 }
 
-/// A row for each race that has something to compare with, and the plots of it.
+/// A plot and a table of each suite.
 pub(crate) fn summary(all: &[Kept]) -> String {
-    let mut text = String::new();
-    for kept in all {
-        text.extend(Plot::ratios(kept).map(|plot| plot.picture() + "\n"));
-    }
+    let parts = all.iter().filter_map(|kept| {
+        let plot = Plot::ratios(kept)?.picture();
+        Some(format!("### In the suite {}\n\n{plot}\n{}", kept.suite.name, compared(kept)))
+    });
+    parts.collect::<Vec<_>>().join("\n")
+}
+
+/// A row for each race that has something to compare with.
+fn compared(kept: &Kept) -> String {
     let mut table = Table::new(&[
         "What",
         "State dict",
@@ -71,7 +76,7 @@ pub(crate) fn summary(all: &[Kept]) -> String {
         ">Ours / peer",
         "Target",
     ]);
-    for race in all.iter().flat_map(|kept| &kept.races) {
+    for race in &kept.races {
         let [limit, peer] = [Role::Limit, Role::Peer].map(|role| best(race, role));
         if limit.is_none() && peer.is_none() {
             continue;
@@ -94,7 +99,7 @@ pub(crate) fn summary(all: &[Kept]) -> String {
             verdicts(race, race.ours()),
         ]);
     }
-    text + &table.text()
+    table.text()
 }
 
 /// All runners of all races of a suite.

@@ -90,7 +90,7 @@ fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result
             return Ok(false);
         }
         if is_whole {
-            keep(&workspace.root, &records)?;
+            keep(&workspace.root, suite, &records)?;
         }
     }
     if !is_whole {
@@ -118,13 +118,16 @@ fn make_way(records: &Path) -> io::Result<()> {
 }
 
 /// Keeps what a suite has measured, and writes the page with it.
-fn keep(root: &Path, records: &Path) -> io::Result<()> {
+fn keep(root: &Path, suite: &str, records: &Path) -> io::Result<()> {
     let failed = |error| io::Error::other(format!("{}: {error}", records.display()));
     let lines = fs::read_to_string(records).map_err(|error| failed(error.to_string()))?;
     let kept = Kept::parse(&lines, machine::today(), Machine::here()).map_err(failed)?;
+    if kept.suite.name != suite {
+        return Err(failed(format!("these are of the suite {}", kept.suite.name)));
+    }
     kept.write(&folder(root))?;
     page::write(root)?;
-    println!("written: docs/performance/{}.json, the page and its plots", kept.suite.name);
+    println!("written: docs/performance/{suite}.json, the page and its plots");
     Ok(())
 }
 

@@ -22,7 +22,7 @@ impl Machine {
             cpu: value(&read("/proc/cpuinfo"), "model name").unwrap_or("unknown").into(),
             cores: std::thread::available_parallelism().map_or(0, usize::from),
             memory: memory(&read("/proc/meminfo")).unwrap_or(0),
-            kernel: said(Command::new("uname").arg("-sr")),
+            kernel: version(&said(Command::new("uname").arg("-sr"))).into(),
             rust: said(Command::new("rustc").arg("--version")),
         }
     }
@@ -40,6 +40,11 @@ fn said(command: &mut Command) -> String {
     if text.trim().is_empty() { "unknown".into() } else { text.trim().into() }
 }
 
+/// A kernel without the name of its build, which says nothing to others.
+fn version(kernel: &str) -> &str {
+    kernel.split('-').next().unwrap_or(kernel)
+}
+
 /// What stands after the first `name:`.
 fn value<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let mut pairs = text.lines().filter_map(|line| line.split_once(':'));
@@ -54,13 +59,14 @@ fn memory(text: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{memory, value};
+    use super::{memory, value, version};
 
     #[test]
     fn what_linux_says() {
         let text = "processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: AMD\n";
         assert_eq!(value(text, "model name"), Some("AMD EPYC"));
         assert_eq!(value(text, "model"), None);
+        assert_eq!(version("Linux 6.18.44-cloud-amd64"), "Linux 6.18.44");
         assert_eq!(memory("MemFree: 1 kB\nMemTotal:       16 kB\n"), Some(16_384));
     }
 }

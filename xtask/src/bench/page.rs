@@ -73,7 +73,11 @@ fn region(name: &str, all: &[Kept]) -> Option<String> {
 fn plots(all: &[Kept]) -> io::Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     for plot in Plot::all(all) {
-        files.extend(plot.files()?);
+        for (name, svg) in plot.files()? {
+            if files.insert(name.clone(), svg).is_some() {
+                return Err(io::Error::other(format!("two plots are called {name}")));
+            }
+        }
     }
     Ok(files)
 }

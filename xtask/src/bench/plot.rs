@@ -174,9 +174,9 @@ fn row(race: &Race) -> Option<Row> {
     };
     let bars: Vec<Bar> =
         [bar(Role::Peer, Ink::Ours), bar(Role::Limit, Ink::Limit)].into_iter().flatten().collect();
-    let place = [Some(&race.case), race.state_dict.as_ref()];
-    let place: Vec<&str> = place.into_iter().flatten().map(String::as_str).collect();
-    (!bars.is_empty()).then(|| Row { what: race.what.clone(), place: place.join(", "), bars })
+    let title = [Some(&race.case), race.state_dict.as_ref()];
+    let title: Vec<&str> = title.into_iter().flatten().map(String::as_str).collect();
+    (!bars.is_empty()).then(|| Row { title: title.join(", "), what: race.what.clone(), bars })
 }
 
 /// The fastest runner of this role.

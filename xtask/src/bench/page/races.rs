@@ -43,7 +43,7 @@ fn of_suite(kept: &Kept) -> impl Iterator<Item = (String, String, String, Verdic
         race.runners.iter().flat_map(move |runner| {
             Verdict::all(race, runner)
                 .into_iter()
-                .map(move |verdict| (race.what.clone(), place(race), runner.name.clone(), verdict))
+                .map(move |verdict| (what(race), place(race), runner.name.clone(), verdict))
         })
     });
     let series = kept.series.iter().flat_map(|series| {
@@ -89,7 +89,7 @@ fn compared(kept: &Kept) -> String {
             ratio.map(times).unwrap_or_default()
         };
         table.row(&[
-            race.what.clone(),
+            what(race),
             place(race),
             other(limit),
             pace(race, race.ours()),
@@ -107,6 +107,7 @@ pub(crate) fn all(kept: &Kept) -> String {
     let mut table = Table::new(&[
         "What",
         "Who",
+        "As",
         ">Median",
         ">Quartiles",
         ">Rate",
@@ -117,7 +118,7 @@ pub(crate) fn all(kept: &Kept) -> String {
     for race in &kept.races {
         for runner in &race.runners {
             let is_ours = runner.role == Role::Ours;
-            let what = format!("**{}**<br>{}", race.what, place(race));
+            let what = format!("**{}**: {}<br>{}", race.case, race.what, place(race));
             let what = what.trim_end_matches("<br>").to_owned();
             let (low, high) = quartiles(&runner.seconds);
             let own = median(&runner.seconds);
@@ -126,6 +127,7 @@ pub(crate) fn all(kept: &Kept) -> String {
             table.row(&[
                 if is_ours { what } else { String::new() },
                 if is_ours { format!("**{}**", runner.name) } else { runner.name.clone() },
+                role(runner.role).into(),
                 time(own),
                 format!("{} to {}", time(low), time(high)),
                 race.bytes.map(|bytes| rate(float(bytes) / own)).unwrap_or_default(),
@@ -138,9 +140,27 @@ pub(crate) fn all(kept: &Kept) -> String {
     table.text()
 }
 
+fn role(role: Role) -> &'static str {
+    match role {
+        Role::Ours => "ours",
+        Role::Peer => "peer",
+        Role::Limit => "limit",
+        Role::Also => "also",
+    }
+}
+
+/// What was done.
+fn what(race: &Race) -> String {
+    format!("{}: {}", race.case, race.what)
+}
+
 /// What it was done with.
 fn place(race: &Race) -> String {
-    let tensors = race.tensors.map(|tensors| match tensors {
+    // The name of a state dict may say it already.
+    let is_said = |tensors: u64| {
+        race.state_dict.as_ref().is_some_and(|name| name.contains(&tensors.to_string()))
+    };
+    let tensors = race.tensors.filter(|tensors| !is_said(*tensors)).map(|tensors| match tensors {
         1 => "1 tensor".into(),
         tensors => format!("{} tensors", whole(tensors)),
     });

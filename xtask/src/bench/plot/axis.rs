@@ -53,20 +53,19 @@ impl Axis {
         if !self.is_log {
             return multiples(self.high);
         }
-        let candidates = [&[1.0][..], &[1.0, 3.0], &[1.0, 2.0, 5.0]];
+        let candidates = [&[1][..], &[1, 3], &[1, 2, 5]];
         let ticks = candidates.map(|factors| self.decades(factors));
         let enough = ticks.iter().find(|ticks| ticks.len() >= 4).or(ticks.last());
         enough.cloned().unwrap_or_default()
     }
 
     /// These multiples of all powers of ten.
-    fn decades(&self, factors: &[f64]) -> Vec<f64> {
-        let powers = (-15..=15).flat_map(|power| {
-            // As text it is the float that one would write.
-            let power: f64 = format!("1e{power}").parse().unwrap_or(1.0);
-            factors.iter().map(move |factor| factor * power)
+    fn decades(&self, factors: &[u8]) -> Vec<f64> {
+        let values = (-15..=15).flat_map(|power| {
+            // A product would not always be the float that one would write.
+            factors.iter().filter_map(move |factor| format!("{factor}e{power}").parse().ok())
         });
-        powers.filter(|tick| (self.low..=self.high).contains(tick)).collect()
+        values.filter(|tick: &f64| (self.low..=self.high).contains(tick)).collect()
     }
 }
 
@@ -94,6 +93,7 @@ mod tests {
         let axis = Axis::log(0.5, 5_000.0, 0, 400);
         assert_eq!((axis.at(0.5), axis.at(50.0), axis.at(5_000.0)), (0, 200, 400));
         assert_eq!(axis.ticks(), [1.0, 10.0, 100.0, 1_000.0]);
+        assert_eq!(Axis::log(0.05, 5.0, 0, 1).ticks(), [0.1, 0.3, 1.0, 3.0]);
         assert_eq!(Axis::log(0.5, 20.0, 0, 1).ticks(), [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]);
     }
 

@@ -26,8 +26,8 @@ pub(crate) struct Bars {
 
 /// A race.
 pub(crate) struct Row {
+    pub(crate) title: String,
     pub(crate) what: String,
-    pub(crate) place: String,
     pub(crate) bars: Vec<Bar>,
 }
 
@@ -78,8 +78,8 @@ impl Row {
         axis: &Axis,
         top: i32,
     ) -> Result<(), DrawingAreaErrorKind<io::Error>> {
-        write(area, &short(&self.what, 50), (8, top + 14), HPos::Left, theme.text)?;
-        write(area, &short(&self.place, 48), (8, top + 29), HPos::Left, theme.muted)?;
+        write(area, &short(&self.title, 47), (8, top + 14), HPos::Left, theme.text)?;
+        write(area, &short(&self.what, 47), (8, top + 29), HPos::Left, theme.muted)?;
         let height = (BAR + 3) * i32::try_from(self.bars.len()).unwrap_or(0) - 3;
         let start = top + (ROW - height) / 2;
         for (bar, number) in self.bars.iter().zip(0..) {

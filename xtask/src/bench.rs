@@ -1,15 +1,163 @@
+use std::fs;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::bench::kept::Kept;
+use crate::bench::machine::Machine;
+use crate::python;
 use crate::step::cargo;
 use crate::workspace::Workspace;
 
-/// Runs the bench of this name, or all of them.
-pub(crate) fn run(workspace: &Workspace, name: Option<&str>) -> io::Result<bool> {
+/// A run to test with.
+#[cfg(test)]
+mod example;
+/// What an operation costs once, for each tensor and for each byte.
+mod fit;
+/// The runs that the page is made of.
+mod kept;
+/// What the figures were measured on.
+mod machine;
+/// `docs/performance.md`.
+mod page;
+/// Its plots.
+mod plot;
+/// Figures as people read them.
+mod quantity;
+/// What suites write.
+mod record;
+/// Medians.
+mod statistics;
+/// Whether targets are met.
+mod verdict;
+
+/// The suites, in the order in which they run: what needs torch comes last.
+pub(crate) const NAMES: [&str; 4] = ["format", "store", "counts", "python"];
+
+/// The variable that names the file to which a suite appends its records.
+const RECORDS: &str = "TSSD_BENCH_RECORDS";
+
+/// What the command line asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Task<'a> {
+    /// To write the page anew, from what was kept.
+    Page,
+    /// To run suites, or parts of them.
+    Run { suites: Vec<&'a str>, arguments: Vec<&'a str> },
+}
+
+impl<'a> Task<'a> {
+    /// The first word may be the name of a suite; what follows is for the suites to understand.
+    pub(crate) fn parse(words: &[&'a str]) -> Option<Self> {
+        let (suites, arguments) = match words {
+            ["page"] => return Some(Self::Page),
+            ["page", ..] => return None,
+            ["all", rest @ ..] => (NAMES.to_vec(), rest),
+            [name, rest @ ..] if NAMES.contains(name) => (vec![*name], rest),
+            rest => (NAMES.to_vec(), rest),
+        };
+        Some(Self::Run { suites, arguments: arguments.to_vec() })
+    }
+
+    pub(crate) fn run(&self, workspace: &Workspace) -> io::Result<bool> {
+        match self {
+            Self::Page => page::write(&workspace.root).map(|()| true),
+            Self::Run { suites, arguments } => run(workspace, suites, arguments),
+        }
+    }
+}
+
+/// Runs these suites. What whole ones measure by their own defaults is kept for the page, nothing else,
+/// so that its figures can be compared with earlier ones.
+fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result<bool> {
+    let is_whole = arguments.is_empty();
+    for suite in suites {
+        let records = workspace.target.join("bench").join(format!("{suite}.jsonl"));
+        let mut command = match *suite {
+            "python" => match python::bench(workspace)? {
+                Some(command) => command,
+                None => return Ok(false),
+            },
+            name => cargo_bench(name),
+        };
+        command.args(arguments).current_dir(&workspace.root);
+        if is_whole {
+            make_way(&records)?;
+            command.env(RECORDS, &records);
+        }
+        if !command.status()?.success() {
+            println!("nothing is kept of the suite {suite}: it failed");
+            return Ok(false);
+        }
+        if is_whole {
+            keep(&workspace.root, suite, &records)?;
+        }
+    }
+    if !is_whole {
+        println!("docs/ is as it was: only whole suites without options are kept for the page");
+    }
+    Ok(true)
+}
+
+fn cargo_bench(name: &str) -> Command {
     let mut command = Command::new(cargo());
     // glibc gives memory back to the system and asks for it again as its state will have it, which
     // can be half the time of a turn. It keeps what a turn of few bytes needs, whoever runs it.
     command.env("MALLOC_TRIM_THRESHOLD_", "1073741824").env("MALLOC_MMAP_THRESHOLD_", "33554432");
-    command.args(["bench", "--package", "tssd-tests", "--bench", name.unwrap_or("*")]);
-    Ok(command.current_dir(&workspace.root).status()?.success())
+    command.args(["bench", "--package", "tssd-tests", "--bench", name, "--"]);
+    command
+}
+
+/// Suites append to what is there.
+fn make_way(records: &Path) -> io::Result<()> {
+    records.parent().map_or(Ok(()), fs::create_dir_all)?;
+    match fs::remove_file(records) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Keeps what a suite has measured, and writes the page with it.
+fn keep(root: &Path, suite: &str, records: &Path) -> io::Result<()> {
+    let failed = |error| io::Error::other(format!("{}: {error}", records.display()));
+    let lines = fs::read_to_string(records).map_err(|error| failed(error.to_string()))?;
+    let kept = Kept::parse(&lines, machine::today(), Machine::here()).map_err(failed)?;
+    if kept.suite.name != suite {
+        return Err(failed(format!("these are of the suite {}", kept.suite.name)));
+    }
+    kept.write(&folder(root))?;
+    page::write(root)?;
+    println!("written: docs/performance/{suite}.json, the page and its plots");
+    Ok(())
+}
+
+/// Where runs are kept, and plots.
+fn folder(root: &Path) -> PathBuf {
+    root.join("docs/performance")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{NAMES, Task};
+
+    #[test]
+    fn the_first_word_may_be_a_suite() {
+        let run = |suites: &[&'static str], arguments: &[&'static str]| {
+            Some(Task::Run { suites: suites.to_vec(), arguments: arguments.to_vec() })
+        };
+        for (words, task) in [
+            ("", run(&NAMES, &[])),
+            ("all", run(&NAMES, &[])),
+            ("all put", run(&NAMES, &["put"])),
+            ("put", run(&NAMES, &["put"])),
+            ("store", run(&["store"], &[])),
+            ("store --size 600MB put get", run(&["store"], &["--size", "600MB", "put", "get"])),
+            ("--iterations 3", run(&NAMES, &["--iterations", "3"])),
+            ("page", Some(Task::Page)),
+            ("page put", None),
+        ] {
+            let words: Vec<&str> = words.split_whitespace().collect();
+            assert_eq!(Task::parse(&words), task, "{words:?}");
+        }
+    }
 }

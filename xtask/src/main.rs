@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use crate::workspace::Workspace;
 
-/// `bench`: what tests/benches measures.
+/// `bench`: what tests/benches and python/bench measure, and the page about it.
 mod bench;
 /// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.
 mod python;
@@ -34,9 +34,19 @@ The project's own commands.
     cargo xtask test --all [-v]   and those that need torch: installs it under target/ (about 5 GB)
     cargo xtask wheel [-v]        the Python package with the command, in target/wheels
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
-    cargo xtask bench [NAME]      the benches in tests/benches, or the one of this name
-    cargo xtask bench python      those in python/bench: installs torch under target/ (about 5 GB)
+    cargo xtask bench [SUITE] [OPTION…] [CASE…]
+                                  runs races; SUITE: format, store, counts, python or all (default)
+    cargo xtask bench page        writes docs/performance.md anew, from what is kept
     cargo xtask help              this text
+
+Bench options, and words that the names of cases are to have:
+
+    --model DIR|shape:NAME        the state dict: the safetensors files of a folder, or a known shape
+    --size SIZE                   as many of its layers as fit in this, such as 600MB
+    --iterations N, --warmup N    the rounds that count, and those before them
+
+Whole suites without options are kept in docs/performance, for the page. The suite python installs
+torch under target/ (about 5 GB).
 
 The output of a step is shown if it fails, or with -v at once; target/xtask.log has it all.
 ";
@@ -47,7 +57,7 @@ enum Task<'a> {
     Test { all: bool, verbose: bool },
     Wheel { verbose: bool },
     Vectors { verbose: bool },
-    Bench { name: Option<&'a str> },
+    Bench(bench::Task<'a>),
 }
 
 fn main() -> ExitCode {
@@ -66,8 +76,7 @@ fn main() -> ExitCode {
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Wheel { verbose } => python::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
-        Task::Bench { name: Some("python") } => python::bench(&workspace),
-        Task::Bench { name } => bench::run(&workspace, name),
+        Task::Bench(task) => task.run(&workspace),
     });
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
@@ -82,6 +91,9 @@ fn main() -> ExitCode {
 impl<'a> Task<'a> {
     fn parse(words: &[&'a str]) -> Option<Self> {
         let (command, options) = words.split_first()?;
+        if *command == "bench" {
+            return bench::Task::parse(options).map(Self::Bench);
+        }
         let is_verbose = |word: &&str| matches!(*word, "-v" | "--verbose");
         let verbose = options.iter().any(is_verbose);
         let rest: Vec<&str> = options.iter().copied().filter(|word| !is_verbose(word)).collect();
@@ -91,10 +103,6 @@ impl<'a> Task<'a> {
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
             ("wheel", [], _) => Some(Self::Wheel { verbose }),
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
-            ("bench", [], false) => Some(Self::Bench { name: None }),
-            ("bench", [name], false) if !name.starts_with('-') => {
-                Some(Self::Bench { name: Some(name) })
-            }
             _ => None,
         }
     }
@@ -102,7 +110,7 @@ impl<'a> Task<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::Task;
+    use super::{Task, bench};
 
     #[test]
     fn commands_are_told_apart() {
@@ -112,12 +120,11 @@ mod tests {
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
             ("wheel", Some(Task::Wheel { verbose: false })),
-            ("bench", Some(Task::Bench { name: None })),
-            ("bench put", Some(Task::Bench { name: Some("put") })),
+            ("bench page", Some(Task::Bench(bench::Task::Page))),
+            ("bench page put", None),
             ("", None),
             ("tests", None),
             ("test all", None),
-            ("bench --put", None),
         ] {
             let words: Vec<&str> = words.split_whitespace().collect();
             assert_eq!(Task::parse(&words), task, "{words:?}");

@@ -60,23 +60,19 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     Ok(is_built)
 }
 
-/// Races the wheel, as users have it, with what they would have without it.
-pub(crate) fn bench(workspace: &Workspace) -> io::Result<bool> {
+/// What races the wheel, as users have it, with what they would have without it; nothing if it could
+/// not be made.
+pub(crate) fn bench(workspace: &Workspace) -> io::Result<Option<Command>> {
     let torch = torch::environment(workspace);
     let mut steps = environment(workspace).steps(workspace)?;
     steps.extend(torch.steps(workspace)?);
     steps.extend(installed(workspace, &torch.python()));
     if !runner::run(workspace, steps, Vec::new(), false)? {
-        return Ok(false);
+        return Ok(None);
     }
-    for script in ["python/bench/store.py", "python/bench/files.py"] {
-        let mut command = Command::new(torch.python());
-        command.arg(script).env("TSSD_BIN", workspace.target.join("release/tssd"));
-        if !command.current_dir(&workspace.root).status()?.success() {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+    let mut command = Command::new(torch.python());
+    command.arg("python/bench/main.py").env("TSSD_BIN", workspace.target.join("release/tssd"));
+    Ok(Some(command))
 }
 
 /// The wheel in the virtual environment of this Python.

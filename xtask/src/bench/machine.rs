@@ -1,0 +1,72 @@
+use std::fs;
+use std::process::Command;
+
+use serde::{Deserialize, Serialize};
+
+/// What the figures were measured on.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Machine {
+    pub(crate) cpu: String,
+    pub(crate) cores: usize,
+    pub(crate) memory: u64,
+    pub(crate) kernel: String,
+    pub(crate) rust: String,
+}
+
+impl Machine {
+    /// This one. Only Linux tells all of it.
+    pub(crate) fn here() -> Self {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            cpu: value(&read("/proc/cpuinfo"), "model name").unwrap_or("unknown").into(),
+            cores: std::thread::available_parallelism().map_or(0, usize::from),
+            memory: memory(&read("/proc/meminfo")).unwrap_or(0),
+            kernel: version(&said(Command::new("uname").arg("-sr"))).into(),
+            rust: said(Command::new("rustc").arg("--version")),
+        }
+    }
+}
+
+/// The day, in UTC.
+pub(crate) fn today() -> String {
+    said(Command::new("date").args(["-u", "+%F"]))
+}
+
+/// What a command prints.
+fn said(command: &mut Command) -> String {
+    let output = command.output().map(|output| output.stdout).unwrap_or_default();
+    let text = String::from_utf8_lossy(&output);
+    if text.trim().is_empty() { "unknown".into() } else { text.trim().into() }
+}
+
+/// A kernel without the name of its build, which says nothing to others.
+fn version(kernel: &str) -> &str {
+    kernel.split('-').next().unwrap_or(kernel)
+}
+
+/// What stands after the first `name:`.
+fn value<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut pairs = text.lines().filter_map(|line| line.split_once(':'));
+    pairs.find(|(found, _)| found.trim() == name).map(|(_, value)| value.trim())
+}
+
+/// Bytes, of which the system says the KiB.
+fn memory(text: &str) -> Option<u64> {
+    let kibibytes: u64 = value(text, "MemTotal")?.strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{memory, value, version};
+
+    #[test]
+    fn what_linux_says() {
+        let text = "processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: AMD\n";
+        assert_eq!(value(text, "model name"), Some("AMD EPYC"));
+        assert_eq!(value(text, "model"), None);
+        assert_eq!(version("Linux 6.18.44-cloud-amd64"), "Linux 6.18.44");
+        assert_eq!(memory("MemFree: 1 kB\nMemTotal:       16 kB\n"), Some(16_384));
+    }
+}

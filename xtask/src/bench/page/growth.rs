@@ -1,0 +1,63 @@
+use crate::bench::fit::Cost;
+use crate::bench::kept::Kept;
+use crate::bench::page::Table;
+use crate::bench::plot::Plot;
+use crate::bench::quantity::{plain, rate, time};
+use crate::bench::record::SeriesRunner;
+use crate::bench::statistics::median;
+use crate::bench::verdict::{growth, value};
+
+/// The costs of all operations, and a plot of each.
+pub(crate) fn fits(all: &[Kept]) -> String {
+    let mut table =
+        Table::new(&["Operation", "Who", ">Once", ">Each tensor", ">Bytes", ">Wrong by at most"]);
+    let mut plots = Vec::new();
+    for kept in all {
+        for fit in &kept.fits {
+            for (runner, number) in fit.runners.iter().zip(0..) {
+                let Some(cost) = Cost::of(&runner.points) else { continue };
+                // Where the times do not show a cost there is none to write down.
+                let shown = |cost: f64, text: String| if cost > 0.0 { text } else { "—".into() };
+                table.row(&[
+                    if number == 0 { fit.operation.clone() } else { String::new() },
+                    runner.name.clone(),
+                    shown(cost.once, time(cost.once)),
+                    shown(cost.tensor, time(cost.tensor)),
+                    shown(cost.byte, rate(1.0 / cost.byte)),
+                    format!("{:.0} %", cost.worst(&runner.points) * 100.0),
+                ]);
+            }
+            plots.push(Plot::fit(kept, fit).picture());
+        }
+    }
+    let table = std::iter::once(table.text());
+    table.chain(plots).filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
+}
+
+/// A plot of each series, and how it grows.
+pub(crate) fn series(all: &[Kept]) -> String {
+    let mut parts = Vec::new();
+    for kept in all {
+        for series in &kept.series {
+            let mut table = Table::new(&["Who", ">First", ">Last", ">Grows as"]);
+            for runner in &series.runners {
+                let (Some(first), Some(last)) = (runner.points.first(), runner.points.last())
+                else {
+                    continue;
+                };
+                let ends = [first, last].map(|point| {
+                    let value = value(series.y, median(&point.values));
+                    format!("{} {}: {value}", series.x, plain(point.x))
+                });
+                let [first, last] = ends;
+                table.row(&[runner.name.clone(), first, last, grows(&series.x, runner)]);
+            }
+            parts.push(format!("{}\n{}", Plot::series(kept, series).picture(), table.text()));
+        }
+    }
+    parts.join("\n")
+}
+
+fn grows(x: &str, runner: &SeriesRunner) -> String {
+    growth(runner).map_or_else(|| "—".into(), |exponent| format!("{x}^{exponent:.2}"))
+}

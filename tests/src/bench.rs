@@ -17,7 +17,7 @@ use crate::bench::record::Records;
 
 pub use crate::bench::curve::Curve;
 pub use crate::bench::fsdp::Fsdp;
-pub use crate::bench::limit::{Memory, faults, on_cores};
+pub use crate::bench::limit::{Memory, cores, faults, on_cores};
 pub use crate::bench::model::{Model, adding_up, name_of_expert, normal, targets};
 pub use crate::bench::options::Options;
 pub use crate::bench::race::{Race, Role, Runner, Target};

@@ -36,27 +36,27 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
         ],
     );
     bench.race(
-        Race::new("unpack", "Decompress bfloat16, checksums of all chunks proven, 1 thread", 7)
+        Race::new("unpack zstd", "64 MiB of bfloat16, checksums proven, 1 thread", 7)
             .bytes(len)
             .with(
-                Runner::ours("tssd: Archive::storage_bytes, new memory", || {
+                Runner::ours("tssd", || {
                     black_box(archive.storage_bytes(0).unwrap());
                 })
                 .target(Target::Rate(1.0)),
             )
             .with(
-                Runner::also("tssd: Archive::verify_deep", || archive.verify_deep().unwrap())
+                Runner::also("tssd, verify_deep", || archive.verify_deep().unwrap())
                     .target(Target::Rate(1.0)),
             )
-            .with(Runner::peer("zstd alone, no checksums", || {
+            .with(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::decompress(&plain, raw.len()).unwrap());
             }))
-            .with(Runner::limit("memcpy, new memory", || memory.borrow_mut().copy_fresh(1))),
+            .with(Runner::limit("memcpy", || memory.borrow_mut().copy_fresh(1))),
     );
     bench.race(
-        Race::new("pack", "Compress bfloat16, 1 thread", 5)
+        Race::new("pack zstd", "64 MiB of bfloat16, 1 thread", 5)
             .bytes(len)
-            .with(Runner::ours("tssd: draft, pack, place, fill", || {
+            .with(Runner::ours("tssd", || {
                 let draft = Draft::new(&dict, &options).unwrap();
                 let packed: Vec<_> =
                     draft.jobs().iter().map(|job| Pack::run(job).unwrap()).collect();
@@ -65,7 +65,7 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
             .with(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());
             }))
-            .with(Runner::limit("memcpy, warm memory", || memory.borrow_mut().copy(1))),
+            .with(Runner::limit("memcpy", || memory.borrow_mut().copy(1))),
     );
     let loaded = archive.to_state_dict().unwrap();
     assert_eq!(loaded.leaves(), dict.leaves());

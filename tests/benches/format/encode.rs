@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict};
-use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, on_cores};
+use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
 /// call for each thread.
@@ -15,29 +15,29 @@ pub(crate) fn into_memory(bench: &mut Bench) {
         on_cores(threads, || {
             let mut memory = Memory::new(model.bytes);
             let file = RefCell::new(vec![1_u8; len]);
-            let what = format!("Encode into warm memory, checksums included; cores: {threads}");
+            let case = format!("encode, {}", cores(threads));
             bench.race(
-                Race::new("encode", &what, 11)
+                Race::new(&case, "into warm memory: plan, fill, seal", 11)
                     .of(model)
                     .with(
-                        Runner::ours("tssd: plan, fill, seal", || {
+                        Runner::ours("tssd", || {
                             encode(&model.dict, &mut file.borrow_mut(), threads);
                         })
-                        .target(Target::Speed(0.85, "memcpy, warm memory")),
+                        .target(Target::Speed(0.85, "memcpy")),
                     )
-                    .with(Runner::limit("memcpy, warm memory", || memory.copy(threads))),
+                    .with(Runner::limit("memcpy", || memory.copy(threads))),
             );
             let archive = Archive::from_bytes(file.take()).unwrap();
             model.expect_same(&archive.to_state_dict().unwrap());
             drop(archive);
-            let what = format!("Encode into memory that is new each time; cores: {threads}");
+            let case = format!("encode cold, {}", cores(threads));
             bench.race(
-                Race::new("encode cold", &what, 5)
+                Race::new(&case, "into memory that is new each time", 5)
                     .of(model)
-                    .with(Runner::ours("tssd: plan, fill, seal", || {
+                    .with(Runner::ours("tssd", || {
                         encode(&model.dict, &mut vec![0_u8; len], threads);
                     }))
-                    .with(Runner::limit("memcpy, new memory", || memory.copy_fresh(threads))),
+                    .with(Runner::limit("memcpy", || memory.copy_fresh(threads))),
             );
         });
     }

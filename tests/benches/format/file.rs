@@ -27,28 +27,28 @@ pub(crate) fn save(bench: &mut Bench) {
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         let clear = || clear(folder.path());
         bench.race(
-            Race::new("save", "Save a new file, nobody waits for the disk", 7)
+            Race::new("save", "a new file, nobody waits for the disk", 7)
                 .of(&model)
                 .with(
-                    Runner::ours("tssd: file::write", || write(&model, &at("x.tssd")))
+                    Runner::ours("tssd", || write(&model, &at("x.tssd")))
                         .before(clear)
-                        .target(Target::Speed(1.0, "safetensors: serialize_to_file")),
+                        .target(Target::Speed(1.0, "safetensors")),
                 )
                 .with(
-                    Runner::peer("safetensors: serialize_to_file", || {
+                    Runner::peer("safetensors", || {
                         safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
                     })
                     .before(clear),
                 )
                 .with(
-                    Runner::peer("object_store: put of one buffer", || {
+                    Runner::peer("object_store", || {
                         let put = async { objects.put(&"x".into(), payload.clone().into()).await };
                         runtime.block_on(put).unwrap();
                     })
                     .before(clear),
                 )
                 .with(
-                    Runner::limit("write of one buffer", || {
+                    Runner::limit("write", || {
                         std::fs::write(at("x"), &payload).unwrap();
                     })
                     .before(clear),
@@ -69,44 +69,48 @@ pub(crate) fn load(bench: &mut Bench) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         bench.race(
-            Race::new("load", "Load a file from the page cache and read every byte once", 7)
-                .of(&model)
-                .with(
-                    Runner::ours("tssd: Archive::map, checksums proven", || {
-                        black_box(read(&at("x.tssd"), 2));
-                    })
-                    .target(Target::Speed(1.0, "safetensors: map, words added up")),
-                )
-                .with(Runner::also("tssd: Archive::map, proven on 1 thread", || {
-                    black_box(read(&at("x.tssd"), 1));
-                }))
-                .with(Runner::also("tssd: Archive::open, proven and read", || {
-                    let archive = Archive::open(at("x.tssd")).unwrap();
-                    verify(&archive, 2);
-                    black_box(archive.to_state_dict().unwrap());
-                }))
-                .with(Runner::peer("safetensors: map, words added up", || {
-                    let map = map(&at("x.st"));
-                    for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
-                        adding_up(view.data());
-                    }
-                }))
-                .with(Runner::peer("object_store: get into one buffer", || {
-                    let get =
-                        async { objects.get(&"x.st".into()).await.unwrap().bytes().await.unwrap() };
-                    black_box(runtime.block_on(get));
-                }))
-                .with(Runner::limit("read into one buffer", || {
-                    black_box(std::fs::read(at("x.st")).unwrap());
-                })),
+            Race::new(
+                "load",
+                "a file in the page cache, every byte looked at once; ours proves checksums",
+                7,
+            )
+            .of(&model)
+            .with(
+                Runner::ours("tssd, mapped", || {
+                    black_box(read(&at("x.tssd"), 2));
+                })
+                .target(Target::Speed(1.0, "safetensors, mapped")),
+            )
+            .with(Runner::also("tssd, mapped, 1 thread", || {
+                black_box(read(&at("x.tssd"), 1));
+            }))
+            .with(Runner::also("tssd, read", || {
+                let archive = Archive::open(at("x.tssd")).unwrap();
+                verify(&archive, 2);
+                black_box(archive.to_state_dict().unwrap());
+            }))
+            .with(Runner::peer("safetensors, mapped", || {
+                let map = map(&at("x.st"));
+                for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
+                    adding_up(view.data());
+                }
+            }))
+            .with(Runner::peer("object_store", || {
+                let get =
+                    async { objects.get(&"x.st".into()).await.unwrap().bytes().await.unwrap() };
+                black_box(runtime.block_on(get));
+            }))
+            .with(Runner::limit("read", || {
+                black_box(std::fs::read(at("x.st")).unwrap());
+            })),
         );
     }
 }
 
 /// What a save and a load cost by tensor and by byte.
 pub(crate) fn fits(bench: &mut Bench) {
-    let mut saves = Curve::fit("save (Rust)", "save a new file, nobody waits for the disk");
-    let mut loads = Curve::fit("load (Rust)", "load from the page cache, every byte read once");
+    let mut saves = Curve::fit("save", "a new file, nobody waits for the disk");
+    let mut loads = Curve::fit("load", "a file in the page cache, every byte looked at once");
     for tensors in [100, 10_000] {
         for bytes in [16_000_000, 400_000_000] {
             let model = Model::uniform(tensors, bytes);

@@ -15,15 +15,15 @@ pub(crate) fn all_names(bench: &mut Bench) {
         let model = Model::experts(tensors, 4);
         let ours = encoded(&model);
         let theirs = theirs::encoded(&model);
-        let open = Runner::ours("tssd: Archive::from_bytes", || {
+        let open = Runner::ours("tssd", || {
             black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
         });
-        let peer = "safetensors: SafeTensors::deserialize";
+        let peer = "safetensors";
         let open = match speed {
             Some(speed) => open.target(Target::Speed(speed, peer)),
             None => open,
         };
-        let what = "Open a file in memory: all names, shapes and places";
+        let what = "an archive in memory: all names, shapes and places";
         let race = Race::new("open", what, rounds).of_tensors(&model.name, tensors).with(open);
         bench.race(race.with(Runner::peer(peer, || {
             black_box(SafeTensors::deserialize(black_box(&theirs)).unwrap());
@@ -43,23 +43,27 @@ fn a_million(bench: &mut Bench) {
     let index = ours.slice(index.unwrap()..);
     let mut copy = index.to_vec();
     bench.race(
-        Race::new("open a million", "Open a file of more tensors than safetensors takes", 9)
-            .of_tensors(&model.name, model.tensors)
-            .with(
-                Runner::ours("tssd: Archive::from_bytes", || {
-                    black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
-                })
-                .target(Target::Milliseconds(120.0)),
-            )
-            .with(
-                Runner::also("tssd: Archive::open, page cache", || {
-                    black_box(Archive::open(&path).unwrap());
-                })
-                .target(Target::Milliseconds(300.0)),
-            )
-            .with(Runner::limit("memcpy of the index", || {
-                black_box(&mut copy).copy_from_slice(&index);
-            })),
+        Race::new(
+            "open a million",
+            "an archive of more tensors than safetensors takes, in memory",
+            9,
+        )
+        .of_tensors(&model.name, model.tensors)
+        .with(
+            Runner::ours("tssd", || {
+                black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
+            })
+            .target(Target::Milliseconds(120.0)),
+        )
+        .with(
+            Runner::also("tssd, a file", || {
+                black_box(Archive::open(&path).unwrap());
+            })
+            .target(Target::Milliseconds(300.0)),
+        )
+        .with(Runner::limit("memcpy, the index", || {
+            black_box(&mut copy).copy_from_slice(&index);
+        })),
     );
 }
 

@@ -18,27 +18,27 @@ pub(crate) fn save_and_load(bench: &mut Bench) {
         let views = theirs::views(&model);
         let save_theirs = || safetensors::serialize(&views, None).unwrap();
         let plain = save(&model.dict);
-        let peer = "safetensors: serialize; deserialize, tensors";
+        let peer = "safetensors";
         bench.race(
-            Race::new("tiny", "Save and load tensors of one element, memory", rounds)
+            Race::new("save and load, memory", "tensors of one element", rounds)
                 .of_tensors(&model.name, tensors)
                 .with(
-                    Runner::ours("tssd: plan, write; from_bytes, to_state_dict", || {
+                    Runner::ours("tssd", || {
                         load(save(&model.dict));
                     })
                     .target(Target::Speed(5.0, peer)),
                 )
-                .with(Runner::also("tssd: plan, write; from_bytes, each reference", || {
+                .with(Runner::also("tssd, references", || {
                     visit(save(&model.dict));
                 }))
                 .with(Runner::peer(peer, || load_theirs(&save_theirs()))),
         );
-        let peer = "safetensors: write; read, tensors";
+
         bench.race(
-            Race::new("tiny", "Save and load tensors of one element, a file", rounds)
+            Race::new("save and load, a file", "tensors of one element", rounds)
                 .of_tensors(&model.name, tensors)
                 .with(
-                    Runner::ours("tssd: write; read, to_state_dict", || {
+                    Runner::ours("tssd", || {
                         std::fs::write(&our_path, save(&model.dict)).unwrap();
                         load(std::fs::read(&our_path).unwrap());
                     })
@@ -48,7 +48,7 @@ pub(crate) fn save_and_load(bench: &mut Bench) {
                     std::fs::write(&their_path, save_theirs()).unwrap();
                     load_theirs(&std::fs::read(&their_path).unwrap());
                 }))
-                .with(Runner::limit("write and read of as many bytes as ours", || {
+                .with(Runner::limit("write and read", || {
                     std::fs::write(&our_path, &plain).unwrap();
                     black_box(std::fs::read(&our_path).unwrap());
                 })),

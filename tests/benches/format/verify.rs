@@ -5,14 +5,14 @@ use std::hint::black_box;
 use std::os::unix::fs::FileExt;
 
 use tssd_format::{Archive, CHUNK_BYTES, TorchStoreStateDict, Verify};
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target, adding_up};
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target, adding_up, cores};
 
 /// A file that the system has in memory, against reading it: `pread` of chunks of 1 MiB, each thread into
 /// one buffer of its own, and a look at each word of it. `pread` alone, whose bytes nobody looks at, is there
 /// to compare. Then the same bytes in memory, as they are in a map, against adding them up.
 pub(crate) fn a_file(bench: &mut Bench) {
-    const READ: &str = "pread into one buffer, adding up all words";
-    const ADD: &str = "adding up all words";
+    const READ: &str = "read and add";
+    const ADD: &str = "add";
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.tssd");
     let model = Model::four_hundred();
@@ -31,25 +31,25 @@ pub(crate) fn a_file(bench: &mut Bench) {
         });
     };
     for threads in [1, 2] {
-        let what = format!("Verify a file in the page cache; threads: {threads}");
+        let case = format!("verify a file, {}", cores(threads));
         bench.race(
-            Race::new("verify a file", &what, 11)
+            Race::new(&case, "in the page cache, every checksum; to read is pread of 1 MiB", 11)
                 .of(&model)
                 .with(
-                    Runner::ours("tssd: Archive::open, verify_jobs", || {
+                    Runner::ours("tssd", || {
                         verify(&Archive::open(&path).unwrap(), threads);
                     })
                     .target(Target::Speed(0.9, READ)),
                 )
                 .with(Runner::limit(READ, || read(threads, adding_up)))
-                .with(Runner::also("pread into one buffer", || read(threads, |_| {}))),
+                .with(Runner::also("read", || read(threads, |_| {}))),
         );
-        let what = format!("Verify an archive in memory; threads: {threads}");
+        let case = format!("verify memory, {}", cores(threads));
         bench.race(
-            Race::new("verify in memory", &what, 11)
+            Race::new(&case, "every checksum; to add is to look at every word", 11)
                 .of(&model)
                 .with(
-                    Runner::ours("tssd: Archive::from_bytes, verify_jobs", || {
+                    Runner::ours("tssd", || {
                         verify(&Archive::from_bytes(bytes.clone()).unwrap(), threads);
                     })
                     .target(Target::Speed(0.9, ADD)),

@@ -4,13 +4,13 @@ use std::cell::RefCell;
 
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
+use tssd_tests::bench::cores as of_cores;
 use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, on_cores, targets};
 use tssd_tests::served::Served;
 
 use crate::key;
 
-const WARM: &str = "memcpy, warm memory";
-const FRESH: &str = "memcpy, new memory";
+const MEMCPY: &str = "memcpy";
 
 /// What the daemons of the benches may take.
 pub(crate) const LIMIT: u64 = 20 << 30;
@@ -32,15 +32,15 @@ pub(crate) fn put(bench: &mut Bench) {
             let (store, reader) = (served.connect(), served.connect());
             (0..3).for_each(|_| put_one(&store, model));
             let mut memory = Memory::new(model.bytes);
-            let what = format!("Put a new version, checksums included; cores: {cores}");
+            let case = format!("put, {}", of_cores(*cores));
             bench.race(
-                Race::new("put", &what, *rounds)
+                Race::new(&case, "a new version, checksums included", *rounds)
                     .of(model)
                     .with(
-                        Runner::ours("tssd: put_state_dict", || put_one(&store, model))
-                            .target(Target::Speed(0.85, WARM)),
+                        Runner::ours("tssd", || put_one(&store, model))
+                            .target(Target::Speed(0.85, MEMCPY)),
                     )
-                    .with(Runner::limit(WARM, || memory.copy(*cores))),
+                    .with(Runner::limit(MEMCPY, || memory.copy(*cores))),
             );
             model.expect_same(&reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
         });
@@ -64,21 +64,21 @@ pub(crate) fn get(bench: &mut Bench) {
                 renew();
                 read(false);
             });
-            let what = format!("Get in place, a new version each time; cores: {cores}");
+            let case = format!("get in place, {}", of_cores(*cores));
             bench.race(
-                Race::new("get in place", &what, *rounds)
+                Race::new(&case, "a new version each time, verified", *rounds)
                     .of(model)
                     .with(
-                        Runner::ours("tssd: get_state_dict_into, verified", || read(false))
+                        Runner::ours("tssd", || read(false))
                             .before(renew)
-                            .target(Target::Speed(0.85, WARM)),
+                            .target(Target::Speed(0.85, MEMCPY)),
                     )
                     .with(
-                        Runner::also("tssd: get_state_dict_into, not verified", || read(true))
+                        Runner::also("tssd, not verified", || read(true))
                             .before(renew)
-                            .target(Target::Speed(0.95, WARM)),
+                            .target(Target::Speed(0.95, MEMCPY)),
                     )
-                    .with(Runner::limit(WARM, || memory.copy(*cores))),
+                    .with(Runner::limit(MEMCPY, || memory.copy(*cores))),
             );
             model.expect_bytes(&tensors.borrow());
         });
@@ -92,11 +92,11 @@ pub(crate) fn cold(bench: &mut Bench) {
         let mut memory = Memory::new(model.bytes);
         let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
         bench.race(
-            Race::new("put cold", "Put the first version: all memory is new; cores: 2", 7)
+            Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", 7)
                 .of(model)
                 .cold()
                 .with(
-                    Runner::ours("tssd: put_state_dict", || {
+                    Runner::ours("tssd", || {
                         put_one(&there.borrow().as_ref().unwrap().1, model);
                     })
                     .before(|| {
@@ -106,7 +106,7 @@ pub(crate) fn cold(bench: &mut Bench) {
                         there.replace(Some((served, store)));
                     }),
                 )
-                .with(Runner::limit(FRESH, || memory.copy_fresh(2))),
+                .with(Runner::limit(MEMCPY, || memory.copy_fresh(2))),
         );
         let served = Served::new(LIMIT);
         let writer = served.connect();
@@ -114,11 +114,11 @@ pub(crate) fn cold(bench: &mut Bench) {
         let reader: RefCell<Option<Store>> = RefCell::new(None);
         let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
         bench.race(
-            Race::new("get cold", "Get in place, the first get of a reader; cores: 2", 7)
+            Race::new("get cold", "in place, the first get of a reader, 2 cores", 7)
                 .of(model)
                 .cold()
                 .with(
-                    Runner::ours("tssd: get_state_dict_into, verified", || {
+                    Runner::ours("tssd", || {
                         let reader = reader.borrow();
                         let options = GetOptions::default();
                         get_into(reader.as_ref().unwrap(), model, &mut tensors, &options);
@@ -128,7 +128,7 @@ pub(crate) fn cold(bench: &mut Bench) {
                         reader.replace(Some(served.connect()));
                     }),
                 )
-                .with(Runner::limit(WARM, || memory.copy(2))),
+                .with(Runner::limit(MEMCPY, || memory.copy(2))),
         );
         model.expect_bytes(&tensors);
     });

@@ -25,17 +25,17 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     let plain = folder.path().join("plain");
     let sync = |path: &std::path::Path| File::open(path).unwrap().sync_all().unwrap();
     bench.race(
-        Race::new("put durable", "Put a version into a directory, on the disk at the end", 7)
+        Race::new("put durable", "a version in a directory, on the disk at the end", 7)
             .of(&model)
-            .with(Runner::ours("tssd: put_state_dict", || put_one(&store, &model)))
-            .with(Runner::peer("object_store: put of one buffer, then fsync", || {
+            .with(Runner::ours("tssd", || put_one(&store, &model)))
+            .with(Runner::peer("object_store", || {
                 let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
                 runtime.block_on(put).unwrap();
                 sync(&folder.path().join("object"));
                 sync(folder.path());
             }))
             .with(
-                Runner::limit("write of one buffer, then fsync", || {
+                Runner::limit("write", || {
                     let mut file = File::create(&plain).unwrap();
                     file.write_all(&encoded).unwrap();
                     file.sync_all().unwrap();
@@ -46,17 +46,16 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
     bench.race(
-        Race::new("get durable", "Get of a version from a directory, page cache, verified", 7)
+        Race::new("get durable", "views of a version in a directory, page cache, verified", 7)
             .of(&model)
             .with(
-                Runner::ours("tssd: get_state_dict, views", || drop(black_box(get())))
-                    .before(|| put_one(&store, &model)),
+                Runner::ours("tssd", || drop(black_box(get()))).before(|| put_one(&store, &model)),
             )
-            .with(Runner::peer("object_store: get into one buffer", || {
+            .with(Runner::peer("object_store", || {
                 let get = async { objects.get(&"object".into()).await.unwrap().bytes().await };
                 black_box(runtime.block_on(get).unwrap());
             }))
-            .with(Runner::limit("read into one buffer", || {
+            .with(Runner::limit("read", || {
                 black_box(std::fs::read(&plain).unwrap());
             })),
     );

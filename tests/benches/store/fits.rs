@@ -11,10 +11,10 @@ use crate::copies::{LIMIT, get_into, put_one};
 use crate::key;
 
 pub(crate) fn all(bench: &mut Bench) {
-    let mut put = Curve::fit("put (Rust)", "put a new version, warm");
-    let mut into = Curve::fit("get in place (Rust)", "get a new version in place, verified");
-    let mut views = Curve::fit("get views (Rust)", "get views of a new version, not verified");
-    let mut pull = Curve::fit("pull (Rust)", "get a new version in place over loopback, verified");
+    let mut put = Curve::fit("put", "a new version, warm memory");
+    let mut into = Curve::fit("get in place", "a new version, verified");
+    let mut views = Curve::fit("views", "of a new version, not verified");
+    let mut pull = Curve::fit("pull", "a new version in place over loopback, verified");
     for tensors in [100, 10_000] {
         for bytes in [16_000_000, 400_000_000] {
             let model = &Model::uniform(tensors, bytes);
@@ -35,7 +35,7 @@ pub(crate) fn all(bench: &mut Bench) {
                     read(&far);
                 });
                 let copy = || {
-                    Runner::limit("memcpy of each tensor, 1 thread", || {
+                    Runner::limit("memcpy of each", || {
                         memory.borrow_mut().copy_in_parts(tensors);
                     })
                 };

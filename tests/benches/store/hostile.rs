@@ -23,7 +23,7 @@ const PAIRS: usize = 20;
 
 /// A put and a get of a small state dict, with the attack and without.
 pub(crate) fn attacked(bench: &mut Bench) {
-    const PEACE: &str = "left in peace";
+    const PEACE: &str = "in peace";
     let (quiet, attacked) = (Served::new(1 << 30), Served::new(1 << 30));
     let (one, other) = (quiet.connect(), attacked.connect());
     let dict = &small();
@@ -34,9 +34,9 @@ pub(crate) fn attacked(bench: &mut Bench) {
         let attack = scope.spawn(move || attack(socket, is_on, is_over));
         let what = format!("{PAIRS} puts and gets, and {CONNECTIONS} hostile connections");
         bench.race(
-            Race::new("hostile", &what, ROUNDS)
+            Race::new("attacked", &what, ROUNDS)
                 .with(
-                    Runner::ours("tssd: attacked", || honest(&other, dict))
+                    Runner::ours("tssd", || honest(&other, dict))
                         .before(|| is_on.store(true, Ordering::Relaxed))
                         .after(|| is_on.store(false, Ordering::Relaxed))
                         .target(Target::Speed(0.5, PEACE)),

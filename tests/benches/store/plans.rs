@@ -29,18 +29,15 @@ fn rows_to_columns(bench: &mut Bench) {
     let fsdp = Fsdp::new(&tensors.collect::<Vec<_>>(), WRITERS, READERS);
     assert_eq!(fsdp.plan(0).len(), usize::try_from(TENSORS * WRITERS).unwrap());
     bench.race(
-        Race::new("plan", "Plan of one of 128 readers of columns, 256 writers of rows", 7)
-            .of_tensors("1000 matrices", fsdp.tensors())
-            .with(
-                Runner::ours("tssd: plan::plan of every tensor", || drop(fsdp.plan(0)))
-                    .target(Target::Milliseconds(500.0)),
-            ),
+        Race::new("plan", "one of 128 readers of columns, 256 writers of rows", 7)
+            .of_tensors("matrices", fsdp.tensors())
+            .with(Runner::ours("tssd", || drop(fsdp.plan(0))).target(Target::Milliseconds(500.0))),
     );
 }
 
 /// FSDP of ever more ranks to TP of 128, of a model of a trillion parameters.
 fn kimi(bench: &mut Bench) {
-    let what = "Plan of one of 128 readers (TP) of Kimi K2, experts stacked, put by so many writers (FSDP)";
+    let what = "one of 128 readers (TP) of Kimi K2, experts stacked, of so many writers (FSDP)";
     let mut curve = Curve::series("plan", what, "writers");
     let shapes = Shapes::stacked("kimi-k2").tensors;
     for writers in [32, 64, 128, 256] {
@@ -53,8 +50,8 @@ fn kimi(bench: &mut Bench) {
             u64::from(writers),
             7,
             vec![
-                Runner::ours("tssd: plan::plan of every tensor", || drop(fsdp.plan(0))),
-                Runner::limit("memcpy of 16 bytes for each copy", || memory.copy(1)),
+                Runner::ours("tssd", || drop(fsdp.plan(0))),
+                Runner::limit("memcpy, 16 B a copy", || memory.copy(1)),
             ],
         );
     }
@@ -117,14 +114,12 @@ fn in_a_store(bench: &mut Bench) {
             "Plan of a later version of a layout, as its get says",
             2,
         )
-        .of_tensors("1000 matrices", usize::try_from(TENSORS).unwrap())
+        .of_tensors("matrices", usize::try_from(TENSORS).unwrap())
         .cold()
         .with(
-            Runner::timed(Role::Ours, "tssd: a version of a layout that is known", || {
-                next.next().unwrap()
-            })
-            .target(Target::Milliseconds(1.0)),
+            Runner::timed(Role::Ours, "tssd", || next.next().unwrap())
+                .target(Target::Milliseconds(1.0)),
         )
-        .with(Runner::timed(Role::Also, "tssd: the first of its layout", || first)),
+        .with(Runner::timed(Role::Also, "tssd, the first time", || first)),
     );
 }

@@ -18,7 +18,7 @@ const CHILD: &str = "TSSD_BENCH_CHILD";
 
 /// A new version each time, into the caller's tensors, with as many connections as cores.
 pub(crate) fn over_loopback(bench: &mut Bench) {
-    const PLAIN: &str = "plain socket copy";
+    const PLAIN: &str = "socket copy";
     let cores = 2;
     for (model, rounds) in [(Model::four_hundred(), 11), (Model::of(&bench.options), 7)] {
         let model = &model;
@@ -37,16 +37,16 @@ pub(crate) fn over_loopback(bench: &mut Bench) {
                 renew();
                 get(false);
             });
-            let what = "Get in place from another process over loopback, a new version each time";
+            let what = "get in place from another process over loopback, a new version each time, verified";
             bench.race(
                 Race::new("pull", what, rounds)
                     .of(model)
                     .with(
-                        Runner::ours("tssd: verified", || get(false))
+                        Runner::ours("tssd", || get(false))
                             .before(renew)
                             .target(Target::Speed(0.8, PLAIN)),
                     )
-                    .with(Runner::also("tssd: not verified", || get(true)).before(renew))
+                    .with(Runner::also("tssd, not verified", || get(true)).before(renew))
                     .with(Runner::limit(PLAIN, || copy.run())),
             );
             model.expect_bytes(&memory.borrow());

@@ -83,24 +83,24 @@ fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: 
     });
     let bytes = get.borrow().bytes();
     let mut memory = Memory::new(bytes);
-    let what = format!("All ranks put their shards, {name}; cores: 2");
+    let case = format!("put shards, {name}");
     bench.race(
-        Race::new("put shards", &what, 9)
+        Race::new(&case, "all ranks at once, 2 cores", 9)
             .bytes(bytes)
-            .with(Runner::ours("tssd: put_state_dict by all ranks at once", || put.put()))
-            .with(Runner::limit("memcpy, warm memory", || memory.copy(2))),
+            .with(Runner::ours("tssd", || put.put()))
+            .with(Runner::limit("memcpy", || memory.copy(2))),
     );
-    let what = format!("All ranks get their shards in place, {name}, verified; cores: 2");
+    let case = format!("reshard, {name}");
     bench.race(
-        Race::new("reshard", &what, 9)
+        Race::new(&case, "all ranks get in place at once, verified, 2 cores", 9)
             .bytes(bytes)
             .with(
-                Runner::ours("tssd: get_state_dict_into by all ranks at once", || {
+                Runner::ours("tssd", || {
                     get.borrow_mut().get();
                 })
                 .before(|| put.put()),
             )
-            .with(Runner::limit("memcpy, warm memory", || memory.copy(2))),
+            .with(Runner::limit("memcpy", || memory.copy(2))),
     );
     get.borrow().check(shape, readers);
 }

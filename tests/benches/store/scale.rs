@@ -28,7 +28,7 @@ fn rows(ranks: u64) -> Layout {
 
 /// The same bytes, put by more writers.
 fn writers(bench: &mut Bench) {
-    let what = "Put one version of 268 MB by so many writers at once, on 2 cores";
+    let what = "put of 268 MB by so many at once, 2 cores";
     let mut curve = Curve::series("writers", what, "writers");
     for ranks in [1, 2, 4] {
         let served = Served::new(LIMIT);
@@ -40,8 +40,8 @@ fn writers(bench: &mut Bench) {
             ranks,
             7,
             vec![
-                Runner::ours("tssd: put", || writers.put()),
-                Runner::limit("memcpy of as many bytes, 2 threads", || memory.copy(2)),
+                Runner::ours("tssd", || writers.put()),
+                Runner::limit("memcpy", || memory.copy(2)),
             ],
         );
     }
@@ -50,7 +50,7 @@ fn writers(bench: &mut Bench) {
 
 /// Each reader gets all of it.
 fn readers(bench: &mut Bench) {
-    let what = "Get 268 MB in place by each of so many readers at once, verified, on 2 cores";
+    let what = "get of 268 MB in place by each of so many at once, verified, 2 cores";
     let mut curve = Curve::series("readers", what, "readers");
     for ranks in [1, 2, 4, 8] {
         let served = Served::new(LIMIT);
@@ -67,9 +67,8 @@ fn readers(bench: &mut Bench) {
             ranks,
             5,
             vec![
-                Runner::ours("tssd: get in place", || readers.borrow_mut().get())
-                    .before(|| writers.put()),
-                Runner::limit("memcpy of as many bytes, 2 threads", || {
+                Runner::ours("tssd", || readers.borrow_mut().get()).before(|| writers.put()),
+                Runner::limit("memcpy", || {
                     (0..ranks).for_each(|_| memory.copy(2));
                 }),
             ],
@@ -80,7 +79,7 @@ fn readers(bench: &mut Bench) {
 
 /// Small versions, of which a daemon keeps so many.
 fn versions(bench: &mut Bench) {
-    let what = "Put and get of a state dict of 20 tensors, 1.3 MB, where the daemon keeps so many versions";
+    let what = "put and get of 20 tensors, 1.3 MB, where so many versions are kept";
     let mut curve = Curve::series("versions", what, "versions kept");
     let model = Model::uniform(20, 20 << 16);
     for kept in [1, 10, 100, 1000] {
@@ -92,7 +91,7 @@ fn versions(bench: &mut Bench) {
             bench,
             u64::from(kept),
             51,
-            vec![Runner::ours("tssd: put and get views", || {
+            vec![Runner::ours("tssd", || {
                 put_one(&writer, &model);
                 drop(reader.get_state_dict(&key(), &GetOptions::default()).unwrap());
             })],

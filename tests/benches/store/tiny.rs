@@ -16,7 +16,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
         let (writer, reader) = (served.connect(), served.connect());
         let get = || reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
         let views: Vec<_> = model.tensors().into_iter().collect();
-        let ours = Runner::ours("tssd: put_state_dict, get_state_dict", || {
+        let ours = Runner::ours("tssd", || {
             put_one(&writer, &model);
             assert_eq!(get().entries().len(), tensors);
         });
@@ -25,10 +25,10 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
             None => ours,
         };
         bench.race(
-            Race::new("tiny", "Put and get tensors of one element", 11)
+            Race::new("put and get", "tensors of one element", 11)
                 .of_tensors(&model.name, tensors)
                 .with(ours)
-                .with(Runner::limit("clone of every name and tensor", || {
+                .with(Runner::limit("clone each", || {
                     black_box(views.iter().map(|(name, each)| (name.clone(), Clone::clone(*each))))
                         .for_each(drop);
                 })),

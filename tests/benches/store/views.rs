@@ -11,7 +11,7 @@ use crate::copies::{LIMIT, put_one};
 use crate::key;
 
 pub(crate) fn of_one_version(bench: &mut Bench) {
-    const OWN: &str = "memory of this process's own";
+    const OWN: &str = "own memory";
     for (model, rounds) in [(Model::four_hundred(), 15), (Model::of(&bench.options), 9)] {
         let model = &model;
         on_cores(1, || {
@@ -31,21 +31,17 @@ pub(crate) fn of_one_version(bench: &mut Bench) {
             });
             let mut memory = Memory::new(model.bytes);
             bench.race(
-                Race::new("views", "Views of all tensors, a new version each time, 1 core", rounds)
+                Race::new("views", "all tensors of a new version handed over, 1 core", rounds)
                     .of(model)
-                    .with(
-                        Runner::ours("tssd: get_state_dict, handed over", get)
-                            .before(renew)
-                            .target(Target::Milliseconds(1.0)),
-                    )
-                    .with(Runner::limit("memcpy, warm memory", || memory.copy(1))),
+                    .with(Runner::ours("tssd", get).before(renew).target(Target::Milliseconds(1.0)))
+                    .with(Runner::limit("memcpy", || memory.copy(1))),
             );
             drop(memory);
             bench.race(
-                Race::new("views read", "Views, every byte of them read once, 1 core", rounds)
+                Race::new("views read", "every byte of them once, 1 core", rounds)
                     .of(model)
                     .with(
-                        Runner::ours("tssd: views", || add(&got.borrow()))
+                        Runner::ours("tssd", || add(&got.borrow()))
                             .before(|| {
                                 renew();
                                 get();

@@ -3,6 +3,11 @@
 use std::hint::black_box;
 use std::thread;
 
+/// A number of cores in words.
+pub const fn cores(count: usize) -> &'static str {
+    if count == 1 { "1 core" } else { "2 cores" }
+}
+
 /// Runs something on a thread that has only so many cores, with all threads that it starts.
 #[cfg(target_os = "linux")]
 pub fn on_cores(count: usize, work: impl FnOnce() + Send) {

@@ -38,7 +38,7 @@ impl Model {
             let meta = TensorMeta::new(Dtype::Bfloat16, &[rows, 1049]).unwrap();
             (format!("layers.{number}.weight"), meta)
         };
-        Self::new("400 tensors", (0..400).map(meta).enumerate().map(filled))
+        Self::new("like a small model", (0..400).map(meta).enumerate().map(filled))
     }
 
     /// So many tensors of the same size, and so many bytes together.
@@ -48,14 +48,14 @@ impl Model {
             let meta = TensorMeta::new(Dtype::Bfloat16, &[elements]).unwrap();
             (format!("layers.{number}.weight"), meta)
         };
-        Self::new(&format!("{tensors} tensors"), (0..tensors).map(meta).enumerate().map(filled))
+        Self::new("of one size", (0..tensors).map(meta).enumerate().map(filled))
     }
 
     /// So many tensors of one element.
     pub fn tiny(tensors: usize) -> Self {
         let tensor =
             |number| (name_of_expert(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
-        Self::new(&format!("{tensors} tiny tensors"), (0..tensors).map(tensor))
+        Self::new("tiny", (0..tensors).map(tensor))
     }
 
     /// So many tensors of so many bytes each, with the names of experts.
@@ -67,7 +67,7 @@ impl Model {
             let len = u64::try_from(bytes).unwrap();
             (name_of_expert(number), Tensor::from_slice(&elements, &[len]).unwrap())
         };
-        Self::new(&format!("{tensors} tensors"), (0..tensors).map(tensor))
+        Self::new("experts", (0..tensors).map(tensor))
     }
 
     /// The tensors of all files of safetensors in a folder.

@@ -7,6 +7,7 @@ mod fsdp;
 mod limit;
 mod model;
 mod options;
+pub mod peer;
 mod race;
 mod record;
 mod shapes;

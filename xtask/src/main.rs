@@ -31,7 +31,7 @@ const HELP: &str = "\
 The project's own commands.
 
     cargo xtask test [-v]         every check that needs Rust, Python 3, and numpy under target/
-    cargo xtask test --all [-v]   and those that need torch: installs it under target/ (about 5 GB)
+    cargo xtask test --all [-v]   and those that need valgrind, and torch: installs that under target/ (about 5 GB)
     cargo xtask wheel [-v]        the Python package with the command, in target/wheels
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
     cargo xtask bench [SUITE] [OPTION…] [CASE…]

@@ -7,23 +7,30 @@ use crate::step::{Step, Worth};
 use crate::torch;
 use crate::workspace::Workspace;
 
-/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch.
+/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch or valgrind.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
     let mut steps = checks(workspace);
     steps.extend(python::checks(workspace)?);
     let environment = torch::environment(workspace);
-    let mut torch = torch::checks(workspace);
-    torch.extend(python::checks_with_torch(workspace, &environment.python()));
+    let mut more = vec![instructions()];
+    more.extend(torch::checks(workspace));
+    more.extend(python::checks_with_torch(workspace, &environment.python()));
     let mut left_out = Vec::new();
     if all {
         steps.extend(environment.steps(workspace)?);
-        steps.extend(torch);
+        steps.extend(more);
     } else {
-        let named = torch.into_iter().filter(|step| step.worth == Worth::One);
+        let named = more.into_iter().filter(|step| step.worth == Worth::One);
         left_out
             .extend(named.map(|step| LeftOut { name: step.name, why: "cargo xtask test --all" }));
     }
     runner::run(workspace, steps, left_out, verbose)
+}
+
+/// That no hot path has become longer: as fast machines and slow ones see it alike.
+fn instructions() -> Step {
+    let arguments = "bench --package tssd-tests --bench counts -- instructions";
+    Step::cargo("instructions of hot paths", arguments)
 }
 
 /// The cheap ones first.

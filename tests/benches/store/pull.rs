@@ -1,20 +1,17 @@
 //! A get from a daemon that shares no memory, against a plain copy through sockets: two processes.
 
 use std::cell::RefCell;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
 use std::thread;
 
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
+use tssd_tests::bench::peer::{self, Peer};
 use tssd_tests::bench::{Bench, Model, Race, Runner, Target, on_cores};
 use tssd_tests::served::Served;
 
 use crate::copies::{LIMIT, get_into, put_one};
-
-/// What a child process is: see [`is_child`].
-const CHILD: &str = "TSSD_BENCH_CHILD";
 
 /// A new version each time, into the caller's tensors, with as many connections as cores.
 pub(crate) fn over_loopback(bench: &mut Bench) {
@@ -54,15 +51,11 @@ pub(crate) fn over_loopback(bench: &mut Bench) {
     }
 }
 
-/// Whether this process is a child: then it has done its part, and ends.
+/// What this process does if it is a child: then it has done its part, and ends.
 pub(crate) fn is_child() -> bool {
-    match std::env::var(CHILD).as_deref() {
-        Ok("copy") => send_forever(),
-        Ok("serve") => {
-            let served = Served::new(LIMIT);
-            say(&[&served.url(), served.address()]);
-            until_the_end();
-        }
+    match peer::role().as_deref() {
+        Some("copy") => send_forever(),
+        Some("serve") => peer::serve(Served::new(LIMIT)),
         _ => return false,
     }
     true
@@ -71,13 +64,13 @@ pub(crate) fn is_child() -> bool {
 /// Sends as many bytes as it is asked for, on every connection.
 fn send_forever() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    say(&[&listener.local_addr().unwrap().to_string()]);
+    peer::say(&[&listener.local_addr().unwrap().to_string()]);
     thread::spawn(move || {
         for stream in listener.incoming() {
             thread::spawn(move || send(stream.unwrap()));
         }
     });
-    until_the_end();
+    peer::until_the_end();
 }
 
 fn send(mut stream: TcpStream) {
@@ -86,40 +79,6 @@ fn send(mut stream: TcpStream) {
     while stream.read_exact(&mut asked).is_ok() {
         bytes.resize(usize::try_from(u64::from_le_bytes(asked)).unwrap(), 1);
         stream.write_all(&bytes).unwrap();
-    }
-}
-
-#[expect(clippy::print_stdout, reason = "the parent reads it")]
-fn say(words: &[&str]) {
-    println!("{}", words.join(" "));
-}
-
-/// Until the parent is gone, or wants no more.
-fn until_the_end() {
-    let _ = std::io::stdin().read_to_end(&mut Vec::new());
-}
-
-/// A child of this process, and what it has said. It ends with this.
-struct Peer {
-    child: Child,
-    said: Vec<String>,
-}
-
-impl Peer {
-    fn start(what: &str) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(CHILD, what).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        Self { child, said: line.split_whitespace().map(str::to_owned).collect() }
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        self.child.wait().unwrap();
     }
 }
 

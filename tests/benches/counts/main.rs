@@ -1,0 +1,35 @@
+//! What does not depend on the clock: instructions, allocations, page faults, requests, bytes.
+#![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
+
+mod instructions;
+mod metrics;
+mod operations;
+mod reshard;
+
+use std::alloc::System;
+
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+use tssd_tests::bench::{Bench, peer};
+use tssd_tests::served::Served;
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+fn main() {
+    if instructions::is_counted() {
+        return;
+    }
+    if peer::role().is_some() {
+        return peer::serve(Served::new(16 << 30));
+    }
+    Bench::run(
+        "counts",
+        &[],
+        &[
+            ("operations", operations::steady),
+            ("reshard", reshard::matrix),
+            ("plan", reshard::plan_memory),
+            ("instructions", instructions::all),
+        ],
+    );
+}

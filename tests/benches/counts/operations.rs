@@ -1,0 +1,94 @@
+//! What an operation costs in steady state: a daemon in a process of its own, one writer, one reader.
+
+use std::cell::RefCell;
+use std::net::SocketAddr;
+
+use stats_alloc::Region;
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, Key, PutOptions};
+use tssd_tests::bench::peer::Peer;
+use tssd_tests::bench::{Bench, Model, faults, targets};
+
+use crate::{ALLOCATOR, metrics};
+
+const REQUESTS: &str = "tssd_requests_total{";
+
+/// Two versions are there at once: from the third on, every segment is warm.
+const WARMUP: usize = 5;
+
+/// So many turns, of which the median counts.
+const TURNS: usize = 9;
+
+pub(crate) fn steady(bench: &mut Bench) {
+    for model in [Model::four_hundred(), Model::tiny(10_000)] {
+        let daemon = Peer::start("serve");
+        let (near, far) = (daemon.said[0].as_str(), daemon.said[1].as_str());
+        let metrics = daemon.said[2].parse().unwrap();
+        let (writer, reader) = (Store::connect(near).unwrap(), Store::connect(near).unwrap());
+        let far = Store::connect(far).unwrap();
+        let key = Key::new("model").unwrap();
+        let memory = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
+        let put =
+            || drop(writer.put_state_dict(&key, &model.dict, &PutOptions::default()).unwrap());
+        let into = |store: &Store| {
+            let mut memory = memory.borrow_mut();
+            let mut targets = targets(&model, &mut memory);
+            store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
+        };
+        let views = || drop(reader.get_state_dict(&key, &GetOptions::default()).unwrap());
+        let what = format!("{} tensors, {} MB", model.tensors, model.bytes / 1_000_000);
+        let operations: [(&str, &dyn Fn()); 4] = [
+            ("put", &put),
+            ("get in place", &|| into(&reader)),
+            ("get views", &views),
+            ("pull in place, TCP", &|| into(&far)),
+        ];
+        let mut turns = vec![Vec::new(); operations.len()];
+        for turn in 0..WARMUP + TURNS {
+            for ((name, run), turns) in operations.iter().zip(&mut turns) {
+                let counted = count(metrics, run);
+                // Each get is of a version that its reader has not had yet.
+                if *name != "put" && turn % 4 == 3 {
+                    put();
+                }
+                if turn >= WARMUP {
+                    turns.push(counted);
+                }
+            }
+        }
+        for ((name, _), turns) in operations.iter().zip(turns) {
+            bench.count(&format!("{name}, {what}"), &median(&turns));
+        }
+        model.expect_bytes(&memory.borrow());
+    }
+}
+
+type Counts = [(&'static str, f64); 4];
+
+#[expect(clippy::cast_precision_loss, reason = "counts are small")]
+fn count(metrics: SocketAddr, run: &dyn Fn()) -> Counts {
+    let asked = metrics::sum(metrics, REQUESTS);
+    let faulted = faults();
+    let region = Region::new(ALLOCATOR);
+    run();
+    let allocated = region.change();
+    let faulted = faults() - faulted;
+    // A reader hands a lease back after the call: what it says then is counted with the next.
+    let asked = metrics::sum(metrics, REQUESTS) - asked;
+    [
+        ("requests", asked as f64),
+        ("allocations", allocated.allocations as f64),
+        ("bytes allocated", allocated.bytes_allocated as f64),
+        ("minor faults", faulted as f64),
+    ]
+}
+
+fn median(turns: &[Counts]) -> Counts {
+    let mut median = turns[0];
+    for (at, (_, value)) in median.iter_mut().enumerate() {
+        let mut values: Vec<f64> = turns.iter().map(|turn| turn[at].1).collect();
+        values.sort_by(f64::total_cmp);
+        *value = values[values.len() / 2];
+    }
+    median
+}

@@ -1,0 +1,152 @@
+//! What resharding asks for, and what it needs.
+
+use stats_alloc::Region;
+use tssd_format::{DeviceMesh, Placement, StateDict, TensorMeta};
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
+use tssd_tests::bench::{Bench, Curve, Fsdp, Shapes};
+use tssd_tests::served::Served;
+use tssd_tests::sharding::{counting, places_of, shards_of};
+
+use crate::{ALLOCATOR, metrics};
+
+const SENT: &str = "tssd_read_bytes_total ";
+
+/// Odd, and so large that the index, which is read as well, is little beside it.
+const SHAPE: [u64; 2] = [1231, 617];
+
+/// How writers and readers may have a tensor.
+fn layouts() -> Vec<(DeviceMesh, Vec<Placement>)> {
+    let rows = || Placement::Shard { dim: 0 };
+    let columns = || Placement::Shard { dim: 1 };
+    let layouts: [(&[u64], Vec<Placement>); 8] = [
+        (&[1], vec![Placement::Replicate]),
+        (&[4], vec![rows()]),
+        (&[4], vec![columns()]),
+        (&[8], vec![rows()]),
+        (&[3], vec![columns()]),
+        (&[2, 2], vec![Placement::Replicate, rows()]),
+        (&[2, 2], vec![rows(), columns()]),
+        (&[2, 3], vec![rows(), rows()]),
+    ];
+    let layout =
+        |(mesh, placements): (&[u64], _)| (DeviceMesh::from_shape(mesh).unwrap(), placements);
+    layouts.into_iter().map(layout).collect()
+}
+
+/// Each layout to each: by shared memory and over TCP.
+#[expect(clippy::cast_precision_loss, reason = "a ratio is rounded anyway")]
+pub(crate) fn matrix(bench: &mut Bench) {
+    let served = Served::new(1 << 30);
+    let near = served.connect();
+    let far = served.connect_far();
+    let global = counting(&SHAPE, 1);
+    let (mut pairs, mut worst) = (0_u32, [0_f64; 2]);
+    for (number, (mesh, placements)) in layouts().into_iter().enumerate() {
+        let key = Key::new(format!("model.{number}")).unwrap();
+        put(&near, &key, &global, &mesh, &placements);
+        for (mesh, placements) in layouts() {
+            pairs += 1;
+            for (store, worst) in [&near, &far].into_iter().zip(&mut worst) {
+                let (mut needed, mut moved) = (0, 0);
+                let sent = metrics::sum(served.metrics(), SENT);
+                for rank in ranks(&mesh) {
+                    let (of_rank, bytes) = get(store, &key, &global, &mesh, rank, &placements);
+                    needed += of_rank;
+                    moved += bytes;
+                }
+                // What went over connections is what the daemon says.
+                let sent = metrics::sum(served.metrics(), SENT) - sent;
+                if std::ptr::eq(store, &raw const far) {
+                    moved = sent;
+                }
+                *worst = worst.max(moved as f64 / needed as f64);
+            }
+        }
+    }
+    let [near, far] = worst;
+    bench.count(
+        "reshard, each of 8 layouts to each",
+        &[
+            ("pairs", f64::from(pairs)),
+            ("bytes copied / needed, shared memory, worst", near),
+            ("bytes received / needed, TCP, worst", far),
+        ],
+    );
+}
+
+fn ranks(mesh: &DeviceMesh) -> std::ops::Range<u32> {
+    0..u32::try_from(mesh.shape().iter().product::<u64>()).unwrap()
+}
+
+fn put(store: &Store, key: &Key, global: &[u32], mesh: &DeviceMesh, placements: &[Placement]) {
+    for rank in ranks(mesh) {
+        let mut dict = StateDict::new();
+        for shard in shards_of(global, &SHAPE, mesh, rank, placements) {
+            dict.insert("weight", shard);
+        }
+        let options = PutOptions {
+            version: Some(1),
+            writer: Some(rank),
+            job: Some(JobId("bench".into())),
+            ..PutOptions::default()
+        };
+        store.put_state_dict(key, &dict, &options).unwrap();
+    }
+}
+
+/// The bytes that a rank needs, and those that were moved for it.
+fn get(
+    store: &Store,
+    key: &Key,
+    global: &[u32],
+    mesh: &DeviceMesh,
+    rank: u32,
+    placements: &[Placement],
+) -> (u64, u64) {
+    let places = places_of(&SHAPE, mesh, rank, placements);
+    let mut memory: Vec<Vec<u8>> = Vec::new();
+    let metas: Vec<TensorMeta> = places
+        .iter()
+        .map(|place| {
+            let dtype = tssd_format::Dtype::Uint32;
+            TensorMeta::new(dtype, place.slice().local_shape()).unwrap()
+        })
+        .collect();
+    memory.extend(metas.iter().map(|meta| vec![0; usize::try_from(meta.nbytes()).unwrap()]));
+    let mut targets: Vec<Target<'_>> = places
+        .iter()
+        .zip(&metas)
+        .zip(&mut memory)
+        .map(|((place, meta), bytes)| Target {
+            fqn: "weight".into(),
+            place: Some(place.clone()),
+            meta: meta.clone(),
+            bytes,
+        })
+        .collect();
+    let report = store.get_state_dict_into(key, &mut targets, &GetOptions::default()).unwrap();
+    for (shard, bytes) in shards_of(global, &SHAPE, mesh, rank, placements).iter().zip(&memory) {
+        assert!(shard.tensor().view().contiguous().unwrap() == bytes, "rank {rank} of {mesh:?}");
+    }
+    (report.bytes_needed, report.bytes_transferred)
+}
+
+/// The memory of a plan and of what it is made with, for ever more writers.
+#[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
+pub(crate) fn plan_memory(bench: &mut Bench) {
+    let what =
+        "memory of the plan of one of 128 readers (TP) of Kimi K2, of so many writers (FSDP)";
+    let mut curve = Curve::memory("plan memory", what, "writers");
+    let shapes = Shapes::stacked("kimi-k2").tensors;
+    for writers in [32, 64, 128, 256] {
+        let fsdp = Fsdp::new(&shapes, writers, 128);
+        let region = Region::new(ALLOCATOR);
+        let plan = fsdp.plan(0);
+        let held = region.change();
+        let bytes = held.bytes_allocated.saturating_sub(held.bytes_deallocated);
+        curve.value(u64::from(writers), "tssd", bytes as f64);
+        drop(plan);
+    }
+    curve.record(bench);
+}

@@ -34,6 +34,39 @@ pub fn copy(source: &[u8], target: &mut [u8]) {
     copy_seen(source, target, |_| {});
 }
 
+/// Shorter runs are not worth it to go past the cache: their first and last lines do not.
+const STREAM_RUN_MIN: usize = 1 << 10;
+
+/// Copies many runs, which together are so long that they should go past the cache.
+///
+/// # Examples
+///
+/// ```
+/// let source = vec![7; 4096];
+/// let mut target = vec![0; 2048];
+/// tssd_format::copy_runs(|copy| {
+///     copy(&source[..1024], &mut target[..1024]);
+///     copy(&source[2048..3072], &mut target[1024..]);
+/// });
+/// assert_eq!(target, [7; 2048]);
+/// ```
+///
+/// # Panics
+///
+/// If a run and its target differ in length.
+pub fn copy_runs<R>(work: impl FnOnce(&mut dyn FnMut(&[u8], &mut [u8])) -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    let _fence = stream::Fence;
+    work(&mut |source, target| {
+        assert_eq!(source.len(), target.len(), "a copy is as long as its source");
+        #[cfg(target_arch = "x86_64")]
+        if source.len() >= STREAM_RUN_MIN {
+            return stream::copy_unfenced(source, target, |_| {});
+        }
+        target.copy_from_slice(source);
+    })
+}
+
 /// Copies in blocks, each of which is seen before.
 fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
     assert_eq!(source.len(), target.len(), "a copy is as long as its source");
@@ -56,7 +89,24 @@ mod stream {
 
     type Line = [u8; 64];
 
-    pub(super) fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
+    /// Lets whoever sees what is published after it see the streaming stores before it.
+    pub(super) struct Fence;
+
+    impl Drop for Fence {
+        fn drop(&mut self) {
+            // SAFETY: the instruction needs SSE, which every x86_64 processor has. It orders the
+            // streaming stores before all later stores.
+            unsafe { _mm_sfence() }
+        }
+    }
+
+    pub(super) fn copy_seen(source: &[u8], target: &mut [u8], see: impl FnMut(&[u8])) {
+        let _fence = Fence;
+        copy_unfenced(source, target, see);
+    }
+
+    /// Who calls this drops a [`Fence`] before the target is anybody else's.
+    pub(super) fn copy_unfenced(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
         // A line that is stored in two halves costs twice: the target is cut at lines.
         let lead = target.as_ptr().align_offset(size_of::<Line>()).min(source.len());
         let (source_lead, source) = source.split_at(lead);
@@ -71,9 +121,6 @@ mod stream {
             copy_lines(lines, targets);
             target_tail.copy_from_slice(source_tail);
         }
-        // SAFETY: the instruction needs SSE, which every x86_64 processor has. It orders the
-        // streaming stores before all later stores, so whoever sees what is published next sees them.
-        unsafe { _mm_sfence() }
     }
 
     /// Copies lines to a target that is aligned to lines.
@@ -115,6 +162,31 @@ mod stream {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_of_any_length_are_copied() {
+        let source: Vec<u8> =
+            (0..50_000_u32).map(|at| at.wrapping_mul(31).to_le_bytes()[1]).collect();
+        for (run, skip) in [(1, 0), (1023, 1), (1024, 0), (1024, 3), (5000, 64), (40_000, 7)] {
+            let mut target = vec![0xAA; source.len()];
+            copy_runs(|copy| {
+                for (source, target) in
+                    source[skip..].chunks(2 * run).zip(target.chunks_mut(2 * run))
+                {
+                    let len = run.min(source.len());
+                    copy(&source[..len], &mut target[..len]);
+                }
+            });
+            for (at, byte) in target[..source.len() - skip].iter().enumerate() {
+                let is_run = at % (2 * run) < run;
+                assert_eq!(
+                    *byte,
+                    if is_run { source[skip + at] } else { 0xAA },
+                    "{run} {skip} {at}"
+                );
+            }
+        }
+    }
 
     #[test]
     fn copies_and_checksums_at_every_alignment() {

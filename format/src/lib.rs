@@ -87,7 +87,7 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
-pub use copy::{copy, copy_and_checksum};
+pub use copy::{copy, copy_and_checksum, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};

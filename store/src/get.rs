@@ -11,7 +11,7 @@ use bytes::Bytes;
 use indexmap::{IndexMap, IndexSet};
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
-    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, numel,
+    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, numel,
 };
 
 use self::target::{check, split};
@@ -109,6 +109,9 @@ struct Request<'a> {
 
 /// Large contiguous targets are cut into parts of about this many bytes, for several threads.
 const PART_BYTES: u64 = 16 << 20;
+
+/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
+const STREAM_MIN: u64 = 1 << 20;
 
 /// Storages of fewer bytes are no work for a thread.
 const SMALL_BYTES: u64 = 64 << 10;
@@ -463,12 +466,23 @@ impl<'a> Read<'a> {
             let target = &mut target[..native(span)];
             return self.version.copy(copy.storage, range, target, self.unverified);
         }
-        let window = self.version.bytes(copy.storage, range, self.unverified)?;
-        copy.runs.for_each(|from, to, bytes| {
-            let (from, to, bytes) = (native(from), native(to), native(bytes));
-            target[to..to + bytes].copy_from_slice(&window[from..from + bytes]);
-        });
-        Ok(())
+        let mut window = self.version.window(copy.storage, range, self.unverified)?;
+        let mut copied = Ok(());
+        let mut each = |run: &mut dyn FnMut(&[u8], &mut [u8])| {
+            copy.runs.for_each(|from, to, bytes| {
+                if copied.is_ok() {
+                    let to = native(to)..native(to + bytes);
+                    let source = window.bytes(from..from + bytes);
+                    copied = source.map(|source| run(source, &mut target[to]));
+                }
+            });
+        };
+        if copy.runs.total_bytes() < STREAM_MIN {
+            each(&mut |source, target| target.copy_from_slice(source));
+        } else {
+            copy_runs(each);
+        }
+        copied
     }
 
     /// A contiguous tensor of a leaf's dtype.

@@ -365,6 +365,23 @@ impl OpenVersion {
         Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
     }
 
+    /// Raw bytes of a storage of which runs are to be copied.
+    pub(crate) fn window(
+        &self,
+        storage: u32,
+        range: Range<u64>,
+        unverified: bool,
+    ) -> Result<Window<'_>> {
+        let reference = &self.stored(storage).reference;
+        let start = range.start;
+        let mapped = self.archive(reference).blob().bytes();
+        let in_place = reference.packing.is_none() && mapped.is_some();
+        let bytes = self.bytes(storage, range.clone(), unverified || in_place)?;
+        // What was read or decoded is proven.
+        let proven = if in_place && !unverified { 0..0 } else { range };
+        Ok(Window { version: self, storage, start, bytes, proven })
+    }
+
     /// Copies raw bytes of a storage, proven unless `unverified`. Chunks that lie in memory, and in the
     /// range as a whole, are proven on the way: what is in `target` after an error is not proven.
     pub(crate) fn copy(
@@ -426,6 +443,36 @@ impl OpenVersion {
             .map_err(|error| Error::io(self.name(), error))?;
         self.prove(storage, chunk, &stored)?;
         Ok(stored.into())
+    }
+}
+
+/// Bytes of a storage, each chunk proven when a run first touches it: the cache has it then, for the copy.
+pub(crate) struct Window<'a> {
+    version: &'a OpenVersion,
+    storage: u32,
+    /// Where the bytes begin in the storage.
+    start: u64,
+    bytes: Bytes,
+    /// What needs no proof any more, of the storage.
+    proven: Range<u64>,
+}
+
+impl Window<'_> {
+    /// A range of its bytes.
+    pub(crate) fn bytes(&mut self, range: Range<u64>) -> Result<&[u8]> {
+        let wanted = self.start + range.start..self.start + range.end;
+        if wanted.start < self.proven.start || wanted.end > self.proven.end {
+            let reference = &self.version.stored(self.storage).reference;
+            let chunks = reference.chunks(&wanted);
+            for chunk in chunks.clone() {
+                self.version.proven(self.storage, chunk)?;
+            }
+            if !chunks.is_empty() {
+                self.proven =
+                    reference.chunk(chunks.start).start..reference.chunk(chunks.end - 1).end;
+            }
+        }
+        Ok(&self.bytes[native(range.start)..native(range.end)])
     }
 }
 

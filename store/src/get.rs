@@ -1,10 +1,11 @@
 //! Getting: a version, or parts of it, as values or into the caller's memory.
 
+mod plans;
 mod target;
 mod tree;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -14,7 +15,9 @@ use tssd_format::{
     ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, numel,
 };
 
-use self::target::{check, split};
+pub(crate) use self::plans::PlanCache;
+use self::plans::{Box, Plan, Request};
+use self::target::expect_room;
 pub(crate) use self::tree::choose_writer;
 use self::tree::{Tree, Wish, is_whole};
 use crate::controller::{Controller, Got};
@@ -22,7 +25,7 @@ use crate::environment::in_place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, VersionId};
 use crate::parallel;
-use crate::plan::{self, Copy, Wanted};
+use crate::plan::{self, Copy};
 use crate::private::Private;
 use crate::route::Transport;
 use crate::store::Store;
@@ -90,28 +93,11 @@ pub struct GetReport {
     pub seconds: f64,
 }
 
-/// Plans of the last reads, by layout and wish: a version with the layout of the one before it needs
-/// no planning.
-#[derive(Default)]
-pub(crate) struct PlanCache(Mutex<VecDeque<([u8; 32], Arc<Plan>)>>);
-
-type Plan = Vec<Vec<Copy>>;
-
-/// How many plans are kept.
-const PLANS: usize = 16;
-
-/// A box of a leaf that is to be copied.
-struct Request<'a> {
-    fqn: String,
-    references: &'a [TensorReference],
-    wanted: Wanted,
-}
-
-/// Large contiguous targets are cut into parts of about this many bytes, for several threads.
-const PART_BYTES: u64 = 16 << 20;
-
 /// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
 const STREAM_MIN: u64 = 1 << 20;
+
+/// A thread gets targets of at least this many bytes together: fewer are copied before it has started.
+const SHARE_BYTES: usize = 1 << 20;
 
 /// Storages of fewer bytes are no work for a thread.
 const SMALL_BYTES: u64 = 64 << 10;
@@ -240,10 +226,10 @@ impl<'a> Read<'a> {
         region: Option<&Region>,
         writer: Option<u32>,
     ) -> Result<Tensor> {
-        let references = &*self.version.tensor(fqn, writer)?;
+        let references = self.version.tensor(fqn, writer)?;
         let TensorReference { meta, storage, byte_offset, .. } = &references[0];
         let is_far = storage.is_some_and(|storage| self.version.far(storage).is_some());
-        if region.is_none() && is_whole(references) && !is_far {
+        if region.is_none() && is_whole(&references) && !is_far {
             let span = *byte_offset..byte_offset + meta.span_bytes();
             let bytes = storage
                 .map(|storage| self.version.view(storage, span, self.unverified))
@@ -254,16 +240,15 @@ impl<'a> Read<'a> {
             return tensor.map_err(|error| self.format_error(error));
         }
         let global_shape = plan::global_shape(&references[0]);
-        let region = region.cloned().unwrap_or_else(|| Region::whole(&global_shape));
-        let meta = self.meta(&references[0], region.shape())?;
-        let request = Request {
-            fqn: fqn.to_owned(),
-            references,
-            wanted: Wanted { region, global_shape: global_shape.into(), meta: meta.clone() },
-        };
+        let whole = Region::whole(&global_shape);
+        let region = region.unwrap_or(&whole);
+        let (offsets, shape) = (region.offsets(), region.shape());
+        let meta = self.meta(&references[0], shape)?;
         let mut memory = memory(meta.nbytes())?;
         self.needed += meta.nbytes();
-        self.fill(vec![(request, &mut memory)])?;
+        let part = Some(Box { offsets, shape, global_shape: &global_shape });
+        let request = Request { fqn, part, meta: &meta };
+        self.fill(&[request], vec![&mut memory], |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
@@ -275,15 +260,18 @@ impl<'a> Read<'a> {
     ) -> Result<BTreeSet<String>> {
         let leaf = |(fqn, _): &(String, _)| self.version.tensor(fqn, writer);
         let leaves: Vec<Arc<[TensorReference]>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
-        let mut requests = Vec::with_capacity(wanted.len());
-        for ((fqn, place), references) in wanted.iter().zip(&leaves) {
-            let (region, global_shape) = wanted_box(place.as_ref(), references);
-            let meta = self.meta(&references[0], region.shape())?;
-            let wanted = Wanted { region, global_shape: global_shape.into(), meta };
-            requests.push(Request { fqn: fqn.clone(), references, wanted });
+        let mut metas = Vec::with_capacity(wanted.len());
+        for ((_, place), references) in wanted.iter().zip(&leaves) {
+            let global_shape = plan::global_shape(&references[0]);
+            let shape = place.as_ref().map_or(&*global_shape, |place| place.slice().local_shape());
+            metas.push(self.meta(&references[0], shape)?);
         }
-        let plan = self.plan(&requests)?;
-        let copies = plan.iter().flatten();
+        let mut requests = Vec::with_capacity(wanted.len());
+        for ((fqn, place), meta) in wanted.iter().zip(&metas) {
+            requests.push(Request { fqn, part: place.as_ref().map(Box::from), meta });
+        }
+        let plan = self.plan(&requests, |at| Ok(leaves[at].clone()))?;
+        let copies = plan.parts.iter().flat_map(|part| &part.copies);
         Ok(self.version.archives_of(copies.map(|copy| copy.storage)))
     }
 
@@ -293,28 +281,17 @@ impl<'a> Read<'a> {
         targets: &mut [Target<'_>],
         writer: Option<u32>,
     ) -> Result<()> {
-        let leaf = |target: &Target<'_>| self.version.tensor(&target.fqn, writer);
-        let leaves: Vec<Arc<[TensorReference]>> =
-            targets.iter().map(leaf).collect::<Result<_>>()?;
-        let mut work = Vec::with_capacity(targets.len());
-        for (target, references) in targets.iter_mut().zip(&leaves) {
-            check(target).map_err(|error| self.format_error(error))?;
-            let (region, global_shape) = wanted_box(target.place.as_ref(), references);
-            let meta = target.meta.clone();
-            if region.shape() != meta.shape() {
-                let error = FormatError::new(FormatKind::SliceMismatch)
-                    .at(&target.fqn)
-                    .note(format_args!("target {:?}, wanted {:?}", meta.shape(), region.shape()));
-                return Err(self.format_error(error));
-            }
+        let mut requests = Vec::with_capacity(targets.len());
+        let mut memories = Vec::with_capacity(targets.len());
+        for target in targets {
+            expect_room(target).map_err(|error| self.format_error(error))?;
+            let Target { fqn, place, meta, bytes } = target;
             self.needed += meta.nbytes();
-            let wanted = Wanted { region, global_shape: global_shape.into(), meta };
-            work.push((
-                Request { fqn: target.fqn.clone(), references, wanted },
-                &mut *target.bytes,
-            ));
+            requests.push(Request { fqn, part: place.as_ref().map(Box::from), meta });
+            memories.push(&mut **bytes);
         }
-        self.fill(work)
+        let version = self.version;
+        self.fill(&requests, memories, |at| version.tensor(requests[at].fqn, writer))
     }
 
     /// The storages that leaves are views of, proven.
@@ -345,10 +322,11 @@ impl<'a> Read<'a> {
             target: 0,
             runs: Runs::run(self.version.storage_len(storage)),
         };
-        let copies: Vec<Vec<Copy>> = storages.iter().map(|storage| vec![whole(*storage)]).collect();
+        let copies: Vec<Copy> = storages.iter().map(|storage| whole(*storage)).collect();
         let memories = storages.iter().map(|storage| memory(self.version.storage_len(*storage)));
         let mut memories: Vec<Vec<u8>> = memories.collect::<Result<_>>()?;
-        self.pull(copies.iter().zip(memories.iter_mut().map(Vec::as_mut_slice)))?;
+        let copies = copies.iter().map(std::slice::from_ref);
+        self.pull(copies.zip(memories.iter_mut().map(Vec::as_mut_slice)).collect())?;
         Ok(storages.into_iter().zip(memories.into_iter().map(Bytes::from)).collect())
     }
 
@@ -356,50 +334,53 @@ impl<'a> Read<'a> {
     fn assemble(&mut self, wishes: &IndexMap<Wish<'_>, String>) -> Result<Vec<Tensor>> {
         let mut metas = Vec::with_capacity(wishes.len());
         let mut memories = Vec::with_capacity(wishes.len());
-        let mut requests = Vec::with_capacity(wishes.len());
-        for ((references, place), fqn) in wishes {
-            let (region, global_shape) = wanted_box(*place, references);
-            let meta = self.meta(&references[0], region.shape())?;
+        for (references, place) in wishes.keys() {
+            let global_shape = plan::global_shape(&references[0]);
+            let shape = place.map_or(&*global_shape, |place| place.slice().local_shape());
+            let meta = self.meta(&references[0], shape)?;
             memories.push(memory(meta.nbytes())?);
-            let wanted = Wanted { region, global_shape: global_shape.into(), meta: meta.clone() };
-            requests.push(Request { fqn: fqn.clone(), references, wanted });
             metas.push(meta);
         }
-        let targets = memories.iter_mut().map(Vec::as_mut_slice);
-        self.fill(requests.into_iter().zip(targets).collect())?;
+        let mut requests = Vec::with_capacity(wishes.len());
+        for (((_, place), fqn), meta) in wishes.iter().zip(&metas) {
+            requests.push(Request { fqn, part: place.map(Box::from), meta });
+        }
+        let targets = memories.iter_mut().map(Vec::as_mut_slice).collect();
+        let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
+        self.fill(&requests, targets, references)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
         let tensors = metas.into_iter().zip(memories).map(tensor);
         tensors.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
     }
 
-    /// Plans all requests before any byte is touched, then copies on all cores.
-    fn fill(&mut self, work: Vec<(Request<'_>, &mut [u8])>) -> Result<()> {
-        let mut requests = Vec::with_capacity(work.len());
-        let mut targets = Vec::with_capacity(work.len());
-        for (request, target) in work {
-            split(request, target, &mut requests, &mut targets);
-        }
-        let plan = self.plan(&requests)?;
-        let copies = plan.iter().flatten();
-        self.transferred += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
+    /// Plans all requests before any byte is touched, then copies on all cores. The slices of the leaf that a
+    /// request is about are looked up if there is no plan yet.
+    fn fill(
+        &mut self,
+        requests: &[Request<'_>],
+        targets: Vec<&mut [u8]>,
+        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
+    ) -> Result<()> {
+        let plan = self.plan(requests, references)?;
+        self.transferred += plan.bytes;
+        let mut parts = plan.cut(targets);
         let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
-        let run = |(copies, target): (&Vec<Copy>, &mut [u8])| {
+        let fill = |(copies, target): &mut (&[Copy], &mut [u8])| {
             copies.iter().filter(is_near).try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
-        let near = plan.iter().zip(targets.iter_mut().map(|target| &mut **target)).collect();
-        let copied = parallel::map(near, run);
-        let filled = copied.and_then(|_| self.pull(plan.iter().zip(targets)));
+        let copied = parallel::map(shares(&mut parts), |share| share.iter_mut().try_for_each(fill));
+        let filled = copied.and_then(|_| self.pull(parts));
         self.copying += started.elapsed();
         filled.map_err(Error::target_modified)
     }
 
     /// Fills targets with what is elsewhere.
-    fn pull<'t>(&self, work: impl Iterator<Item = (&'t Vec<Copy>, &'t mut [u8])>) -> Result<()> {
+    fn pull(&self, parts: Vec<(&[Copy], &mut [u8])>) -> Result<()> {
         let Some(holder) = self.version.holder() else { return Ok(()) };
         let mut verified = 0;
         let mut jobs = Vec::new();
-        for (copies, target) in work {
+        for (copies, target) in parts {
             let mut boxes = Vec::new();
             for copy in copies {
                 if let Some(far) = self.version.far(copy.storage) {
@@ -417,45 +398,33 @@ impl<'a> Read<'a> {
         Ok(())
     }
 
-    fn plan(&mut self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
+    fn plan(
+        &mut self,
+        requests: &[Request<'_>],
+        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
+    ) -> Result<Arc<Plan>> {
         let started = Instant::now();
-        let plan = self.known_plan(requests);
+        let name = plans::name(&self.version.layout, self.writer, requests);
+        let known = self.plans.get(&name);
+        let plan = known.map_or_else(|| self.new_plan(name, requests, references), Ok);
         self.planned += started.elapsed();
         plan
     }
 
-    fn known_plan(&self, requests: &[Request<'_>]) -> Result<Arc<Plan>> {
-        let name = self.name_of(requests);
-        if let Some(plan) = self.plans.get(&name) {
-            return Ok(plan);
+    fn new_plan(
+        &self,
+        name: [u8; 32],
+        requests: &[Request<'_>],
+        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
+    ) -> Result<Arc<Plan>> {
+        let mut plan = Plan::default();
+        for (at, request) in requests.iter().enumerate() {
+            let added = plan.add(at, request, &references(at)?);
+            added.map_err(|error| self.format_error(error))?;
         }
-        let each = |request: &Request<'_>| {
-            plan::plan(request.references, &request.wanted)
-                .map_err(|error| self.format_error(error.at(&request.fqn)))
-        };
-        let plan = Arc::new(requests.iter().map(each).collect::<Result<Plan>>()?);
+        let plan = Arc::new(plan);
         self.plans.insert(name, plan.clone());
         Ok(plan)
-    }
-
-    /// What a plan is cached under: the layout of the version, which says where each leaf lies, and all that
-    /// is wanted of it.
-    fn name_of(&self, requests: &[Request<'_>]) -> [u8; 32] {
-        let mut bytes = Vec::with_capacity(128 * requests.len());
-        bytes.extend(self.version.layout);
-        let writer = self.writer.map_or(u64::MAX, u64::from);
-        bytes.extend(writer.to_le_bytes());
-        for Request { fqn, wanted, .. } in requests {
-            let (meta, region) = (&wanted.meta, &wanted.region);
-            bytes.extend(wide(fqn.len()).to_le_bytes());
-            bytes.extend(fqn.as_bytes());
-            let strides = meta.strides();
-            let vectors = [&*wanted.global_shape, region.offsets(), region.shape(), &strides];
-            let words = [wide(region.rank()), u64::from(meta.dtype().code())];
-            let words = words.iter().chain(vectors.into_iter().flatten());
-            bytes.extend(words.flat_map(|word| word.to_le_bytes()));
-        }
-        *blake3::hash(&bytes).as_bytes()
     }
 
     fn copy(&self, copy: &Copy, target: &mut [u8]) -> Result<()> {
@@ -513,13 +482,24 @@ pub(crate) fn fill(
     if version.holder().is_some() { in_place(fill) } else { fill() }
 }
 
-/// The box of a tensor that is wanted, and the shape that the tensor is said to have as a whole.
-fn wanted_box(place: Option<&ShardPlace>, references: &[TensorReference]) -> (Region, Vec<u64>) {
-    let global_shape = plan::global_shape(&references[0]);
-    match place {
-        Some(place) => (place.slice().region(), place.slice().global_shape().to_vec()),
-        None => (Region::whole(&global_shape), global_shape),
+/// Parts of targets, for a thread each.
+fn shares<'p, 'a, 't>(
+    mut parts: &'p mut [(&'a [Copy], &'t mut [u8])],
+) -> Vec<&'p mut [(&'a [Copy], &'t mut [u8])]> {
+    let mut shares = Vec::new();
+    let mut bytes = 0;
+    let mut count = 0;
+    while count < parts.len() {
+        bytes += parts[count].1.len();
+        count += 1;
+        if bytes >= SHARE_BYTES {
+            let (share, rest) = std::mem::take(&mut parts).split_at_mut(count);
+            shares.push(share);
+            (parts, bytes, count) = (rest, 0, 0);
+        }
     }
+    shares.push(parts);
+    shares
 }
 
 impl Drop for Read<'_> {
@@ -540,19 +520,6 @@ impl Drop for Read<'_> {
             seconds = self.started.elapsed().as_secs_f64(),
             "read"
         );
-    }
-}
-
-impl PlanCache {
-    fn get(&self, name: &[u8; 32]) -> Option<Arc<Plan>> {
-        let plans = self.0.lock().expect("nobody panics while holding the plans");
-        plans.iter().find(|(other, _)| other == name).map(|(_, plan)| plan.clone())
-    }
-
-    fn insert(&self, name: [u8; 32], plan: Arc<Plan>) {
-        let mut plans = self.0.lock().expect("nobody panics while holding the plans");
-        plans.push_front((name, plan));
-        plans.truncate(PLANS);
     }
 }
 

@@ -590,7 +590,7 @@ fn two_daemons_serve_one_version() {
 }
 
 fn eventually(is_so: impl Fn() -> bool) {
-    assert!((0..1000).any(|_| {
+    assert!((0..3000).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
         is_so()
     }));

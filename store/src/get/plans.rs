@@ -1,0 +1,186 @@
+//! What is copied where, kept for the next version of the same layout.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use tssd_format::{
+    Error as FormatError, ErrorKind as FormatKind, Region, Result, ShardPlace, TensorMeta,
+    TensorReference,
+};
+
+use super::target::expect_apart;
+use super::{native, wide};
+use crate::plan::{self, Copy, Wanted};
+
+/// Plans of the last reads, by layout and wish: a version with the layout of the one before it needs
+/// no planning.
+#[derive(Default)]
+pub(crate) struct PlanCache(Mutex<VecDeque<([u8; 32], Arc<Plan>)>>);
+
+/// How many plans are kept.
+const PLANS: usize = 16;
+
+/// Large contiguous targets are cut into parts of about this many bytes, for several threads.
+const PART_BYTES: u64 = 16 << 20;
+
+/// What is wanted of a leaf: a box of it, or all of it, and how it is to lie in memory.
+pub(super) struct Request<'a> {
+    pub(super) fqn: &'a str,
+    pub(super) part: Option<Box<'a>>,
+    pub(super) meta: &'a TensorMeta,
+}
+
+/// A box of a global tensor.
+#[derive(Clone, Copy)]
+pub(super) struct Box<'a> {
+    pub(super) offsets: &'a [u64],
+    pub(super) shape: &'a [u64],
+    pub(super) global_shape: &'a [u64],
+}
+
+impl<'a> From<&'a ShardPlace> for Box<'a> {
+    fn from(place: &'a ShardPlace) -> Self {
+        let slice = place.slice();
+        let (offsets, shape) = (slice.offsets(), slice.local_shape());
+        Self { offsets, shape, global_shape: slice.global_shape() }
+    }
+}
+
+/// The parts of all targets, in order.
+#[derive(Default)]
+pub(super) struct Plan {
+    pub(super) parts: Vec<Part>,
+    /// How many bytes are copied.
+    pub(super) bytes: u64,
+}
+
+/// A part of a target, from where the one before it ends, and what fills it: its copies count from there.
+pub(super) struct Part {
+    /// The number of the target.
+    pub(super) target: usize,
+    /// How many bytes of its memory.
+    pub(super) len: usize,
+    pub(super) copies: Vec<Copy>,
+}
+
+impl PlanCache {
+    /// The plan of a name, if it is one of the last.
+    pub(super) fn get(&self, name: &[u8; 32]) -> Option<Arc<Plan>> {
+        let plans = self.0.lock().expect("nobody panics while holding the plans");
+        plans.iter().find(|(other, _)| other == name).map(|(_, plan)| plan.clone())
+    }
+
+    pub(super) fn insert(&self, name: [u8; 32], plan: Arc<Plan>) {
+        let mut plans = self.0.lock().expect("nobody panics while holding the plans");
+        plans.push_front((name, plan));
+        plans.truncate(PLANS);
+    }
+}
+
+/// What a plan is kept under: the layout of the version, which says where each leaf lies, whose leaves are
+/// read, and all that is wanted of them.
+pub(super) fn name(layout: &[u8; 16], writer: Option<u32>, requests: &[Request<'_>]) -> [u8; 32] {
+    let mut bytes = Vec::with_capacity(128 * requests.len());
+    bytes.extend(layout);
+    bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
+    let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+    for Request { fqn, part, meta } in requests {
+        let words = [wide(fqn.len()), u64::from(meta.dtype().code()), wide(meta.shape().len())];
+        add(&words);
+        add(meta.shape());
+        add(&[u64::from(meta.is_contiguous())]);
+        if !meta.is_contiguous() {
+            add(&meta.strides());
+        }
+        add(&[u64::from(part.is_some())]);
+        for vector in part.iter().flat_map(|part| [part.offsets, part.shape, part.global_shape]) {
+            add(&[wide(vector.len())]);
+            add(vector);
+        }
+    }
+    for Request { fqn, .. } in requests {
+        bytes.extend(fqn.as_bytes());
+    }
+    *blake3::hash(&bytes).as_bytes()
+}
+
+impl Plan {
+    /// Adds what fills the next target.
+    pub(super) fn add(
+        &mut self,
+        target: usize,
+        request: &Request<'_>,
+        references: &[TensorReference],
+    ) -> Result<()> {
+        let Request { fqn, part, meta } = request;
+        expect_apart(fqn, meta)?;
+        let global_shape = plan::global_shape(&references[0]);
+        let (region, global_shape) = match part {
+            Some(part) => {
+                let region = Region::new(part.offsets, part.shape);
+                (region.map_err(|error| error.at(fqn))?, part.global_shape.to_vec())
+            }
+            None => (Region::whole(&global_shape), global_shape),
+        };
+        if region.shape() != meta.shape() {
+            return Err(FormatError::new(FormatKind::SliceMismatch).at(fqn).note(format_args!(
+                "target {:?}, wanted {:?}",
+                meta.shape(),
+                region.shape()
+            )));
+        }
+        let wanted = Wanted { region, global_shape: global_shape.into(), meta: (*meta).clone() };
+        for wanted in rows(wanted) {
+            let copies = plan::plan(references, &wanted).map_err(|error| error.at(fqn))?;
+            self.bytes += copies.iter().map(|copy| copy.runs.total_bytes()).sum::<u64>();
+            self.parts.push(Part { target, len: native(span(&wanted.meta)), copies });
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// The memory of each part, with the copies that fill it.
+    pub(super) fn cut<'p, 't>(
+        &'p self,
+        targets: Vec<&'t mut [u8]>,
+    ) -> Vec<(&'p [Copy], &'t mut [u8])> {
+        let mut parts = self.parts.iter().peekable();
+        let mut cut = Vec::with_capacity(self.parts.len());
+        for (number, target) in targets.into_iter().enumerate() {
+            // What follows a part is that of the next one, if it is of the same target.
+            let mut rest = target;
+            while let Some(part) = parts.next_if(|part| part.target == number) {
+                let (memory, tail) = rest.split_at_mut(part.len);
+                cut.push((&*part.copies, memory));
+                rest = tail;
+            }
+        }
+        cut
+    }
+}
+
+/// How many bytes a tensor spans.
+pub(super) fn span(meta: &TensorMeta) -> u64 {
+    if meta.numel() == 0 { 0 } else { meta.span_bytes() }
+}
+
+/// Cuts a large contiguous wish into rows, so that several threads can fill it.
+fn rows(wanted: Wanted) -> Vec<Wanted> {
+    let rows = wanted.meta.shape().first().copied().unwrap_or(1);
+    let row_bytes = wanted.meta.nbytes().checked_div(rows).unwrap_or(0);
+    if wanted.meta.nbytes() < 2 * PART_BYTES || !wanted.meta.is_contiguous() || rows < 2 {
+        return vec![wanted];
+    }
+    let step = PART_BYTES.div_ceil(row_bytes);
+    let part = |row: u64| {
+        let mut offsets = wanted.region.offsets().to_vec();
+        let mut shape = wanted.region.shape().to_vec();
+        offsets[0] += row;
+        shape[0] = step.min(rows - row);
+        let region = Region::new(&offsets, &shape).expect("a part of a region");
+        let meta = TensorMeta::new(wanted.meta.dtype(), &shape).expect("a part of a tensor");
+        Wanted { region, global_shape: wanted.global_shape.clone(), meta }
+    };
+    (0..rows).step_by(native(step)).map(part).collect()
+}

@@ -1,0 +1,134 @@
+"""One state dict on the ranks of a trainer, then on those of a generator, with another sharding.
+
+Each rank is a process of one thread. All begin together, and what counts is the slowest of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from daemon import daemon
+from layouts import RANKS, RESHARDS, wholes
+from model import Model, model
+from peer import TORCHSTORE
+from race import Rounds, Runner, race
+
+BYTES = 250_000_000
+
+
+class Ranks:
+    """Processes that do the same at the same time."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        self.processes = processes
+
+    def __call__(self, *words: str) -> float:
+        """The seconds of the slowest."""
+        for process in self.processes:
+            assert process.stdin is not None
+            print(*words, file=process.stdin, flush=True)
+        seconds = 0.0
+        for number, process in enumerate(self.processes):
+            assert process.stdout is not None
+            answer = process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"rank {number} has ended at {' '.join(words)}")
+            seconds = max(seconds, float(answer))
+        return seconds
+
+    def put_and_get(self, way: str, name: str) -> float:
+        self(way, "put", name)
+        return self(way, "get", name)
+
+
+@contextmanager
+def ranks(python: str, nbytes: int, url: str) -> Iterator[Ranks]:
+    """As torchrun would start them, with the libraries that this Python has."""
+    folder = Path(tempfile.mkdtemp())
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    script = str(Path(__file__).parent / "reshard_rank.py")
+    pipe = subprocess.PIPE
+    quiet = subprocess.DEVNULL if url == "torchstore" else None
+    processes = [
+        subprocess.Popen(
+            [python, script, str(folder), str(rank), str(nbytes), url],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=quiet,
+            text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        yield Ranks(processes)
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def reshard(rounds: Rounds, size: int | None) -> None:
+    """Every layout to every other."""
+    nbytes = min(BYTES, size or BYTES)
+    whole = model(f"{len(list(wholes(nbytes)))} square matrices", "", dict(wholes(nbytes)))
+    with ExitStack() as stack:
+        url = stack.enter_context(daemon(8 * nbytes))
+        here = stack.enter_context(ranks(sys.executable, nbytes, url))
+        there = None
+        if python := os.environ.get(TORCHSTORE):
+            there = stack.enter_context(ranks(python, nbytes, "torchstore"))
+        for name, (what, *_) in RESHARDS.items():
+            one_way(name, what, here, there, whole, rounds)
+
+
+def one_way(
+    name: str, what: str, here: Ranks, there: Ranks | None, whole: Model, rounds: Rounds
+) -> None:
+    for case, run in (("reshard put", "put"), ("reshard get", "get")):
+
+        def turn(own: Ranks, way: str, run: str = run) -> float:
+            return own(way, "put", name) if run == "put" else own.put_and_get(way, name)
+
+        others = [Runner("torchstore", partial(turn, there, "torchstore"))] if there is not None else []
+        race(
+            case,
+            f"{what}, {'all writers' if run == 'put' else 'all readers, in place'}",
+            Runner("tssd", partial(turn, here, "tssd"), "ours"),
+            *others,
+            Runner("DCP, files not synced", partial(turn, here, "dcp")),
+            Runner("torch copy_", partial(turn, here, "copy"), "limit"),
+            model=whole,
+            rounds=rounds,
+        )
+    here("tssd", "check", name)
+    here("dcp", "check", name)
+    if there is not None:
+        there("torchstore", "check", name)

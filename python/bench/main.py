@@ -167,7 +167,8 @@ def version_of_torchstore() -> str:
     )
     command = [python, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "not importable"
+    # Libraries print there as well.
+    return done.stdout.splitlines()[-1].strip() if done.returncode == 0 else "not importable"
 
 
 def parsed() -> argparse.Namespace:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -51,48 +50,50 @@ class Ranks:
 
 
 @contextmanager
-def ranks(python: str, nbytes: int, url: str) -> Iterator[Ranks]:
-    """As torchrun would start them, with the libraries that this Python has."""
-    folder = Path(tempfile.mkdtemp())
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    script = str(Path(__file__).parent / "reshard_rank.py")
-    pipe = subprocess.PIPE
-    quiet = subprocess.DEVNULL if url == "torchstore" else None
+def ranks(nbytes: int, url: str) -> Iterator[Ranks]:
+    """Ours, and those of DCP: the same processes."""
+    with started("reshard_rank.py", [[str(rank), str(nbytes), url] for rank in range(RANKS)]) as found:
+        yield found
+
+
+@contextmanager
+def torchstore(nbytes: int) -> Iterator[Ranks | None]:
+    """One process, which starts the ranks itself."""
+    python = os.environ.get(TORCHSTORE)
+    if not python:
+        yield None
+        return
+    with started("reshard_torchstore.py", [[str(nbytes)]], python) as found:
+        yield found
+
+
+@contextmanager
+def started(script: str, arguments: list[list[str]], python: str | None = None) -> Iterator[Ranks]:
+    """A process for each, all with the same folder."""
+    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp())
     processes = [
         subprocess.Popen(
-            [python, script, str(folder), str(rank), str(nbytes), url],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=quiet,
+            [python or sys.executable, str(here / script), str(folder), *own],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if python else None,
             text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            # Processes that these start find our modules too.
+            env={**os.environ, "PYTHONPATH": str(here)} if python else None,
         )
-        for rank in range(RANKS)
+        for own in arguments
     ]
+    found = Ranks(processes)
     try:
-        yield Ranks(processes)
+        yield found
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.communicate()
         shutil.rmtree(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def reshard(rounds: Rounds, size: int | None) -> None:
@@ -101,10 +102,8 @@ def reshard(rounds: Rounds, size: int | None) -> None:
     whole = model(f"{len(list(wholes(nbytes)))} square matrices", "", dict(wholes(nbytes)))
     with ExitStack() as stack:
         url = stack.enter_context(daemon(8 * nbytes))
-        here = stack.enter_context(ranks(sys.executable, nbytes, url))
-        there = None
-        if python := os.environ.get(TORCHSTORE):
-            there = stack.enter_context(ranks(python, nbytes, "torchstore"))
+        here = stack.enter_context(ranks(nbytes, url))
+        there = stack.enter_context(torchstore(nbytes))
         for name, (what, *_) in RESHARDS.items():
             one_way(name, what, here, there, whole, rounds)
 

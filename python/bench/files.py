@@ -16,10 +16,11 @@ from typing import Any
 import records
 import torch
 import tssd
-from formats import DCP, SAFETENSORS, TORCH, TSSD, Format, load_dcp
+from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, model, tensors
 from race import Role, Rounds, Runner, ours, race, timed
 from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 OTHERS = (SAFETENSORS, TORCH, DCP)
 #: What is read and written in one call where the machine's own speed is measured.
@@ -84,29 +85,29 @@ class Files:
         self.race(
             "load",
             "all of it, checksums proven, each page touched",
-            ours(timed(partial(self.load_and_touch, TSSD))),
+            ours(timed(partial(self.touched_by, partial(self.loaded, TSSD)))),
             *(
-                Runner(each.name, timed(partial(self.load_and_touch, each)), target=each.target)
+                Runner(each.name, timed(partial(self.touched_by, partial(self.loaded, each))), target=each.target)
                 for each in OTHERS
             ),
-            Runner("torch.load, mmap", timed(lambda: self.expect_touched(self.mapped())), "peer"),
+            Runner("torch.load, mmap", timed(partial(self.touched_by, self.mapped)), "peer"),
             *(
-                Runner(name, timed(lambda load=load: self.expect_touched(load())), "also")
+                Runner(name, timed(partial(self.touched_by, load)), "also")
                 for name, load in also.items()
             ),
             Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
         )
         for each in (TSSD, *OTHERS):
-            expect_same(each.load(self.at(each.name), self.state), self.state)
+            expect_same(self.loaded(each), self.state)
         for load in (*also.values(), self.mapped):
             expect_same(load(), self.state)
 
-    def one(self) -> None:
+    def tensor(self) -> None:
         """One tensor of all."""
         name = sorted(self.state, key=lambda name: self.state[name].nbytes)[-2]
         self.of_one("one", f"one tensor of {self.model.count:,}, {name}", name, None)
 
-    def slice(self) -> None:
+    def part(self) -> None:
         """A part of the greatest tensor."""
         name = max(self.state, key=lambda name: int(self.state[name].nbytes))
         rows = self.state[name].shape[0]
@@ -143,7 +144,7 @@ class Files:
             case,
             f"{what}, of a file, each page touched",
             *(
-                Runner(runner, timed(lambda load=load: touch(load())), role)
+                Runner(runner, timed(partial(_touch, load)), role)
                 for runner, (load, role) in loads.items()
             ),
             Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
@@ -190,8 +191,8 @@ class Files:
         self.race(
             "load, zstd",
             "compressed, checksums proven, each page touched",
-            ours(timed(lambda: self.expect_touched(load()))),
-            Runner("tssd, not compressed", timed(partial(self.load_and_touch, TSSD)), "also"),
+            ours(timed(partial(self.touched_by, load))),
+            Runner("tssd, not compressed", timed(partial(self.touched_by, partial(self.loaded, TSSD))), "also"),
         )
         expect_same(load(), self.state)
         self.is_saved = False
@@ -212,10 +213,11 @@ class Files:
             os.sync()
         self.is_saved = True
 
-    def load_and_touch(self, each: Format) -> State:
-        return self.expect_touched(each.load(self.at(each.name), self.state))
+    def loaded(self, each: Format) -> State:
+        return each.load(self.at(each.name), self.state)
 
-    def expect_touched(self, state: State) -> State:
+    def touched_by(self, load: Callable[[], State]) -> State:
+        state = load()
         if touch(state) != self.touched:
             raise AssertionError("other bytes than were saved")
         return state
@@ -245,6 +247,12 @@ def touch(value: Any) -> int:
     for tensor in tensors(value):
         total += int(tensor.detach().view(torch.uint8).flatten()[::4096].sum(dtype=torch.int64))
     return total
+
+
+def _touch(load: Callable[[], torch.Tensor]) -> torch.Tensor:
+    tensor = load()
+    touch(tensor)
+    return tensor
 
 
 def write(buffer: bytes, path: Path) -> None:

@@ -106,8 +106,8 @@ def in_files(options: argparse.Namespace, chosen: list[str], rounds: Rounds) -> 
     cases = {
         "save": Files.save,
         "load": Files.load,
-        "one": Files.one,
-        "slice": Files.slice,
+        "one": Files.tensor,
+        "slice": Files.part,
         "verify": Files.verify,
     }
     if set(cases) & set(chosen):

@@ -61,6 +61,9 @@ def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) ->
             writer.put_state_dict(model.state, KEY)
             reader.get_state_dict(KEY, into)
 
+        # Two versions are there at once: from the third on all memory is warm.
+        for _ in range(3):
+            put_and_get()
         race(
             "nested put and get",
             "a new version, into tensors that are there",

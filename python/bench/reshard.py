@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -80,20 +81,30 @@ def started(script: str, arguments: list[list[str]], python: str | None = None) 
             text=True,
             # Processes that these start find our modules too.
             env={**os.environ, "PYTHONPATH": str(here)} if python else None,
+            start_new_session=True,
         )
         for own in arguments
     ]
-    found = Ranks(processes)
     try:
-        yield found
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
+        yield Ranks(processes)
     finally:
         for process in processes:
-            process.communicate()
+            assert process.stdin is not None
+            # A rank that has ended has closed it.
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in processes:
+            end(process)
         shutil.rmtree(folder)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """It ends by itself when there is nothing more to do; with what it started, if that takes long."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def reshard(rounds: Rounds, size: int | None) -> None:
@@ -111,6 +122,9 @@ def reshard(rounds: Rounds, size: int | None) -> None:
 def one_way(
     name: str, what: str, here: Ranks, there: Ranks | None, whole: Model, rounds: Rounds
 ) -> None:
+    # Two versions are there at once: from the third on all memory is warm.
+    for _ in range(3):
+        here.put_and_get("tssd", name)
     for case, run in (("reshard put", "put"), ("reshard get", "get")):
 
         def turn(own: Ranks, way: str, run: str = run) -> float:

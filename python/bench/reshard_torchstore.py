@@ -33,7 +33,7 @@ class Torchstore:
         await torchstore.get_state_dict(key, into)
 
 
-class RankActor(Actor):
+class RankActor(Actor):  # type: ignore[misc]
     """A rank."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
@@ -44,11 +44,11 @@ class RankActor(Actor):
         os.environ["LOCAL_RANK"] = str(number)
         self.rank = Rank(Path(folder), number, nbytes, {"torchstore": Torchstore()})
 
-    @endpoint
+    @endpoint  # type: ignore[untyped-decorator]
     async def join(self) -> None:
         join(self.rank.folder, self.rank.rank, RANKS)
 
-    @endpoint
+    @endpoint  # type: ignore[untyped-decorator]
     async def answer(self, way: str, what: str, name: str) -> float:
         return await self.rank.answer(way, what, name)
 

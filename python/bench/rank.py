@@ -39,7 +39,7 @@ class Rank:
         _, writers, readers = RESHARDS[name]
         layout = writers if what == "put" else readers
         if what == "put" and self.rank == 0:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            shutil.rmtree(self.folder / way / name, ignore_errors=True)
         if what == "check":
             clear(self.into)
         dist.barrier()

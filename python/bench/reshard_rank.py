@@ -76,7 +76,7 @@ async def main(folder: Path, number: int, nbytes: int, url: str) -> None:
     # torch warns of what is meant here.
     warnings.simplefilter("ignore")
     join(folder, number, RANKS)
-    rank = Rank(folder, number, nbytes, {"tssd": Tssd(url), "dcp": Dcp(folder), "copy": Copy()})
+    rank = Rank(folder, number, nbytes, {"tssd": Tssd(url), "dcp": Dcp(folder / "dcp"), "copy": Copy()})
     for line in sys.stdin:
         print(await rank.answer(*line.split()), file=answers, flush=True)
     dist.barrier()

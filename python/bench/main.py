@@ -155,7 +155,7 @@ def version_of_torchstore() -> str:
     if not python:
         return "not importable"
     script = (
-        "import importlib.metadata, json, pathlib, subprocess, torchstore\n"
+        "import importlib.metadata, json, pathlib, subprocess\n"
         "found = importlib.metadata.distribution('torchstore')\n"
         "about = json.loads(found.read_text('direct_url.json') or '{}')\n"
         "commit = about.get('vcs_info', {}).get('commit_id', '')[:7]\n"
@@ -167,8 +167,7 @@ def version_of_torchstore() -> str:
     )
     command = [python, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # Libraries print there as well.
-    return done.stdout.splitlines()[-1].strip() if done.returncode == 0 else "not importable"
+    return done.stdout.strip() if done.returncode == 0 else "not importable"
 
 
 def parsed() -> argparse.Namespace:

@@ -22,8 +22,10 @@ NEW = "torchstore, a new key per version"
 class Peer:
     """What is asked of it, line by line."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, python: str) -> None:
+        self.python = python
+        #: Started by what is first asked of it.
+        self.process: subprocess.Popen[str] | None = None
         self.versions = count()
         self.key = ""
 
@@ -31,6 +33,10 @@ class Peer:
         return self.ask(what, argument)[0]
 
     def ask(self, what: str, argument: str) -> list[float]:
+        if self.process is None:
+            command = [self.python, str(Path(__file__).parent / "torchstore_peer.py")]
+            pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(what, argument, file=self.process.stdin, flush=True)
@@ -82,10 +88,12 @@ def torchstore() -> Iterator[Peer | None]:
         print(f"torchstore is left out: {TORCHSTORE} names no Python that has it (docs/performance.md)\n")
         yield None
         return
-    command = [python, str(Path(__file__).parent / "torchstore_peer.py")]
-    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True) as process:
-        yield Peer(process)
+    peer = Peer(python)
+    try:
+        yield peer
+    finally:
+        if peer.process is not None:
+            peer.process.communicate()
 
 
 def runners(peer: Peer | None, *named: tuple[str, Callable[[Peer], float], float | None]) -> list[Runner]:

@@ -101,7 +101,7 @@ def started(script: str, arguments: list[list[str]], python: str | None = None) 
 def end(process: subprocess.Popen[str]) -> None:
     """It ends by itself when there is nothing more to do; with what it started, if that takes long."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(10)
+        process.wait(5)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

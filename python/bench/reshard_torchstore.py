@@ -1,6 +1,6 @@
 """The ranks of reshard.py with torchstore: python reshard_torchstore.py FOLDER BYTES.
 
-torchstore starts the ranks itself, as actors with a volume for each; keys are overwritten while nobody reads.
+torchstore starts the ranks itself, as actors; keys are overwritten while nobody reads.
 Lines and answers are those of reshard_rank.py, but that one process answers for all ranks: the seconds of the
 slowest. The way is torchstore.
 """
@@ -40,8 +40,6 @@ class RankActor(Actor):  # type: ignore[misc]
         # What each call says of itself would count.
         logging.disable(logging.INFO)
         number = current_rank().rank
-        # It says which volume is this rank's own.
-        os.environ["LOCAL_RANK"] = str(number)
         self.rank = Rank(Path(folder), number, nbytes, {"torchstore": Torchstore()})
 
     @endpoint  # type: ignore[untyped-decorator]
@@ -57,8 +55,8 @@ async def main(folder: str, nbytes: int) -> None:
     # Libraries print there as well.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    strategy = torchstore.LocalRankStrategy(TransportType.SharedMemory)
-    await torchstore.initialize(num_storage_volumes=RANKS, strategy=strategy)
+    strategy = torchstore.ControllerStorageVolumes(TransportType.SharedMemory)
+    await torchstore.initialize(strategy=strategy)
     ranks = await spawn_actors(RANKS, RankActor, "ranks", folder=folder, nbytes=nbytes)
     await ranks.join.call()
     for line in sys.stdin:

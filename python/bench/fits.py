@@ -16,6 +16,7 @@ from daemon import daemon
 from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
+from model import clear as zero
 from peer import KEY, Peer
 from race import Role, Rounds, Runner, measure, timed
 
@@ -28,8 +29,8 @@ OPERATIONS = {
     "save": "A new file, nobody waits for the disk",
     "load": "All of a file, each page touched",
 }
-#: Its name, what is done before, and who does it.
-Operation = tuple[str, Callable[[], object], list[Runner]]
+#: Its name, what is done before, who does it, and what is looked at after.
+Operation = tuple[str, Callable[[], object], list[Runner], Callable[[], object]]
 Points = dict[str, dict[str, list[dict[str, Any]]]]
 
 
@@ -41,9 +42,11 @@ def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> 
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
             with ExitStack() as stack:
-                for operation, prepare, runners in (*stores(stack, model, other), *files(folder, model)):
+                every = [*stores(stack, model, other), *files(folder, model)]
+                for operation, prepare, runners, check in every:
                     prepare()
                     times = measure(runners, rounds)
+                    check()
                     for runner in runners:
                         roles[runner.name] = runner.role
                         point = {"tensors": model.count, "bytes": model.nbytes}
@@ -91,9 +94,15 @@ def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation
         for _ in range(3):
             put()
             get()
-        expect_same(into, model.state)
 
-    return [("put", prepare, puts), ("get", prepare, gets)]
+    def check() -> None:
+        zero(into)
+        get()
+        expect_same(into, model.state)
+        if other is not None:
+            other.check(KEY)
+
+    return [("put", prepare, puts, check), ("get", prepare, gets, check)]
 
 
 def files(folder: Path, model: Model) -> list[Operation]:
@@ -111,16 +120,18 @@ def files(folder: Path, model: Model) -> list[Operation]:
         clear(folder)
         for each in FORMATS:
             save(each)
+
+    def check() -> None:
+        for each in FORMATS:
             expect_same(each.load(folder / each.name, model.state), model.state)
 
-    return [
-        (
-            "save",
-            save_all,
-            [
-                Runner(each.name, timed(partial(save, each), before=partial(clear, folder)), each.role)
-                for each in FORMATS
-            ],
-        ),
-        ("load", save_all, [Runner(each.name, timed(partial(load, each)), each.role) for each in FORMATS]),
+    def save_all_and_check() -> None:
+        save_all()
+        check()
+
+    saves = [
+        Runner(each.name, timed(partial(save, each), before=partial(clear, folder)), each.role)
+        for each in FORMATS
     ]
+    loads = [Runner(each.name, timed(partial(load, each)), each.role) for each in FORMATS]
+    return [("save", save_all, saves, save_all_and_check), ("load", save_all, loads, check)]

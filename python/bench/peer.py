@@ -62,7 +62,7 @@ class Peer:
         return self("get", self.key)
 
     def get_first(self) -> float:
-        """The first get of a reader, into memory that is new too."""
+        """The first get of a reader."""
         self.put_new()
         return self("first", self.key)
 

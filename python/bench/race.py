@@ -122,6 +122,8 @@ def report(
 ) -> None:
     """Prints the row of each, and records them."""
     mine = times[runners[0].name]
+    # Where a time is asked for, or there are few bytes, bytes per second say nothing.
+    is_rate = milliseconds is None and model.nbytes > 1e7
     print(f"{case}: {what}, {model} ({len(mine)} rounds, interleaved; medians)")
     targets: list[dict[str, Any]] = []
     if milliseconds is not None:
@@ -131,7 +133,7 @@ def report(
         own = times[runner.name]
         median = statistics.median(own)
         line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(own) * 1e3:.1f}..{max(own) * 1e3:.1f})"
-        if model.nbytes > 1e6:
+        if is_rate:
             line += f"{model.nbytes / 1e9 / median:>8.2f} GB/s"
         row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": own}
         if runner.role != "ours":
@@ -148,7 +150,7 @@ def report(
         print(line, flush=True)
     print()
     rows[0]["targets"] = targets
-    size = {"bytes": model.nbytes, "tensors": model.count}
+    size = {"bytes": model.nbytes if is_rate else None, "tensors": model.count}
     records.write("race", {"case": case, "what": what, "state_dict": model.name, **size, "runners": rows})
 
 

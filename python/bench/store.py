@@ -65,15 +65,11 @@ class Stores:
             left[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             left = left[tensor.nbytes :]
 
-    def clone(self) -> State:
-        copies: State = {name: tensor.clone() for name, tensor in self.state.items()}
-        return copies
-
     def race(self, case: str, what: str, *runners: Runner, milliseconds: float | None = None) -> None:
         race(case, what, *runners, model=self.model, rounds=self.rounds, milliseconds=milliseconds)
 
     def put(self) -> None:
-        """A put of a version, and the first of a store."""
+        """A put of a version."""
         self.race(
             "put",
             "a new version, checksums included",
@@ -81,17 +77,9 @@ class Stores:
             *peer.runners(self.peer, (REUSED, lambda own: own("put"), 2), (NEW, Peer.put_new, 4)),
             Runner(COPY, timed(self.copy), "limit", 0.8),
         )
-        first = First(self.model)
-        self.race(
-            "first put",
-            "the first version of a store that is new",
-            ours(timed(first.put, before=first.start, after=first.stop)),
-            *peer.runners(self.peer, (NEW, Peer.put_new, None)),
-            Runner("torch copy_ to new shared memory", timed(self.copy_shared), "limit"),
-        )
 
     def get(self) -> None:
-        """A get into tensors that are there, and the first of a reader."""
+        """A get into tensors that are there."""
         self.race(
             "get",
             "in place, a version not read before, verified",
@@ -105,13 +93,27 @@ class Stores:
         expect_same(self.into, self.state)
         if self.peer is not None:
             self.peer.check()
-        first = First(self.model)
+
+    def first_put(self) -> None:
+        """A put where all memory is new."""
+        first = First(self.model, self.into)
+        self.race(
+            "first put",
+            "the first version of a store that is new",
+            ours(timed(first.put, before=first.start, after=first.stop)),
+            *peer.runners(self.peer, (NEW, Peer.put_new, None)),
+            Runner("torch copy_ to new shared memory", timed(self.copy_shared), "limit"),
+        )
+
+    def first_get(self) -> None:
+        """A get where the store's memory is new to the reader."""
+        first = First(self.model, self.into)
         self.race(
             "first get",
-            "by a reader that is new, into memory that is new, verified",
-            ours(timed(first.get, before=first.start_and_put, after=first.stop)),
+            "by a reader that is new, in place, verified",
+            ours(timed(first.get, before=first.start_and_put, after=first.check_and_stop)),
             *peer.runners(self.peer, (NEW, Peer.get_first, None)),
-            Runner("torch clone", timed(self.clone), "limit"),
+            Runner(COPY, timed(self.copy), "limit"),
         )
 
     def view(self) -> None:
@@ -148,9 +150,8 @@ class Stores:
 class First:
     """Stores that are new in each turn."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.got: State = {}
+    def __init__(self, model: Model, into: State) -> None:
+        self.model, self.into = model, into
 
     def start(self) -> None:
         self.stack = ExitStack()
@@ -161,17 +162,19 @@ class First:
     def start_and_put(self) -> None:
         self.start()
         self.put()
+        clear(self.into)
 
     def put(self) -> None:
         self.writer.put_state_dict(self.model.state, KEY)
 
     def get(self) -> None:
-        self.got = self.reader.get_state_dict(KEY, like(self.model.state, warm=False))
+        self.reader.get_state_dict(KEY, self.into)
+
+    def check_and_stop(self) -> None:
+        expect_same(self.into, self.model.state)
+        self.stop()
 
     def stop(self) -> None:
-        if self.got:
-            expect_same(self.got, self.model.state)
-        self.got = {}
         self.stack.close()
 
 

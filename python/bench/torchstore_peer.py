@@ -1,7 +1,7 @@
 """Puts and gets a state dict with torchstore by shared memory, once for each line on stdin.
 
 A line is `use SIZE WORD`, which makes the state dict that model.py has under this word, `put KEY`, `get KEY`
-(into tensors that are there), `first KEY` (by a client that is new, into tensors that are new), `delete KEY`,
+(into tensors that are there), `first KEY` (the same by a client that is new), `delete KEY`,
 `single KEY`, which puts and gets each tensor for itself, or `check KEY`, which compares what a get brings with
 what was put. The answer is one line: the seconds that took; of `single`, the slowest put and the slowest get,
 then the median of each. Writer and reader are clients of their own, as ours are. peer.py lets it take turns
@@ -48,7 +48,7 @@ class Clients:
         elif what == "first":
             self.reader = await client()
             start = time.perf_counter()
-            await get_state_dict(self.reader, argument, like(self.state, warm=False))
+            await get_state_dict(self.reader, argument, self.into)
         elif what == "delete":
             await self.delete(f"{argument}/")
         elif what == "single":

@@ -44,7 +44,8 @@ class Files:
 
     def save(self) -> None:
         """Into new files."""
-        buffer = bytes(self.model.nbytes)
+        # Not of zeros, whose memory would not be there yet.
+        buffer = b"1" * self.model.nbytes
         for fsync in (False, True):
 
             def run(save: Callable[[], object], *, synced: bool = fsync) -> Callable[[], float]:
@@ -166,7 +167,7 @@ class Files:
 
     def zstd(self) -> None:
         """Compressed; nobody else here can."""
-        path, buffer = self.at("zstd"), bytes(self.model.nbytes)
+        path, buffer = self.at("zstd"), b"1" * self.model.nbytes
 
         def load() -> State:
             found: State = tssd.load_file(path)

@@ -53,7 +53,7 @@ CASES = {
 }
 SHAPE = "shape:qwen3-0.6b"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-#: What each of some files has, of the model that is measured unless another is named.
+#: So much of the model is in files, unless another model or size is named.
 FILES = 600_000_000
 #: Of an optimizer's state dict the weights are a fifth.
 NESTED = 100_000_000

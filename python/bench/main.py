@@ -141,7 +141,8 @@ def in_both(
             tiny.files(at, rounds)
             tiny.store(rounds, peer)
         if "fits" in chosen:
-            fits.fits(at, rounds, peer, options.size)
+            # Four points each: fewer rounds are enough.
+            fits.fits(at, Rounds(min(5, rounds.iterations), rounds.warmup), peer, options.size)
     if "reshard" in chosen:
         reshard.reshard(rounds, options.size)
 

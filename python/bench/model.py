@@ -23,6 +23,20 @@ import torch
 
 State = dict[str, Any]
 SHAPES = Path(__file__).parents[2] / "tests" / "shapes.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -116,19 +130,28 @@ def cut(sizes: dict[str, int], size: int | None) -> list[str]:
 
 
 def read(folder: Path, size: int | None) -> State:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise SystemExit(f"safetensors is needed to read {folder}") from None
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """The tensors of all files, read without a library: not every Python that runs this has one."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
         raise SystemExit(f"there is no *.safetensors in {folder}")
-    state: State = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            # A copy: else the tensors are maps of the file, and their first use reads it.
-            state.update({name: file.get_tensor(name).clone() for name in file.keys()})
-    return {name: state[name] for name in cut({name: t.nbytes for name, t in state.items()}, size)}
+    stored = {name: tensor for path in paths for name, tensor in mapped(path)}
+    # A copy: else the tensors are maps of the file, and their first use reads it.
+    return {name: stored[name].clone() for name in cut({name: t.nbytes for name, t in stored.items()}, size)}
+
+
+def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)[8 + length :]
+    header.pop("__metadata__", None)
+    for name, about in header.items():
+        start, end = about["data_offsets"]
+        # Copied if it does not begin where its dtype may.
+        part = data[start:end]
+        dtype = DTYPES[about["dtype"]]
+        aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
+        yield name, aligned.view(dtype).view(about["shape"])
 
 
 def uniform(count: int, nbytes: int) -> State:

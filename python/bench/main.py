@@ -142,7 +142,7 @@ def in_both(
             tiny.store(rounds, peer)
         if "fits" in chosen:
             # Four points each: fewer rounds are enough.
-            fits.fits(at, Rounds(min(5, rounds.iterations), rounds.warmup), peer, options.size)
+            fits.fits(at, Rounds(min(3, rounds.iterations), rounds.warmup), peer, options.size)
     if "reshard" in chosen:
         reshard.reshard(rounds, options.size)
 

@@ -1,8 +1,6 @@
-"""Files beside those of others: save and load of one state dict, in turns.
+"""Files beside those of others: what is saved and loaded, of one state dict, in turns.
 
-Usage: python bench/files.py [--mb 512] [--tensors 340] [--rounds 9] [--folder DIR]
-
-Each save makes a new file; on the disk means that it is there when the save returns, else nobody waits for
+Each save makes a new file; synced means that it is on the disk when the save returns, else nobody waits for
 it. A load counts until one thread has touched one byte of each page; ours proves all checksums.
 """
 
@@ -10,124 +8,230 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
+import records
 import torch
 import tssd
-from race import Runner, State, described, expect_same, model, options, race, size, timed
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
+from model import Model, State, expect_same, model, tensors
+from race import Role, Rounds, Runner, ours, race, timed
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+OTHERS = (SAFETENSORS, TORCH, DCP)
+#: What is read and written in one call where the machine's own speed is measured.
+CHUNK = 1 << 20
 
 
 class Files:
     """The same state dict in the files of all."""
 
-    def __init__(self, folder: Path, state: State, rounds: int) -> None:
-        self.folder, self.state, self.rounds = folder, state, rounds
-        self.what = f"{described(state)}, {torch.get_num_threads()} threads"
-        self.touched = touch(state)
+    def __init__(self, folder: Path, model: Model, rounds: Rounds) -> None:
+        self.folder, self.model, self.rounds = folder, model, rounds
+        self.state = model.state
+        self.touched = touch(self.state)
+        self.is_saved = False
 
-    def at(self, name: str) -> str:
-        return str(self.folder / name)
+    def at(self, name: str) -> Path:
+        return self.folder / name
 
-    def save_dcp(self) -> None:
-        writer = FileSystemWriter(self.at("dcp"), sync_files=False)
-        save_dcp(dict(self.state), storage_writer=writer, no_dist=True)
+    def race(self, case: str, what: str, *runners: Runner, model: Model | None = None) -> None:
+        race(case, what, *runners, model=model or self.model, rounds=self.rounds)
 
-    def load_dcp(self) -> State:
-        state = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
-        load_dcp(state, checkpoint_id=self.at("dcp"), no_dist=True)
-        return state
+    def save(self) -> None:
+        """Into new files."""
+        # Not of zeros, whose memory would not be there yet.
+        buffer = b"1" * self.model.nbytes
+        for fsync in (False, True):
 
-    def save(self, *, fsync: bool) -> None:
-        def other(name: str, save: Callable[[], object], ratio: float) -> Runner:
-            def saved() -> None:
-                save()
-                if fsync:
-                    sync(self.folder)
+            def run(save: Callable[[], object], *, synced: bool = fsync) -> Callable[[], float]:
+                def saved() -> None:
+                    save()
+                    if synced:
+                        sync(self.folder)
 
-            return Runner(name, timed(saved, before=self.clear), ratio)
+                return timed(saved, before=self.clear)
 
-        state, at = self.state, self.at
-        race(
-            f"save_file, {'on the disk, ' if fsync else ''}{self.what}",
-            Runner(
-                "tssd",
-                timed(
-                    lambda: tssd.save_file(state, at("x.tssd"), fsync=fsync),
-                    before=self.clear,
+            self.race(
+                "save, synced" if fsync else "save",
+                "on the disk when it returns" if fsync else "a new file, nobody waits for the disk",
+                ours(
+                    timed(
+                        partial(tssd.save_file, self.state, self.at("tssd"), fsync=fsync),
+                        before=self.clear,
+                    )
                 ),
-            ),
-            other("safetensors", lambda: safetensors.torch.save_file(state, at("x.st")), ratio=1),
-            other("torch.save", lambda: torch.save(state, at("x.pt")), ratio=1.5),
-            other("DCP", self.save_dcp, ratio=3),
-            rounds=self.rounds,
-            nbytes=size(state),
-        )
+                *(
+                    Runner(
+                        each.name, run(partial(each.save, self.state, self.at(each.name))), target=each.target
+                    )
+                    for each in OTHERS
+                ),
+                Runner("plain write", run(partial(write, buffer, self.at("plain"))), "limit"),
+            )
+        self.is_saved = False
 
     def load(self) -> None:
-        at = self.at
-        self.clear()
-        tssd.save_file(self.state, at("x.tssd"))
-        safetensors.torch.save_file(self.state, at("x.st"))
-        torch.save(self.state, at("x.pt"))
-        self.save_dcp()
-        os.sync()
-        loads: dict[str, tuple[Callable[[], State], float | None]] = {
-            "tssd": (lambda: tssd.load_file(at("x.tssd")), None),
-            "tssd, verify off": (lambda: tssd.load_file(at("x.tssd"), verify="off"), None),
-            "tssd, pread": (lambda: tssd.load_file(at("x.tssd"), backend="pread"), None),
-            "safetensors": (lambda: safetensors.torch.load_file(at("x.st")), 1),
-            "torch.load": (lambda: torch.load(at("x.pt")), 1.5),
-            "torch.load, mmap": (lambda: torch.load(at("x.pt"), mmap=True), None),
-            "DCP": (self.load_dcp, 3),
+        """All of it, each page touched."""
+        self.save_all()
+        buffer = bytearray(self.model.nbytes)
+        also: dict[str, Callable[[], State]] = {
+            "tssd, verify off": lambda: tssd.load_file(self.at("tssd"), verify="off"),
+            "tssd, pread": lambda: tssd.load_file(self.at("tssd"), backend="pread"),
         }
-        race(
-            f"load_file, each page touched, {self.what}",
+        self.race(
+            "load",
+            "all of it, checksums proven, each page touched",
+            ours(timed(partial(self.touched_by, partial(self.loaded, TSSD)))),
             *(
-                Runner(name, timed(partial(self.touch, load)), ratio)
-                for name, (load, ratio) in loads.items()
+                Runner(each.name, timed(partial(self.touched_by, partial(self.loaded, each))), target=each.target)
+                for each in OTHERS
             ),
-            rounds=self.rounds,
-            nbytes=size(self.state),
+            Runner("torch.load, mmap", timed(partial(self.touched_by, self.mapped)), "peer"),
+            *(
+                Runner(name, timed(partial(self.touched_by, load)), "also")
+                for name, load in also.items()
+            ),
+            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
         )
-        for load, _ in loads.values():
+        for each in (TSSD, *OTHERS):
+            expect_same(self.loaded(each), self.state)
+        for load in (*also.values(), self.mapped):
             expect_same(load(), self.state)
 
-    def touch(self, load: Callable[[], State]) -> State:
+    def tensor(self) -> None:
+        """One tensor of all."""
+        name = sorted(self.state, key=lambda name: self.state[name].nbytes)[-2]
+        self.of_one("one", f"one tensor of {self.model.count:,}, {name}", name, None)
+
+    def part(self) -> None:
+        """A part of the greatest tensor."""
+        name = max(self.state, key=lambda name: int(self.state[name].nbytes))
+        rows = self.state[name].shape[0]
+        part = slice(rows * 2 // 5, rows * 2 // 5 + max(1, rows // 20))
+        self.of_one("slice", f"5 % of the rows of one tensor, {name}", name, part)
+
+    def of_one(self, case: str, what: str, name: str, part: slice | None) -> None:
+        self.save_all()
+        source = self.state[name] if part is None else self.state[name][part]
+        buffer = bytearray(source.nbytes)
+
+        def lazily(opened: Any) -> torch.Tensor:
+            with opened as file:
+                tensor: torch.Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                return tensor
+
+        def by_torch() -> torch.Tensor:
+            tensor: torch.Tensor = self.mapped()[name]
+            return tensor if part is None else tensor[part]
+
+        def by_dcp() -> torch.Tensor:
+            # A plain tensor has no parts there: all of it is read.
+            state = {name: torch.empty_like(self.state[name])}
+            load_dcp(state, checkpoint_id=str(self.at(DCP.name)), no_dist=True)
+            return state[name] if part is None else state[name][part]
+
+        loads: dict[str, tuple[Callable[[], torch.Tensor], Role]] = {
+            "tssd": (lambda: lazily(tssd.safe_open(self.at("tssd"), "pt")), "ours"),
+            "safetensors": (lambda: lazily(safe_open(self.at(SAFETENSORS.name), "pt")), "peer"),
+            "torch.load, mmap": (by_torch, "peer"),
+            "DCP": (by_dcp, "peer"),
+        }
+        self.race(
+            case,
+            f"{what}, of a file, each page touched",
+            *(
+                Runner(runner, timed(partial(_touch, load)), role)
+                for runner, (load, role) in loads.items()
+            ),
+            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
+            model=model(self.model.name, "", {name: source}),
+        )
+        for load, _ in loads.values():
+            expect_same(load(), source)
+
+    def verify(self) -> None:
+        """All checksums of a file."""
+        self.save_all()
+        path, buffer = self.at("tssd"), bytearray(CHUNK)
+        self.race(
+            "verify",
+            "all checksums of a file",
+            ours(timed(partial(tssd.verify, path))),
+            Runner("plain read", timed(lambda: read_in_chunks(path, buffer)), "limit"),
+        )
+
+    def zstd(self) -> None:
+        """Compressed; nobody else here can."""
+        path, buffer = self.at("zstd"), b"1" * self.model.nbytes
+
+        def load() -> State:
+            found: State = tssd.load_file(path)
+            return found
+
+        def save() -> None:
+            tssd.save_file(self.state, path, compression="zstd", fsync=False)
+
+        self.clear()
+        self.race(
+            "save, zstd",
+            "compressed, level 1, nobody waits for the disk",
+            ours(timed(save, before=self.clear)),
+            Runner("tssd, not compressed", timed(self.save_tssd, before=self.clear), "also"),
+            Runner("plain write", timed(partial(write, buffer, self.at("plain")), before=self.clear), "limit"),
+        )
+        save()
+        self.save_tssd()
+        print(f"  stored / raw: {path.stat().st_size / self.model.nbytes:.3f}\n")
+        found = {"bytes stored / raw": path.stat().st_size / self.model.nbytes}
+        records.write("count", {"operation": "save, zstd", "counts": found})
+        self.race(
+            "load, zstd",
+            "compressed, checksums proven, each page touched",
+            ours(timed(partial(self.touched_by, load))),
+            Runner("tssd, not compressed", timed(partial(self.touched_by, partial(self.loaded, TSSD))), "also"),
+        )
+        expect_same(load(), self.state)
+        self.is_saved = False
+
+    def mapped(self) -> State:
+        state: State = torch.load(self.at(TORCH.name), mmap=True)
+        return state
+
+    def save_tssd(self) -> None:
+        TSSD.save(self.state, self.at("tssd"))
+
+    def save_all(self) -> None:
+        """What is loaded, once for all cases."""
+        if not self.is_saved:
+            self.clear()
+            for each in (TSSD, *OTHERS):
+                each.save(self.state, self.at(each.name))
+            os.sync()
+        self.is_saved = True
+
+    def loaded(self, each: Format) -> State:
+        return each.load(self.at(each.name), self.state)
+
+    def touched_by(self, load: Callable[[], State]) -> State:
         state = load()
         if touch(state) != self.touched:
             raise AssertionError("other bytes than were saved")
         return state
 
-    def tiny(self) -> None:
-        state = {f"a.{number}": torch.tensor(float(number)) for number in range(10_000)}
-        path = self.at("tiny")
-        found: State = {}
-
-        def save_and_load() -> None:
-            nonlocal found
-            tssd.save_file(state, path, fsync=False)
-            found = tssd.load_file(path)
-
-        race(
-            "10,000 tiny tensors: save and load",
-            Runner("tssd", timed(save_and_load, before=lambda: found.clear())),
-            rounds=self.rounds,
-        )
-        expect_same(found, state)
-
     def clear(self) -> None:
-        """What replaces a file waits for the file system to part with the old one, and for what others wrote."""
-        for old in self.folder.iterdir():
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        os.sync()
+        clear(self.folder)
+
+
+def clear(folder: Path) -> None:
+    """What replaces a file waits for the file system to part with the old one, and for what others wrote."""
+    for old in folder.iterdir():
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    os.sync()
 
 
 def sync(folder: Path) -> None:
@@ -138,29 +242,38 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
-def touch(state: State) -> int:
+def touch(value: Any) -> int:
     """One byte of each page."""
     total = 0
-    for tensor in state.values():
+    for tensor in tensors(value):
         total += int(tensor.detach().view(torch.uint8).flatten()[::4096].sum(dtype=torch.int64))
     return total
 
 
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
-    try:
-        files = Files(folder, model(arguments.mb, arguments.tensors), arguments.rounds)
-        files.save(fsync=False)
-        files.save(fsync=True)
-        files.load()
-        files.tiny()
-    finally:
-        shutil.rmtree(folder)
+def _touch(load: Callable[[], torch.Tensor]) -> torch.Tensor:
+    tensor = load()
+    touch(tensor)
+    return tensor
 
 
-if __name__ == "__main__":
-    main()
+def write(buffer: bytes, path: Path) -> None:
+    """As fast as a file can be written: memory that is there, in few calls."""
+    with open(path, "wb", buffering=0) as file:
+        left = memoryview(buffer)
+        while left:
+            left = left[file.write(left) :]
+
+
+def read_whole(path: Path, buffer: bytearray) -> None:
+    """As much as there is room for, into memory that is there."""
+    with open(path, "rb", buffering=0) as file:
+        left = memoryview(buffer)
+        while left and (count := file.readinto(left)):
+            left = left[count:]
+
+
+def read_in_chunks(path: Path, buffer: bytearray) -> None:
+    """All of it, into a buffer that stays in the cache."""
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass

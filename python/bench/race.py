@@ -6,17 +6,29 @@ ours was. Above 1 ours is faster; a target is what the ratio must reach, or the 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
+import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
+import records
+from model import Model
 
-State = dict[str, torch.Tensor]
+#: Ours, what a user would pick instead, what the machine itself takes, or a reference that is none of them.
+Role = Literal["ours", "peer", "limit", "also"]
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often all take their turn: what is counted, and before that, what is not."""
+
+    iterations: int
+    warmup: int
 
 
 @dataclass(frozen=True)
@@ -25,120 +37,122 @@ class Runner:
 
     name: str
     run: Callable[[], float]
+    role: Role = "peer"
     #: How many times as fast ours must be.
-    ratio: float | None = None
+    target: float | None = None
+
+
+class Timed:
+    """Work that is timed here. What it returns lives until the clock has stopped."""
+
+    def __init__(
+        self,
+        work: Callable[[], object],
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self.work, self.before, self.after = work, before, after
+        #: The page faults of each turn that needed no disk.
+        self.faults: list[int] = []
+
+    def __call__(self) -> float:
+        """Its seconds; what happens before and after takes none."""
+        if self.before is not None:
+            self.before()
+        faults = minor_faults()
+        start = time.perf_counter()
+        result = self.work()
+        seconds = time.perf_counter() - start
+        self.faults.append(minor_faults() - faults)
+        del result
+        if self.after is not None:
+            self.after()
+        return seconds
 
 
 def timed(
     work: Callable[[], object],
     before: Callable[[], object] | None = None,
     after: Callable[[], object] | None = None,
-) -> Callable[[], float]:
-    """Its seconds; what happens before and after takes none. What it returns lives until the clock has stopped."""
+) -> Timed:
+    return Timed(work, before, after)
 
-    def run() -> float:
-        if before is not None:
-            before()
-        start = time.perf_counter()
-        result = work()
-        seconds = time.perf_counter() - start
-        del result
-        if after is not None:
-            after()
-        return seconds
 
-    return run
+def minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def ours(run: Callable[[], float]) -> Runner:
+    return Runner("tssd", run, "ours")
 
 
 def race(
-    title: str,
+    case: str,
+    what: str,
     *runners: Runner,
-    rounds: int,
-    nbytes: int | None = None,
+    model: Model,
+    rounds: Rounds,
     milliseconds: float | None = None,
 ) -> None:
-    """Lets all take turns and prints the row of each. The first runner is ours. The first round warms up."""
-    ours = runners[0]
-    times: dict[str, list[float]] = {runner.name: [] for runner in runners}
-    for number in range(rounds + 1):
+    """Lets all take turns, and says how each did. The first runner is ours."""
+    times = measure(runners, rounds)
+    report(case, what, *runners, times=times, model=model, milliseconds=milliseconds)
+
+
+def measure(runners: Sequence[Runner], rounds: Rounds) -> Times:
+    """The seconds of each, round by round."""
+    times: Times = {runner.name: [] for runner in runners}
+    for number in range(rounds.warmup + rounds.iterations):
         # Nobody always comes after the same one.
         for runner in random.Random(number).sample(runners, len(runners)):
             gc.collect()
             seconds = runner.run()
-            if number > 0:
+            if number >= rounds.warmup:
                 times[runner.name].append(seconds)
-    print(f"{title} ({rounds} rounds, interleaved; medians)")
+    return times
+
+
+def report(
+    case: str,
+    what: str,
+    *runners: Runner,
+    times: Times,
+    model: Model,
+    milliseconds: float | None = None,
+) -> None:
+    """Prints the row of each, and records them."""
+    mine = times[runners[0].name]
+    # Where a time is asked for, or there are few bytes, bytes per second say nothing.
+    is_rate = milliseconds is None and model.nbytes > 1e7
+    print(f"{case}: {what}, {model} ({len(mine)} rounds, interleaved; medians)")
+    targets: list[dict[str, Any]] = []
+    if milliseconds is not None:
+        targets.append({"milliseconds": milliseconds})
+    rows = []
     for runner in runners:
         own = times[runner.name]
         median = statistics.median(own)
         line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(own) * 1e3:.1f}..{max(own) * 1e3:.1f})"
-        if nbytes is not None:
-            line += f"{nbytes / 1e9 / median:>8.2f} GB/s"
-        if runner is not ours:
-            ratio = statistics.median(
-                other / mine for other, mine in zip(own, times[ours.name], strict=True)
-            )
+        if is_rate:
+            line += f"{model.nbytes / 1e9 / median:>8.2f} GB/s"
+        row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": own}
+        if runner.role != "ours":
+            ratio = statistics.median(theirs / each for theirs, each in zip(own, mine, strict=True))
             line += f"   ratio {ratio:>7.3f}"
-            if runner.ratio is not None:
-                line += f"   target {runner.ratio:g}: {verdict(ratio >= runner.ratio)}"
+            if runner.target is not None:
+                targets.append({"of": runner.name, "speed": runner.target})
+                line += f"   target {runner.target:g}: {verdict(ratio >= runner.target)}"
         elif milliseconds is not None:
             line += f"   target {milliseconds:g} ms: {verdict(median * 1e3 <= milliseconds)}"
+        if isinstance(runner.run, Timed):
+            row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(own) :]))}
+        rows.append(row)
         print(line, flush=True)
     print()
+    rows[0]["targets"] = targets
+    size = {"bytes": model.nbytes if is_rate else None, "tensors": model.count}
+    records.write("race", {"case": case, "what": what, "state_dict": model.name, **size, "runners": rows})
 
 
 def verdict(is_met: bool) -> str:
     return "met" if is_met else "NOT MET"
-
-
-def options(description: str | None) -> argparse.ArgumentParser:
-    """What all of them are asked."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--mb", type=int, default=512)
-    parser.add_argument("--tensors", type=int, default=340)
-    parser.add_argument("--rounds", type=int, default=9)
-    return parser
-
-
-def model(megabytes: int, tensors: int) -> State:
-    """Weights in the proportions of a Qwen3: big matrices, and norms between them."""
-    torch.manual_seed(0)
-    layers = max(1, tensors // 11)
-    hidden = int((megabytes * 1e6 / 2 / layers / 12) ** 0.5) // 64 * 64
-    state: State = {}
-    for layer in range(layers):
-        for name, shape in {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (hidden // 2, hidden),
-            "self_attn.v_proj": (hidden // 2, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "self_attn.q_norm": (128,),
-            "self_attn.k_norm": (128,),
-            "mlp.gate_proj": (3 * hidden, hidden),
-            "mlp.up_proj": (3 * hidden, hidden),
-            "mlp.down_proj": (hidden, 3 * hidden),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            tensor = torch.empty(shape, dtype=torch.bfloat16)
-            state[f"model.layers.{layer}.{name}.weight"] = tensor.normal_(0, 0.02)
-    return state
-
-
-def size(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
-
-
-def described(state: State) -> str:
-    return f"{size(state) / 1e6:.0f} MB in {len(state)} tensors"
-
-
-def like(state: State) -> State:
-    """Tensors of the same shapes, of zeros that are there: no page of them is new when they are filled."""
-    return {name: torch.empty_like(tensor).zero_() for name, tensor in state.items()}
-
-
-def expect_same(found: State, source: State) -> None:
-    for name, tensor in source.items():
-        if not torch.equal(found[name], tensor):
-            raise AssertionError(f"{name} is not what was put")

@@ -1,286 +1,238 @@
-"""The store beside torchstore and beside copies of one's own: puts, gets and views of one state dict, in turns.
+"""The store beside torchstore and beside copies of one's own: puts, gets and views of one state dict.
 
-Usage: python bench/store.py [--mb 512] [--tensors 340] [--rounds 9]
-
-A daemon of this run's own serves it: TSSD_BIN is the command, else the one that PATH has. Writer and reader
-each have a connection. torchstore takes part if TSSD_BENCH_TORCHSTORE is a Python that can import it.
+A daemon of this run's own serves it. Writer and reader each have a connection. Two versions are there at once:
+from the third on all memory is warm, and that is what is measured, but for what is said to be the first.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import mmap
 import statistics
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from itertools import count
-from pathlib import Path
 
+import peer
 import torch
 import tssd
-from race import (
-    Runner,
-    State,
-    described,
-    expect_same,
-    like,
-    model,
-    options,
-    race,
-    size,
-    timed,
-    verdict,
-)
+from daemon import daemon
+from model import Model, State, clear, expect_same, like, named, tensors
+from peer import KEY, NEW, REUSED, Peer
+from race import Role, Rounds, Runner, ours, race, report, timed
 
-TORCHSTORE = "TSSD_BENCH_TORCHSTORE"
-KEY = "model"
-
-
-@contextmanager
-def daemon(folder: Path, memory: int) -> Iterator[str]:
-    command = [os.environ.get("TSSD_BIN", "tssd"), "serve", "--memory-limit", str(memory)]
-    socket = folder / "socket"
-    with subprocess.Popen([*command, "--socket", socket], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield f"unix:{socket}"
-        finally:
-            process.terminate()
-
-
-class Torchstore:
-    """torchstore in a process of its own, by its own clock."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.versions = count()
-        self.key = ""
-
-    def __call__(self, what: str, key: str) -> float:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(what, key, file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"torchstore_peer.py has ended: run it by {TORCHSTORE} to see why")
-        return float(answer)
-
-    def put_new(self) -> float:
-        """A version in a key that it alone has: the only way in which no reader sees a mix."""
-        if self.key:
-            self("delete", self.key)
-        self.key = f"model.{next(self.versions)}"
-        return self("put", self.key)
-
-    def get_new(self) -> float:
-        self.put_new()
-        return self("get", self.key)
-
-    def get_same(self) -> float:
-        self("put", KEY)
-        return self("get", KEY)
-
-    def check(self) -> None:
-        self("check", KEY)
-        self("check", self.key)
-
-
-@contextmanager
-def torchstore(megabytes: int, tensors: int) -> Iterator[Torchstore | None]:
-    python = os.environ.get(TORCHSTORE)
-    if not python:
-        print(f"torchstore is left out: {TORCHSTORE} names no Python that has it (docs/performance.md)\n")
-        yield None
-        return
-    script = Path(__file__).parent / "torchstore_peer.py"
-    command = [python, str(script), str(megabytes), str(tensors)]
-    pipe = subprocess.PIPE
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True) as process:
-        yield Torchstore(process)
+COPY = "torch copy_"
 
 
 class Stores:
     """A writer and a reader of one model."""
 
-    def __init__(self, url: str, state: State, rounds: int) -> None:
+    def __init__(
+        self, url: str, model: Model, rounds: Rounds, other: Peer | None, size: int | None
+    ) -> None:
         self.writer, self.reader = tssd.Store(url), tssd.Store(url)
-        self.state, self.rounds = state, rounds
-        self.into, self.views = like(state), State()
-        self.what = f"{described(state)}, {torch.get_num_threads()} threads"
-        self.nbytes = size(state)
+        self.model, self.rounds, self.peer = model, rounds, other
+        self.state = model.state
+        self.into: State = like(self.state)
+        self.views: State = {}
+        if self.peer is not None:
+            self.peer.use(model, size)
+        for _ in range(3):
+            self.put_version()
+            self.get_into()
 
-    def put(self) -> None:
+    def put_version(self) -> None:
         self.writer.put_state_dict(self.state, KEY)
 
-    def get(self, verify: bool = True) -> None:
+    def get_into(self, verify: bool = True) -> None:
         self.reader.get_state_dict(KEY, self.into, verify=verify)
 
-    def view(self, verify: bool = False) -> None:
+    def get_views(self, verify: bool = False) -> None:
         self.views = self.reader.get_state_dict(KEY, verify=verify)
 
     def renew(self) -> None:
         # What was got is dropped first: else three versions are there at once.
         self.views = {}
-        self.put()
+        self.put_version()
 
     def copy(self) -> None:
-        for name, tensor in self.state.items():
-            self.into[name].copy_(tensor)
+        for target, tensor in zip(tensors(self.into), tensors(self.state), strict=True):
+            target.copy_(tensor)
 
-    def beside_torchstore(self, peer: Torchstore) -> None:
-        race(
-            f"put_state_dict, {self.what}",
-            Runner("tssd", timed(self.put)),
-            Runner("torchstore, key reused: torn", lambda: peer("put", KEY), ratio=2),
-            Runner("torchstore, a new key per version", peer.put_new, ratio=4),
-            rounds=self.rounds,
-            nbytes=self.nbytes,
-        )
-        race(
-            f"get_state_dict(into), verified, a new version each time, {self.what}",
-            Runner("tssd", timed(self.get, before=self.put)),
-            Runner("torchstore, key reused: torn", peer.get_same, ratio=2),
-            Runner("torchstore, a new key per version", peer.get_new, ratio=4),
-            rounds=self.rounds,
-            nbytes=self.nbytes,
-        )
-        self.check()
-        peer.check()
+    def copy_shared(self) -> None:
+        """Into new memory that others could map."""
+        left = torch.frombuffer(mmap.mmap(-1, self.model.nbytes), dtype=torch.uint8)
+        for tensor in tensors(self.state):
+            left[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
+            left = left[tensor.nbytes :]
 
-    def beside_copies(self) -> None:
-        copy = Runner("torch copy_", timed(self.copy), ratio=0.8)
-        race(
-            f"put_state_dict, {self.what}",
-            Runner("tssd", timed(self.put)),
-            copy,
-            rounds=self.rounds,
-            nbytes=self.nbytes,
-        )
-        race(
-            f"get_state_dict(into), verified, a new version each time, {self.what}",
-            Runner("tssd", timed(self.get, before=self.put)),
-            copy,
-            Runner("tssd, not verified", timed(lambda: self.get(verify=False), before=self.put)),
-            rounds=self.rounds,
-            nbytes=self.nbytes,
-        )
-        self.check()
+    def race(self, case: str, what: str, *runners: Runner, milliseconds: float | None = None) -> None:
+        race(case, what, *runners, model=self.model, rounds=self.rounds, milliseconds=milliseconds)
 
-    def of_views(self) -> None:
-        race(
-            f"views, a new version each time: handed over, {self.what}",
-            Runner("tssd", timed(self.view, before=self.renew)),
-            Runner("tssd, verified", timed(lambda: self.view(verify=True), before=self.renew)),
-            rounds=self.rounds,
+    def put(self) -> None:
+        """A put of a version."""
+        self.race(
+            "put",
+            "a new version, checksums included",
+            ours(timed(self.put_version)),
+            *peer.runners(self.peer, (REUSED, lambda own: own("put"), 2), (NEW, Peer.put_new, 4)),
+            Runner(COPY, timed(self.copy), "limit", 0.8),
+        )
+
+    def get(self) -> None:
+        """A get into tensors that are there."""
+        self.race(
+            "get",
+            "in place, a version not read before, verified",
+            ours(timed(self.get_into, before=self.put_version)),
+            *peer.runners(self.peer, (REUSED, Peer.get_same, 2), (NEW, Peer.get_new, 4)),
+            Runner(COPY, timed(self.copy), "limit", 0.8),
+            Runner("tssd, not verified", timed(partial(self.get_into, False), before=self.put_version), "also"),
+        )
+        clear(self.into)
+        self.get_into()
+        expect_same(self.into, self.state)
+        if self.peer is not None:
+            self.peer.check()
+
+    def first_put(self) -> None:
+        """A put where all memory is new."""
+        first = First(self.model, self.into)
+        self.race(
+            "first put",
+            "the first version of a store that is new",
+            ours(timed(first.put, before=first.start, after=first.stop)),
+            *peer.runners(self.peer, (NEW, Peer.put_new, None)),
+            Runner("torch copy_ to new shared memory", timed(self.copy_shared), "limit"),
+        )
+
+    def first_get(self) -> None:
+        """A get where the store's memory is new to the reader."""
+        first = First(self.model, self.into)
+        self.race(
+            "first get",
+            "by a reader that is new, in place, verified",
+            ours(timed(first.get, before=first.start_and_put, after=first.check_and_stop)),
+            *peer.runners(self.peer, (NEW, Peer.get_first, None)),
+            Runner(COPY, timed(self.copy), "limit"),
+        )
+
+    def view(self) -> None:
+        """Tensors that are views of the store: handed over, and looked at."""
+        self.race(
+            "views",
+            "of a version not read before, handed over",
+            ours(timed(self.get_views, before=self.renew)),
+            Runner("tssd, verified", timed(partial(self.get_views, True), before=self.renew), "also"),
+            *peer.runners(self.peer, (REUSED, Peer.get_same, None)),
             milliseconds=1,
         )
 
         def renew() -> None:
             self.renew()
-            self.view()
+            self.get_views()
 
-        race(
-            f"the same: every byte read once, {self.what}",
-            Runner("tssd", timed(lambda: add(self.views), before=renew)),
-            Runner("memory of this process's own", timed(lambda: add(self.state)), ratio=0.9),
-            rounds=self.rounds,
-            nbytes=self.nbytes,
+        self.race(
+            "views read",
+            "every byte of them read once",
+            ours(timed(lambda: add(self.views), before=renew)),
+            Runner("memory of this process's own", timed(lambda: add(self.state)), "limit", 0.9),
         )
         renew()
         expect_same(self.views, self.state)
         self.views = {}
 
-    def of_tiny_ones(self) -> None:
-        state = {f"a.{number}": torch.tensor(float(number)) for number in range(10_000)}
-        into = like(state)
-        found: State = {}
+    def close(self) -> None:
+        self.views = {}
+        self.writer.close()
+        self.reader.close()
 
-        def get() -> None:
-            nonlocal found
-            self.writer.put_state_dict(state, "tiny")
-            found = self.reader.get_state_dict("tiny")
 
-        def get_into() -> None:
-            self.writer.put_state_dict(state, "tiny")
-            self.reader.get_state_dict("tiny", into)
+class First:
+    """Stores that are new in each turn."""
 
-        for name, work in {"get": get, "get(into)": get_into}.items():
-            race(
-                f"10,000 tiny tensors: put and {name}",
-                Runner("tssd", timed(work, before=lambda: found.clear())),
-                rounds=self.rounds,
-                milliseconds=300,
-            )
-        get()
-        expect_same(found, state)
-        expect_same(into, state)
+    def __init__(self, model: Model, into: State) -> None:
+        self.model, self.into = model, into
 
-    def of_single_ones(self) -> None:
-        """400 tensors, each under a key of its own: what counts is the slowest call."""
-        state = {f"single/{number}": torch.full((1024,), float(number)) for number in range(400)}
-        into = like(state)
+    def start(self) -> None:
+        self.stack = ExitStack()
+        url = self.stack.enter_context(daemon(4 * self.model.nbytes))
+        self.writer = self.stack.enter_context(tssd.Store(url))
+        self.reader = self.stack.enter_context(tssd.Store(url))
+
+    def start_and_put(self) -> None:
+        self.start()
+        self.put()
+        clear(self.into)
+
+    def put(self) -> None:
+        self.writer.put_state_dict(self.model.state, KEY)
+
+    def get(self) -> None:
+        self.reader.get_state_dict(KEY, self.into)
+
+    def check_and_stop(self) -> None:
+        expect_same(self.into, self.model.state)
+        self.stop()
+
+    def stop(self) -> None:
+        self.stack.close()
+
+
+def single(rounds: Rounds, other: Peer | None) -> None:
+    """400 tensors, each under a key of its own: what counts is the slowest call."""
+    model = named("uniform:400:1638400")
+    with daemon(64 << 20) as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+        state = model.state
+        into: State = like(state)
         calls: dict[str, Callable[[str], object]] = {
-            "put": lambda key: self.writer.put(key, state[key]),
-            "get": lambda key: self.reader.get(key),
-            "get(into)": lambda key: self.reader.get(key, into[key]),
+            "put": lambda key: writer.put(key, state[key]),
+            "get": lambda key: reader.get(key),
+            "get in place": lambda key: reader.get(key, into[key]),
         }
-        times: dict[str, list[list[float]]] = {name: [] for name in calls}
-        for number in range(self.rounds + 1):
+        slowest: dict[str, list[float]] = {name: [] for name in calls}
+        medians: dict[str, list[float]] = {name: [] for name in calls}
+        theirs: list[list[float]] = []
+        if other is not None:
+            other.use(model, None)
+        for number in range(rounds.warmup + rounds.iterations):
+            counts = number >= rounds.warmup
             for name, call in calls.items():
                 own = [timed(partial(call, key))() for key in state]
-                if number > 0:
-                    times[name].append(own)
-        print(f"400 single calls, 4 KiB each ({self.rounds} rounds, interleaved; medians of rounds)")
-        for name, rounds in times.items():
-            median = statistics.median(statistics.median(own) for own in rounds) * 1e3
-            slowest = statistics.median(max(own) for own in rounds) * 1e3
-            print(
-                f"  {name:<38} {median:>9.3f} ms, the slowest {slowest:.3f} ms"
-                f"   target 1 ms: {verdict(slowest < 1)}"
-            )
-        print()
-        expect_same({key: self.reader.get(key) for key in state}, state)
+                if counts:
+                    slowest[name].append(max(own))
+                    medians[name].append(statistics.median(own))
+            if other is not None:
+                answer = other.ask("single", KEY)
+                if counts:
+                    theirs.append(answer)
+        for which, times, first in (("the slowest", slowest, 0), ("the median", medians, 2)):
+            for name, own in times.items():
+                rows: list[tuple[str, Role, list[float]]] = [("tssd", "ours", own)]
+                column = first + (name != "put")
+                if theirs and name != "get":
+                    rows.append(("torchstore", "peer", [answer[column] for answer in theirs]))
+                report(
+                    f"single {name}",
+                    f"{which} of 400 calls, 4 KB each",
+                    *(Runner(runner, never, role) for runner, role, _ in rows),
+                    times={runner: seconds for runner, _, seconds in rows},
+                    model=model,
+                    milliseconds=1 if times is slowest else None,
+                )
+        expect_same({key: reader.get(key) for key in state}, state)
         expect_same(into, state)
 
-    def check(self) -> None:
-        for tensor in self.into.values():
-            tensor.zero_()
-        self.get()
-        expect_same(self.into, self.state)
+
+def never() -> float:
+    """For runners whose times are there already."""
+    raise AssertionError("their turns are over")
 
 
 def add(state: State) -> int:
     """Looks at every word."""
-    return sum(int(tensor.view(torch.int16).flatten().view(torch.int64).sum()) for tensor in state.values())
-
-
-def main() -> None:
-    arguments = options(__doc__).parse_args()
-    state = model(arguments.mb, arguments.tensors)
-    folder = Path(tempfile.mkdtemp())
-    try:
-        with daemon(folder, 8 * size(state)) as url:
-            stores = Stores(url, state, arguments.rounds)
-            # Two versions are there at once: from the third on, all memory is warm.
-            for _ in range(3):
-                stores.put()
-                stores.get()
-            with torchstore(arguments.mb, arguments.tensors) as peer:
-                if peer is not None:
-                    stores.beside_torchstore(peer)
-            stores.beside_copies()
-            stores.of_views()
-            stores.of_tiny_ones()
-            stores.of_single_ones()
-    finally:
-        shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main()
+    total = 0
+    for tensor in tensors(state):
+        flat = tensor.view(torch.uint8).flatten()
+        words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+        total += int(words.sum()) + int(flat[words.nbytes :].sum())
+    return total

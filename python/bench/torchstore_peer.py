@@ -1,20 +1,23 @@
-"""Puts and gets a model with torchstore by shared memory, once for each line on stdin.
+"""Puts and gets a state dict with torchstore by shared memory, once for each line on stdin.
 
-Usage: python torchstore_peer.py MB TENSORS
-
-A line is `put KEY`, `get KEY` (into tensors that are there), `delete KEY` or `check KEY`, which compares what
-a get brings with what was put. The answer is one line: the seconds that took. Writer and reader are clients
-of their own, as ours are. store.py lets it take turns with us.
+A line is `use SIZE WORD`, which makes the state dict that model.py has under this word, `put KEY`, `get KEY`
+(into tensors that are there), `first KEY` (the same by a client that is new), `delete KEY`,
+`single KEY`, which puts and gets each tensor for itself, or `check KEY`, which compares what a get brings with
+what was put. The answer is one line: the seconds that took; of `single`, the slowest put and the slowest get,
+then the median of each. Writer and reader are clients of their own, as ours are. peer.py lets it take turns
+with us.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import sys
 import time
 
-from race import expect_same, like, model
+import torch
+from model import State, clear, expect_same, like, named
 
 # Libraries print there as well.
 answers = os.fdopen(os.dup(1), "w")
@@ -27,28 +30,70 @@ from torchstore.strategy import ControllerStorageVolumes
 from torchstore.transport import TransportType
 
 
-async def main(megabytes: int, tensors: int) -> None:
-    await torchstore.initialize(strategy=ControllerStorageVolumes(TransportType.SharedMemory))
-    state = model(megabytes, tensors)
-    into = like(state)
-    writer, reader = await client(), await client()
-    for line in sys.stdin:
-        what, key = line.split()
+class Clients:
+    """A writer and a reader of one state dict."""
+
+    state: State = {}
+    into: State = {}
+
+    async def connect(self) -> None:
+        self.writer, self.reader = await client(), await client()
+
+    async def answer(self, what: str, argument: str) -> list[float]:
         start = time.perf_counter()
         if what == "put":
-            await put_state_dict(writer, state, key)
+            await put_state_dict(self.writer, self.state, argument)
         elif what == "get":
-            await get_state_dict(reader, key, into)
+            await get_state_dict(self.reader, argument, self.into)
+        elif what == "first":
+            self.reader = await client()
+            start = time.perf_counter()
+            await get_state_dict(self.reader, argument, self.into)
         elif what == "delete":
-            await writer.delete_batch([f"{key}/{name}" for name in [*state, "MAPPING"]])
-            # A client keeps mapped what another one has deleted.
-            reader = await client()
+            await self.delete(f"{argument}/")
+        elif what == "single":
+            return await self.single()
+        elif what == "use":
+            await self.delete("")
+            size, _, word = argument.partition(" ")
+            self.state = named(word, int(size) or None).state
+            self.into = like(self.state)
         else:
-            for tensor in into.values():
-                tensor.zero_()
-            await get_state_dict(reader, key, into)
-            expect_same(into, state)
-        print(time.perf_counter() - start, file=answers, flush=True)
+            # What is returned has keys that are words where numbers were put: what was filled is compared.
+            clear(self.into)
+            await get_state_dict(self.reader, argument, self.into)
+            expect_same(self.into, self.state)
+        return [time.perf_counter() - start]
+
+    async def delete(self, prefix: str) -> None:
+        # An empty list is refused.
+        if keys := [key for key in await self.writer.keys() if key.startswith(prefix)]:
+            await self.writer.delete_batch(keys)
+        # A client keeps mapped what another one has deleted.
+        self.reader = await client()
+
+    async def single(self) -> list[float]:
+        puts, gets = [], []
+        for key, tensor in self.state.items():
+            start = time.perf_counter()
+            await self.writer.put(f"single/{key}", tensor)
+            puts.append(time.perf_counter() - start)
+        for key, tensor in self.into.items():
+            start = time.perf_counter()
+            found = await self.reader.get(f"single/{key}", tensor)
+            gets.append(time.perf_counter() - start)
+            if not torch.equal(found, self.state[key]):
+                raise AssertionError(f"{key} is not what was put")
+        return [max(puts), max(gets), statistics.median(puts), statistics.median(gets)]
+
+
+async def main() -> None:
+    await torchstore.initialize(strategy=ControllerStorageVolumes(TransportType.SharedMemory))
+    clients = Clients()
+    await clients.connect()
+    for line in sys.stdin:
+        what, argument = line.rstrip("\n").split(" ", 1)
+        print(*await clients.answer(what, argument), file=answers, flush=True)
     await torchstore.shutdown()
 
 
@@ -58,4 +103,4 @@ async def client() -> torchstore.client.LocalClient:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main())

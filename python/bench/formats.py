@@ -1,0 +1,57 @@
+"""State dicts in files: how we save and load them, and how others do. Nobody waits for the disk here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import tssd
+from model import State, like
+from race import Role
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to keep a state dict."""
+
+    name: str
+    role: Role
+    #: Saves it under a path that is new.
+    save: Callable[[State, Path], object]
+    #: What is there, which is like this one.
+    load: Callable[[Path, State], State]
+    #: How many times as fast ours must be.
+    target: float | None = None
+
+
+def _save_dcp(state: State, path: Path) -> None:
+    save_dcp(dict(state), storage_writer=FileSystemWriter(str(path), sync_files=False), no_dist=True)
+
+
+def _load_dcp(path: Path, source: State) -> State:
+    state: State = like(source, warm=False)
+    load_dcp(state, checkpoint_id=str(path), no_dist=True)
+    return state
+
+
+TSSD = Format(
+    "tssd",
+    "ours",
+    lambda state, path: tssd.save_file(state, path, fsync=False),
+    lambda path, _: tssd.load_file(path),
+)
+SAFETENSORS = Format(
+    "safetensors",
+    "peer",
+    lambda state, path: safetensors.torch.save_file(state, path),
+    lambda path, _: safetensors.torch.load_file(path),
+    target=1,
+)
+TORCH = Format("torch.save", "peer", torch.save, lambda path, _: torch.load(path), target=1.5)
+DCP = Format("DCP", "peer", _save_dcp, _load_dcp, target=3)

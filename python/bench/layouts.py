@@ -1,0 +1,54 @@
+"""How a state dict lies on the ranks that have it, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from model import Normal
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+RANKS = 8
+Mesh = list[int] | list[list[int]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh of ranks, and what each of its dimensions does to a tensor."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for row in self.mesh for rank in (row if isinstance(row, list) else [row])]
+
+
+FSDP4 = Layout([0, 1, 2, 3], (Shard(0),))
+FSDP8 = Layout([0, 1, 2, 3, 4, 5, 6, 7], (Shard(0),))
+HSDP = Layout([[0, 1], [2, 3]], (Replicate(), Shard(0)))
+TP2 = Layout([0, 1], (Shard(1),))
+FSDP3 = Layout([0, 1, 2], (Shard(0),))
+
+#: Writers, then readers.
+RESHARDS = {
+    "fsdp4-tp2": ("FSDP on 4 ranks to TP on 2", FSDP4, TP2),
+    "hsdp2x2-tp2": ("HSDP on 2 x 2 ranks to TP on 2", HSDP, TP2),
+    "fsdp8-fsdp3": ("FSDP on 8 ranks to FSDP on 3, uneven", FSDP8, FSDP3),
+}
+
+
+def wholes(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Square matrices that together have so many bytes, one at a time: all ranks make the same."""
+    normal = Normal()
+    count = max(1, nbytes // (2048 * 2048 * 2))
+    side = 2048 if count > 1 else 512
+    for number in range(count):
+        yield f"layers.{number}.weight", normal.fill(torch.empty(side, side, dtype=torch.bfloat16))
+
+
+def placed(whole: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """This rank's part, which no other rank sends."""
+    return distribute_tensor(whole, mesh, layout.placements, src_data_rank=None)

@@ -1,0 +1,87 @@
+"""One rank of reshard.py: python reshard_rank.py FOLDER RANK BYTES URL.
+
+It puts and gets its part of a state dict, once for each line on stdin: `WAY put LAYOUT`, `WAY get LAYOUT` (into
+tensors that are there) or `WAY check LAYOUT`, which compares what a get brings with what was put. A way is
+tssd, dcp or copy. The answer is one line: the seconds that took on this rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tssd
+from layouts import RANKS
+from rank import Rank, State, join
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+
+class Tssd:
+    """Writer and reader each have a connection."""
+
+    def __init__(self, url: str) -> None:
+        self.writer, self.reader = tssd.Store(url), tssd.Store(url)
+
+    async def put(self, state: State, key: str, ranks: list[int]) -> None:
+        self.writer.put_state_dict(state, key, writers=ranks)
+
+    async def get(self, key: str, into: State, ranks: list[int]) -> None:
+        self.reader.get_state_dict(key, into)
+
+
+class Dcp:
+    """Files that nobody syncs to the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4, 8)}
+
+    async def put(self, state: State, key: str, ranks: list[int]) -> None:
+        writer = FileSystemWriter(str(self.folder / key), sync_files=False)
+        save_dcp(state, storage_writer=writer, process_group=self.groups[len(ranks)])
+
+    async def get(self, key: str, into: State, ranks: list[int]) -> None:
+        load_dcp(into, checkpoint_id=str(self.folder / key), process_group=self.groups[len(ranks)])
+
+
+class Copy:
+    """Nothing but the bytes of this rank, from memory to memory."""
+
+    def __init__(self) -> None:
+        self.memory: dict[torch.Size, torch.Tensor] = {}
+
+    async def put(self, state: State, key: str, ranks: list[int]) -> None:
+        for number, tensor in enumerate(state.values()):
+            local = tensor.to_local()
+            at = torch.Size((number, *local.shape))
+            if at not in self.memory:
+                self.memory[at] = torch.empty_like(local).zero_()
+            self.memory[at].copy_(local)
+
+    async def get(self, key: str, into: State, ranks: list[int]) -> None:
+        await self.put(into, key, ranks)
+
+
+async def main(folder: Path, number: int, nbytes: int, url: str) -> None:
+    # Libraries print there as well.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # torch warns of what is meant here.
+    warnings.simplefilter("ignore")
+    join(folder, number, RANKS)
+    rank = Rank(folder, number, nbytes, {"tssd": Tssd(url), "dcp": Dcp(folder / "dcp"), "copy": Copy()})
+    for line in sys.stdin:
+        print(await rank.answer(*line.split()), file=answers, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

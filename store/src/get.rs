@@ -3,23 +3,25 @@
 mod plans;
 mod target;
 mod tree;
+mod wishes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use indexmap::{IndexMap, IndexSet};
+use indexmap::IndexMap;
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
-    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, numel,
+    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs,
 };
 
 pub(crate) use self::plans::PlanCache;
 use self::plans::{Box, Plan, Request};
 use self::target::expect_room;
 pub(crate) use self::tree::choose_writer;
-use self::tree::{Tree, Wish, is_whole};
+use self::tree::{Tree, Way, is_whole, leaves};
+use self::wishes::{Wish, Wishes};
 use crate::controller::{Controller, Got};
 use crate::environment::in_place;
 use crate::error::{Error, ErrorKind, Result};
@@ -157,28 +159,36 @@ impl<'a> Read<'a> {
     /// view; others are assembled. Tied leaves come back tied.
     pub(crate) fn state_dict(&mut self, options: &GetOptions) -> Result<StateDict> {
         let root = self.version.tree(options.writer)?;
-        let leaves = Node::clone(&root).into_leaves();
-        let tensors = leaves.iter().filter(|(_, node)| matches!(node, Node::Tensors(_)));
-        let names: BTreeSet<String> = if options.slices.is_empty() {
-            BTreeSet::new()
-        } else {
-            tensors.map(|(path, _)| path.fqn()).collect()
-        };
-        if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
-            return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
+        let way = Way::To(&ObjectPath::root());
+        if !options.slices.is_empty() {
+            let mut names = BTreeSet::new();
+            leaves(way, &root, &mut |way, node| {
+                if matches!(node, Node::Tensors(_)) {
+                    names.insert(way.path().fqn());
+                }
+            });
+            if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
+                return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
+            }
         }
-        let mut viewed = BTreeSet::new();
-        let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
-        for (path, node) in &leaves {
-            wish(path, node, options, &mut viewed, &mut wishes);
-        }
-        let views = self.views(viewed)?;
-        let made = self.assemble(&wishes)?;
-        self.needed += distinct(&leaves, &options.slices);
-        let made = wishes.into_keys().zip(made).collect();
-        let tree = Tree { views, made, slices: &options.slices };
-        let value = tree.value(&ObjectPath::root(), &root);
+        let mut wishes = Wishes::default();
+        leaves(way, &root, &mut |way, node| wishes.add(way, node, &options.slices));
+        self.needed += wishes.needed();
+        let tree = self.tree(wishes, &options.slices)?;
+        let value = tree.value(way, &root);
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
+    }
+
+    /// All that is wished for, with a tree of it in mind.
+    fn tree<'w>(
+        &mut self,
+        wishes: Wishes<'w>,
+        slices: &'w BTreeMap<String, Vec<ShardPlace>>,
+    ) -> Result<Tree<'w>> {
+        let views = self.views(wishes.viewed)?;
+        let made = self.assemble(&wishes.assembled)?;
+        let made = wishes.assembled.into_keys().zip(made).collect();
+        Ok(Tree { views, made, slices })
     }
 
     /// Whole storages, in their order: views where they can be.
@@ -209,14 +219,10 @@ impl<'a> Read<'a> {
         node: &Node,
         options: &GetOptions,
     ) -> Result<Value> {
-        let mut viewed = BTreeSet::new();
-        let mut wishes: IndexMap<Wish<'_>, String> = IndexMap::new();
-        wish(path, node, options, &mut viewed, &mut wishes);
-        let views = self.views(viewed)?;
-        let made = self.assemble(&wishes)?;
-        let made = wishes.into_keys().zip(made).collect();
-        let tree = Tree { views, made, slices: &options.slices };
-        tree.value(path, node).map_err(|error| self.format_error(error))
+        let mut wishes = Wishes::default();
+        wishes.add(Way::To(path), node, &options.slices);
+        let tree = self.tree(wishes, &options.slices)?;
+        tree.value(Way::To(path), node).map_err(|error| self.format_error(error))
     }
 
     /// One tensor, whole, or one box of it.
@@ -521,52 +527,6 @@ impl Drop for Read<'_> {
             "read"
         );
     }
-}
-
-/// What a leaf is made of: storages that are seen, tensors that are assembled.
-fn wish<'w>(
-    path: &ObjectPath,
-    node: &'w Node,
-    options: &'w GetOptions,
-    viewed: &mut BTreeSet<u32>,
-    wishes: &mut IndexMap<Wish<'w>, String>,
-) {
-    match node {
-        Node::Stored(_, storage) => drop(viewed.insert(*storage)),
-        Node::Tensors(run) => {
-            let fqn = path.fqn();
-            match options.slices.get(&fqn) {
-                Some(places) => places.iter().for_each(|place| {
-                    wishes.entry((run.as_slice(), Some(place))).or_insert_with(|| fqn.clone());
-                }),
-                None if is_whole(run) => viewed.extend(run[0].storage),
-                None => drop(wishes.entry((run.as_slice(), None)).or_insert(fqn)),
-            }
-        }
-        _ => {}
-    }
-}
-
-/// How many bytes the leaves have that a state dict is made of: tied ones once, slices as asked for.
-fn distinct(leaves: &[(ObjectPath, Node)], slices: &BTreeMap<String, Vec<ShardPlace>>) -> u64 {
-    let mut seen: IndexSet<Wish<'_>> = IndexSet::new();
-    let mut bytes = 0;
-    for (path, node) in leaves {
-        let Node::Tensors(run) = node else { continue };
-        let itemsize = run[0].meta.dtype().itemsize();
-        match slices.get(&path.fqn()) {
-            Some(places) => {
-                for place in places.iter().filter(|place| seen.insert((run, Some(place)))) {
-                    bytes += place.slice().region().numel() * itemsize;
-                }
-            }
-            None if seen.insert((run, None)) => {
-                bytes += numel(&plan::global_shape(&run[0])) * itemsize;
-            }
-            None => {}
-        }
-    }
-    bytes
 }
 
 /// New memory; what does not fit is refused before the system is asked to give up.

@@ -1,13 +1,23 @@
 //! Jobs on all cores.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock};
 use std::thread;
 
-/// How many cores this process may use. To ask takes twenty system calls.
+/// How many cores this thread may use. To ask how much of them the process gets takes twenty system calls, so
+/// that is asked again only if the cores themselves have changed, as where a launcher pins what it has started.
 pub(crate) fn cores() -> usize {
-    static CORES: OnceLock<usize> = OnceLock::new();
-    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
+    static KNOWN: Mutex<Option<(usize, usize)>> = Mutex::new(None);
+    let allowed = rustix::thread::sched_getaffinity(None).map_or(0, |set| set.count() as usize);
+    let mut known = KNOWN.lock().expect("nobody panics while holding it");
+    match *known {
+        Some((of, cores)) if of == allowed => cores,
+        _ => {
+            let cores = thread::available_parallelism().map_or(1, usize::from);
+            *known = Some((allowed, cores));
+            cores
+        }
+    }
 }
 
 /// Runs `work` on every job, on as many threads as there are cores, and returns the results in the

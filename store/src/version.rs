@@ -6,7 +6,7 @@ use std::collections::btree_map::{self, BTreeMap};
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use bytes::Bytes;
 use tssd_format::{
@@ -54,6 +54,8 @@ pub(crate) struct OpenVersion {
     contents: Arc<Contents>,
     /// Its archives, in the order of the manifest.
     archives: Arc<[Archived]>,
+    /// Those that are in memory as they are, with the lease: what its views are parts of.
+    leased: Arc<[OnceLock<Option<Bytes>>]>,
     lease: Arc<dyn Any + Send + Sync>,
     route: Route,
     /// Of the get that it is opened for.
@@ -210,6 +212,7 @@ impl OpenVersion {
         let span = tracing::Span::current();
         Ok(Self {
             contents,
+            leased: archives.iter().map(|_| OnceLock::new()).collect(),
             archives: archives.into(),
             lease: located.lease,
             route: located.route,
@@ -291,8 +294,26 @@ impl OpenVersion {
 
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
     pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
-        let bytes = self.bytes(storage, range, unverified)?;
-        Ok(Bytes::from_owner(View { bytes, _lease: self.lease.clone() }))
+        let reference = &self.stored(storage).reference;
+        let leased = self.leased(reference).filter(|_| reference.packing.is_none());
+        let Some(leased) = leased else {
+            return Ok(self.with_lease(self.bytes(storage, range, unverified)?));
+        };
+        for chunk in reference.chunks(&range).filter(|_| !unverified) {
+            self.proven(storage, chunk)?;
+        }
+        let (start, end) = (reference.offset + range.start, reference.offset + range.end);
+        Ok(leased.slice(native(start)..native(end)))
+    }
+
+    fn leased(&self, reference: &StorageReference) -> Option<&Bytes> {
+        let leased =
+            || self.archive(reference).blob().bytes().cloned().map(|all| self.with_lease(all));
+        self.leased[native(u64::from(reference.shard))].get_or_init(leased).as_ref()
+    }
+
+    fn with_lease(&self, bytes: Bytes) -> Bytes {
+        Bytes::from_owner(View { bytes, _lease: self.lease.clone() })
     }
 
     /// Storages in memory of one reader alone; none for those that are compressed, elsewhere, or in no file.

@@ -5,16 +5,37 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
-    Container, Dict, Key, Node, ObjectPath, Region, Shard, ShardPlace, Step, Storage, Stored,
-    Tensor, TensorReference, Text, Value,
+    Container, Dict, Key, Node, ObjectPath, Shard, ShardPlace, Step, Storage, Stored, Tensor,
+    TensorReference, Text, Value,
 };
 
+use super::wishes::Wish;
 use crate::error::Result;
-use crate::plan;
 use crate::version::say_writer;
 
-/// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
-pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
+/// The way to a node. Most nodes need none, so it is spelled only when it is asked for.
+#[derive(Clone, Copy)]
+pub(super) enum Way<'a> {
+    To(&'a ObjectPath),
+    On(&'a Self, &'a Step),
+}
+
+impl Way<'_> {
+    pub(super) fn path(&self) -> ObjectPath {
+        match self {
+            Self::To(path) => (*path).clone(),
+            Self::On(way, step) => way.path().step((*step).clone()),
+        }
+    }
+}
+
+/// Calls `each` with every node that is no container, in insertion order.
+pub(super) fn leaves<'n>(way: Way<'_>, node: &'n Node, each: &mut impl FnMut(Way<'_>, &'n Node)) {
+    let Node::Container(_, children) = node else { return each(way, node) };
+    for (step, child) in children {
+        leaves(Way::On(&way, step), child, each);
+    }
+}
 
 /// A tree whose tensors are all there.
 pub(super) struct Tree<'a> {
@@ -24,7 +45,7 @@ pub(super) struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    pub(super) fn value(&self, path: &ObjectPath, node: &Node) -> tssd_format::Result<Value> {
+    pub(super) fn value(&self, way: Way<'_>, node: &Node) -> tssd_format::Result<Value> {
         Ok(match node {
             Node::Leaf(value) => value.clone(),
             Node::Stored(kind, storage) => {
@@ -35,12 +56,12 @@ impl Tree<'_> {
                     Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
                 }
             }
-            Node::Tensors(run) => self.tensors(path, run)?,
+            Node::Tensors(run) => self.tensors(way, run)?,
             Node::Container(container, children) => {
                 let mut dict = Dict::new();
                 let mut values = Vec::new();
                 for (step, child) in children {
-                    let value = self.value(&path.clone().step(step.clone()), child)?;
+                    let value = self.value(Way::On(&way, step), child)?;
                     match step {
                         Step::Key(key) => drop(dict.insert(key.clone(), value)),
                         Step::Index(_) => values.push(value),
@@ -51,8 +72,10 @@ impl Tree<'_> {
         })
     }
 
-    fn tensors(&self, path: &ObjectPath, run: &[TensorReference]) -> tssd_format::Result<Value> {
-        if let Some(places) = self.slices.get(&path.fqn()) {
+    fn tensors(&self, way: Way<'_>, run: &[TensorReference]) -> tssd_format::Result<Value> {
+        if !self.slices.is_empty()
+            && let Some(places) = self.slices.get(&way.path().fqn())
+        {
             let shard = |place: &ShardPlace| {
                 Shard::new(self.made[&(run, Some(place))].clone(), place.clone())
             };
@@ -72,7 +95,9 @@ impl Tree<'_> {
 
 /// Whether one reference is all of its tensor.
 pub(super) fn is_whole(run: &[TensorReference]) -> bool {
-    matches!(run, [only] if plan::region(only) == Region::whole(&plan::global_shape(only)))
+    let [only] = run else { return false };
+    let Some(slice) = only.place.as_ref().map(ShardPlace::slice) else { return true };
+    slice.local_shape() == slice.global_shape()
 }
 
 /// Puts one writer's values in the place of divergent nodes.

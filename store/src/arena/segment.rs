@@ -2,6 +2,7 @@
 //! maps of it.
 #![expect(unsafe_code, reason = "maps are as safe as the rules that who has them keep: see each")]
 
+use std::convert::Infallible;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -10,9 +11,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use rustix::fs::{FileType, MemfdFlags, Mode, OFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use tssd_format::Map as BytesMap;
 
+use crate::parallel;
 use crate::private::PrivateMaps;
 use crate::volume::Near;
 
@@ -105,20 +107,39 @@ unsafe impl Send for Map {}
 // SAFETY: as above; shared references only read.
 unsafe impl Sync for Map {}
 
+/// To map less than this is sooner done than another thread started.
+const POPULATE_BYTES: usize = 32 << 20;
+
 impl Map {
-    fn new(
-        memory: &OwnedFd,
-        capacity: u64,
-        protection: ProtFlags,
-        flags: MapFlags,
-    ) -> io::Result<Self> {
+    fn new(memory: &OwnedFd, capacity: u64, protection: ProtFlags) -> io::Result<Self> {
         let len = usize::try_from(capacity).map_err(io::Error::other)?;
-        let flags = MapFlags::SHARED | flags;
         // SAFETY: no address is asked for, so no other map is touched.
-        let start =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, memory, 0)? };
+        let start = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, memory, 0)?
+        };
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { start, len })
+    }
+
+    /// Lets the system map all pages now, on all cores: to give or to map one at a time, when it is touched,
+    /// takes it several times as long.
+    fn populated(self, advice: Advice) -> Self {
+        let parts = (0..self.len).step_by(POPULATE_BYTES).collect();
+        let Ok(_) = parallel::map(parts, |at| {
+            self.populate(at, advice);
+            Ok::<(), Infallible>(())
+        });
+        self
+    }
+
+    /// Of the part that begins at a byte of it. A system that does not know the advice, or lacks the memory,
+    /// says so: then pages come when they are touched.
+    fn populate(&self, at: usize, advice: Advice) {
+        let len = POPULATE_BYTES.min(self.len.saturating_sub(at));
+        // SAFETY: the part lies in the map: it begins in it, or it is empty.
+        let start = unsafe { self.start.add(at.min(self.len)) };
+        // SAFETY: as above, and the advice changes no byte.
+        let _ = unsafe { rustix::mm::madvise(start.as_ptr().cast(), len, advice) };
     }
 }
 
@@ -141,7 +162,8 @@ impl WriteMap {
     /// Maps new memory; the system gives all its pages now.
     pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        Map::new(memory, capacity, protection, MapFlags::POPULATE).map(Self)
+        let map = Map::new(memory, capacity, protection)?;
+        Ok(Self(map.populated(Advice::LinuxPopulateWrite)))
     }
 
     /// A part of it, to write.
@@ -171,14 +193,15 @@ pub(crate) struct ReadMap {
 impl ReadMap {
     /// Maps memory that was checked, and its page tables with it.
     pub(crate) fn new(memory: OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
-        let map = Map::new(&memory, capacity, ProtFlags::READ, MapFlags::POPULATE)?;
+        let map = Map::new(&memory, capacity, ProtFlags::READ)?;
+        let map = map.populated(Advice::LinuxPopulateRead);
         let private = Some(PrivateMaps::new(memory.into(), map.len));
         Ok(Arc::new(Self { map, private }))
     }
 
     /// As [`ReadMap::new`], for one who looks at little of it.
     pub(crate) fn sparse(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
-        let map = Map::new(memory, capacity, ProtFlags::READ, MapFlags::empty())?;
+        let map = Map::new(memory, capacity, ProtFlags::READ)?;
         Ok(Arc::new(Self { map, private: None }))
     }
 

@@ -1,7 +1,7 @@
 """Files beside those of others: what is saved and loaded, of one state dict, in turns.
 
 Each save makes a new file; synced means that it is on the disk when the save returns, else nobody waits for
-it. A load counts until one thread has touched one byte of each page; ours proves all checksums.
+it. A load counts until one byte of each page was touched, or every byte read; ours proves all checksums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Files:
     def __init__(self, folder: Path, model: Model, rounds: Rounds) -> None:
         self.folder, self.model, self.rounds = folder, model, rounds
         self.state = model.state
-        self.touched = touch(self.state)
+        self.touched, self.read = touch(self.state), read(self.state)
         self.is_saved = False
 
     def at(self, name: str) -> Path:
@@ -95,6 +95,21 @@ class Files:
             *(
                 Runner(name, timed(partial(self.touched_by, load)), "also")
                 for name, load in also.items()
+            ),
+            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
+        )
+        everything: dict[str, tuple[Callable[[], State], Role]] = {
+            "tssd": (partial(self.loaded, TSSD), "ours"),
+            "tssd, verify off": (also["tssd, verify off"], "also"),
+            "safetensors": (partial(self.loaded, SAFETENSORS), "peer"),
+            "torch.load, mmap": (self.mapped, "peer"),
+        }
+        self.race(
+            "load, read",
+            "all of it, checksums proven, every byte read once",
+            *(
+                Runner(name, timed(partial(self.read_by, load)), role)
+                for name, (load, role) in everything.items()
             ),
             Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
         )
@@ -223,6 +238,12 @@ class Files:
             raise AssertionError("other bytes than were saved")
         return state
 
+    def read_by(self, load: Callable[[], State]) -> State:
+        state = load()
+        if read(state) != self.read:
+            raise AssertionError("other bytes than were saved")
+        return state
+
     def clear(self) -> None:
         clear(self.folder)
 
@@ -247,6 +268,15 @@ def touch(value: Any) -> int:
     total = 0
     for tensor in tensors(value):
         total += int(tensor.detach().view(torch.uint8).flatten()[::4096].sum(dtype=torch.int64))
+    return total
+
+
+def read(value: Any) -> int:
+    """Every byte, as many at once as fit in a number."""
+    total = 0
+    for tensor in tensors(value):
+        words = tensor.detach().view(torch.uint8).flatten()
+        total += int(words[: words.numel() // 8 * 8].view(torch.int64).sum())
     return total
 
 

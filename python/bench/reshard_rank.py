@@ -21,6 +21,7 @@ from rank import Rank, State, join
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from torch.distributed.tensor import DTensor
 
 
 class Tssd:
@@ -52,13 +53,15 @@ class Dcp:
 
 
 class Copy:
-    """Nothing but the bytes of this rank, from memory to memory."""
+    """Nothing but the bytes of this rank, from memory to memory, each of them on one rank."""
 
     def __init__(self) -> None:
         self.memory: dict[torch.Size, torch.Tensor] = {}
 
     async def put(self, state: State, key: str, ranks: list[int]) -> None:
         for number, tensor in enumerate(state.values()):
+            if is_replica(tensor):
+                continue
             local = tensor.to_local()
             at = torch.Size((number, *local.shape))
             if at not in self.memory:
@@ -67,6 +70,12 @@ class Copy:
 
     async def get(self, key: str, into: State, ranks: list[int]) -> None:
         await self.put(into, key, ranks)
+
+
+def is_replica(tensor: DTensor) -> bool:
+    """Whether a rank before this one has the same part."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return any(place and each.is_replicate() for place, each in zip(coordinate, tensor.placements, strict=True))
 
 
 async def main(folder: Path, number: int, nbytes: int, url: str) -> None:

@@ -31,9 +31,12 @@ pub struct Bench {
     records: Records,
 }
 
+/// A case of a suite, by name.
+pub type Case = (&'static str, fn(&mut Bench));
+
 impl Bench {
     /// Runs the cases of a suite: those whose names have one of the command line's words in them, or all.
-    pub fn run(suite: &str, versions: &[(&str, &str)], cases: &[(&str, fn(&mut Self))]) {
+    pub fn run(suite: &str, versions: &[(&str, &str)], cases: &[Case]) {
         let options = Options::from_args(suite);
         let versions: serde_json::Map<String, serde_json::Value> =
             versions.iter().map(|&(name, version)| (name.into(), version.into())).collect();

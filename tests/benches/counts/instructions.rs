@@ -23,8 +23,10 @@ const TURNS: [u64; 2] = [1, 4];
 
 const WRITTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/counts/instructions.json");
 
-/// A path, and what runs it so many times.
-const PATHS: &[(&str, fn(u64))] = &[
+/// The name of a path, and what runs it so many times.
+type Path = (&'static str, fn(u64));
+
+const PATHS: &[Path] = &[
     ("format: plan a layout, 10,000 tensors", plan),
     ("format: encode 16 MB", encode),
     ("format: open, 30,000 tensors", open),

@@ -272,9 +272,10 @@ impl Bench {
             let printed = rate.map_or_else(String::new, |rate| format!("{rate:>8.2} GB/s"));
             let faults = race.faults(at);
             let pages = faults.map_or_else(String::new, |count| format!("{count:>8} faults"));
-            let mut line = format!("  {:<44} {:>10.3} ms{printed}{pages}", runner.name, time * 1e3);
+            let name = runner.name;
+            let mut line = vec![format!("  {name:<34} {:>10.3} ms{printed}{pages}", time * 1e3)];
             if at > 0 {
-                line += &format!("   ours {:>6.3} times as fast", ratio(&own, &ours));
+                line.push(format!("ours {:.3} times as fast", ratio(&own, &ours)));
             }
             for target in &runner.targets {
                 let is_met = match *target {
@@ -285,13 +286,13 @@ impl Bench {
                     Target::Milliseconds(target) => time * 1e3 <= target,
                     Target::Rate(target) => rate.is_some_and(|rate| rate >= target),
                 };
-                line += &format!("   target {target}: {}", if is_met { "met" } else { "NOT MET" });
+                line.push(format!("target {target}: {}", if is_met { "met" } else { "NOT MET" }));
             }
-            println!("{line}");
+            println!("{}", line.join("   "));
             let targets: Vec<Value> =
                 runner.targets.iter().map(|target| target.to_json()).collect();
             let mut record = json!({
-                "name": runner.name,
+                "name": name,
                 "role": runner.role.name(),
                 "seconds": own.into_iter().map(number).collect::<Vec<_>>(),
                 "targets": targets,

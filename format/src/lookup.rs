@@ -70,6 +70,10 @@ impl FqnSearch<'_> {
             if let Ok(at) = found {
                 self.reach(native(order[at].to_native()), from + len);
             }
+            // The children of children come after all of them: in a flat dict there are none to look for.
+            if views.children(node).end == views.nodes.len() {
+                return;
+            }
             let (Ok(at) | Err(at)) = found;
             order = &order[..at];
             let Some(last) = order.last() else { return };

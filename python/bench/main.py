@@ -198,7 +198,7 @@ environment:
         metavar="DIR|shape:NAME",
         help="a folder of *.safetensors, or a model of tests/shapes.json (%(default)s)",
     )
-    parser.add_argument("--iterations", type=positive, default=7, help="rounds that count (%(default)s)")
+    parser.add_argument("--iterations", type=positive, default=5, help="rounds that count (%(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before, which do not (%(default)s)")
     parser.add_argument("--size", type=size, help="of the model only so many whole layers, such as 600MB")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="what is measured: all, unless some are named")

@@ -28,7 +28,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
             Race::new("put and get", "tensors of one element", 11)
                 .of_tensors(&model.name, tensors)
                 .with(ours)
-                .with(Runner::limit("clone each", || {
+                .with(Runner::also("clone each", || {
                     black_box(views.iter().map(|(name, each)| (name.clone(), Clone::clone(*each))))
                         .for_each(drop);
                 })),

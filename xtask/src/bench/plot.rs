@@ -78,11 +78,12 @@ impl Plot {
             }
         });
         let unit = series.y;
+        let title = format!("{}: {}", series.name, series.what);
         Self {
             name: format!("series-{}-{}", kept.suite.name, file_name(&series.name)),
-            about: series.what.clone(),
+            about: title.clone(),
             drawing: Drawing::Curves(Curves {
-                title: series.what.clone(),
+                title,
                 note: None,
                 x_name: series.x.clone(),
                 x_value: Box::new(quantity::plain),
@@ -112,11 +113,12 @@ impl Plot {
                 rest.join(", ")
             )),
         };
+        let title = format!("{}, {}: {}", kept.suite.name, fit.operation, fit.what);
         Self {
             name: format!("fit-{}-{}", kept.suite.name, file_name(&fit.operation)),
-            about: fit.what.clone(),
+            about: title.clone(),
             drawing: Drawing::Curves(Curves {
-                title: fit.what.clone(),
+                title,
                 note,
                 x_name: "bytes".into(),
                 x_value: Box::new(|value| round(&quantity::bytes(value))),

@@ -9,8 +9,15 @@ use crate::bench::verdict::{growth, value};
 
 /// The costs of all operations, and a plot of each.
 pub(crate) fn fits(all: &[Kept]) -> String {
-    let mut table =
-        Table::new(&["Operation", "Who", ">Once", ">Each tensor", ">Bytes", ">Wrong by at most"]);
+    let mut table = Table::new(&[
+        "Suite",
+        "Operation",
+        "Who",
+        ">Once",
+        ">Each tensor",
+        ">Bytes",
+        ">Wrong by at most",
+    ]);
     let mut plots = Vec::new();
     for kept in all {
         for fit in &kept.fits {
@@ -18,8 +25,10 @@ pub(crate) fn fits(all: &[Kept]) -> String {
                 let Some(cost) = Cost::of(&runner.points) else { continue };
                 // Where the times do not show a cost there is none to write down.
                 let shown = |cost: f64, text: String| if cost > 0.0 { text } else { "—".into() };
+                let once = |word: &String| if number == 0 { word.clone() } else { String::new() };
                 table.row(&[
-                    if number == 0 { fit.operation.clone() } else { String::new() },
+                    once(&kept.suite.name),
+                    once(&fit.operation),
                     runner.name.clone(),
                     shown(cost.once, time(cost.once)),
                     shown(cost.tensor, time(cost.tensor)),

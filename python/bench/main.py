@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import fits
@@ -95,8 +95,11 @@ def in_the_store(
         words.append(f"uniform:400:{min(536_870_912, options.size or 536_870_912)}")
     for word in words if set(cases) & set(chosen) else []:
         model = named(word, options.size)
-        with daemon(8 * model.nbytes) as url:
-            stores = Stores(url, model, rounds, peer, options.size)
+        with ExitStack() as stack:
+            url = stack.enter_context(daemon(8 * model.nbytes))
+            # What goes by RPC takes long: the last model is enough.
+            far = stack.enter_context(torchstore("MonarchRPC")) if word == words[-1] else None
+            stores = Stores(url, model, rounds, (peer, far), options.size)
             for case in chosen:
                 if case in cases:
                     cases[case](stores)

@@ -17,13 +17,15 @@ TORCHSTORE = "TSSD_BENCH_TORCHSTORE"
 KEY = "model"
 REUSED = "torchstore, key reused: torn"
 NEW = "torchstore, a new key per version"
+#: Where hosts share no memory.
+RPC = "torchstore by RPC"
 
 
 class Peer:
     """What is asked of it, line by line."""
 
-    def __init__(self, python: str) -> None:
-        self.python = python
+    def __init__(self, python: str, transport: str) -> None:
+        self.python, self.transport = python, transport
         #: Started by what is first asked of it.
         self.process: subprocess.Popen[str] | None = None
         self.versions = count()
@@ -34,7 +36,7 @@ class Peer:
 
     def ask(self, what: str, argument: str) -> list[float]:
         if self.process is None:
-            command = [self.python, str(Path(__file__).parent / "torchstore_peer.py")]
+            command = [self.python, str(Path(__file__).parent / "torchstore_peer.py"), self.transport]
             pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
         assert self.process.stdin is not None
@@ -82,13 +84,13 @@ class Peer:
 
 
 @contextmanager
-def torchstore() -> Iterator[Peer | None]:
+def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
     python = os.environ.get(TORCHSTORE)
     if not python:
         print(f"torchstore is left out: {TORCHSTORE} names no Python that has it (docs/performance.md)\n")
         yield None
         return
-    peer = Peer(python)
+    peer = Peer(python, transport)
     try:
         yield peer
     finally:

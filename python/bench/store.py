@@ -17,7 +17,7 @@ import torch
 import tssd
 from daemon import daemon
 from model import Model, State, clear, expect_same, like, named, tensors
-from peer import KEY, NEW, REUSED, Peer
+from peer import KEY, NEW, REUSED, RPC, Peer
 from race import Role, Rounds, Runner, ours, race, report, timed
 
 COPY = "torch copy_"
@@ -27,15 +27,17 @@ class Stores:
     """A writer and a reader of one model."""
 
     def __init__(
-        self, url: str, model: Model, rounds: Rounds, other: Peer | None, size: int | None
+        self, url: str, model: Model, rounds: Rounds, others: tuple[Peer | None, Peer | None], size: int | None
     ) -> None:
         self.writer, self.reader = tssd.Store(url), tssd.Store(url)
-        self.model, self.rounds, self.peer = model, rounds, other
+        self.model, self.rounds = model, rounds
+        self.peer, self.far = others
         self.state = model.state
         self.into: State = like(self.state)
         self.views: State = {}
-        if self.peer is not None:
-            self.peer.use(model, size)
+        for other in others:
+            if other is not None:
+                other.use(model, size)
         for _ in range(3):
             self.put_version()
             self.get_into()
@@ -75,6 +77,7 @@ class Stores:
             "a new version, checksums included",
             ours(timed(self.put_version)),
             *peer.runners(self.peer, (REUSED, lambda own: own("put"), 2), (NEW, Peer.put_new, 4)),
+            *peer.runners(self.far, (RPC, lambda own: own("put"), None)),
             Runner(COPY, timed(self.copy), "limit", 0.8),
         )
 
@@ -85,6 +88,7 @@ class Stores:
             "in place, a version not read before, verified",
             ours(timed(self.get_into, before=self.put_version)),
             *peer.runners(self.peer, (REUSED, Peer.get_same, 2), (NEW, Peer.get_new, 4)),
+            *peer.runners(self.far, (RPC, Peer.get_same, None)),
             Runner(COPY, timed(self.copy), "limit", 0.8),
             Runner("tssd, not verified", timed(partial(self.get_into, False), before=self.put_version), "also"),
         )
@@ -93,6 +97,8 @@ class Stores:
         expect_same(self.into, self.state)
         if self.peer is not None:
             self.peer.check()
+        if self.far is not None:
+            self.far.check(KEY)
 
     def first_put(self) -> None:
         """A put where all memory is new."""

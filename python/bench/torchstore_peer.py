@@ -1,4 +1,4 @@
-"""Puts and gets a state dict with torchstore by shared memory, once for each line on stdin.
+"""Puts and gets a state dict with torchstore, once for each line on stdin: python torchstore_peer.py TRANSPORT.
 
 A line is `use SIZE WORD`, which makes the state dict that model.py has under this word, `put KEY`, `get KEY`
 (into tensors that are there), `first KEY` (the same by a client that is new), `delete KEY`,
@@ -88,7 +88,7 @@ class Clients:
 
 
 async def main() -> None:
-    await torchstore.initialize(strategy=ControllerStorageVolumes(TransportType.SharedMemory))
+    await torchstore.initialize(strategy=ControllerStorageVolumes(TransportType[sys.argv[1]]))
     clients = Clients()
     await clients.connect()
     for line in sys.stdin:

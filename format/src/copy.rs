@@ -5,7 +5,11 @@
 //! to four quarters of the block in turn, which keeps four pages open at once. To fetch the next block
 //! on the way was slower than to leave that to the processor.
 
+use std::ops::Range;
+
 use crc32fast::Hasher;
+
+use crate::runs::Runs;
 
 /// What is checksummed and then copied while it is in the cache. Its quarters do not begin at the same
 /// place of a page: loads that lie where a store of another page has just gone would wait for it.
@@ -35,36 +39,67 @@ pub fn copy(source: &[u8], target: &mut [u8]) {
 }
 
 /// Shorter runs are not worth it to go past the cache: their first and last lines do not.
-const STREAM_RUN_MIN: usize = 1 << 10;
+#[cfg(target_arch = "x86_64")]
+const STREAM_RUN_MIN: u64 = 1 << 10;
 
-/// Copies many runs, which together are so long that they should go past the cache.
+/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
+#[cfg(target_arch = "x86_64")]
+const STREAM_ALL_MIN: u64 = 1 << 20;
+
+/// Copies the runs of a box, past the cache if they are many bytes. `prove` is called with the place of each run
+/// in `source`, in bytes, before it is copied.
+///
+/// # Errors
+///
+/// What `prove` returns: then no more is copied.
+///
+/// # Panics
+///
+/// If a run does not lie in `source` or `target`.
 ///
 /// # Examples
 ///
 /// ```
-/// let source = vec![7; 4096];
-/// let mut target = vec![0; 2048];
-/// tssd_format::copy_runs(|copy| {
-///     copy(&source[..1024], &mut target[..1024]);
-///     copy(&source[2048..3072], &mut target[1024..]);
-/// });
-/// assert_eq!(target, [7; 2048]);
+/// // Columns 2 and 3 of a 3 x 8 matrix of bytes.
+/// let runs = tssd_format::Runs::new(1, &[3, 2], &[8, 1], &[2, 1]);
+/// let source: Vec<u8> = (0..24).collect();
+/// let mut target = [0; 6];
+/// tssd_format::copy_runs(&runs, &source[2..], &mut target, |_| Ok::<(), ()>(()))?;
+/// assert_eq!(target, [2, 3, 10, 11, 18, 19]);
+/// # Ok::<(), ()>(())
 /// ```
-///
-/// # Panics
-///
-/// If a run and its target differ in length.
-pub fn copy_runs<R>(work: impl FnOnce(&mut dyn FnMut(&[u8], &mut [u8])) -> R) -> R {
+pub fn copy_runs<E>(
+    runs: &Runs,
+    source: &[u8],
+    target: &mut [u8],
+    mut prove: impl FnMut(Range<u64>) -> Result<(), E>,
+) -> Result<(), E> {
+    // Nobody else sees the target before this returns, so one fence at the end is enough.
     #[cfg(target_arch = "x86_64")]
     let _fence = stream::Fence;
-    work(&mut |source, target| {
-        assert_eq!(source.len(), target.len(), "a copy is as long as its source");
-        #[cfg(target_arch = "x86_64")]
-        if source.len() >= STREAM_RUN_MIN {
-            return stream::copy_unfenced(source, target, |_| {});
+    #[cfg(target_arch = "x86_64")]
+    let streams = runs.run_bytes() >= STREAM_RUN_MIN && runs.total_bytes() >= STREAM_ALL_MIN;
+    let mut outcome = Ok(());
+    runs.for_each(|from, to, bytes| {
+        if outcome.is_err() {
+            return;
         }
-        target.copy_from_slice(source);
-    })
+        outcome = prove(from..from + bytes);
+        if outcome.is_ok() {
+            let (source, target) = (&source[part(from, bytes)], &mut target[part(to, bytes)]);
+            #[cfg(target_arch = "x86_64")]
+            if streams {
+                return stream::copy_unfenced(source, target, |_| {});
+            }
+            target.copy_from_slice(source);
+        }
+    });
+    outcome
+}
+
+fn part(start: u64, bytes: u64) -> Range<usize> {
+    let place = |at: u64| usize::try_from(at).expect("a place in memory");
+    place(start)..place(start + bytes)
 }
 
 /// Copies in blocks, each of which is seen before.
@@ -166,26 +201,39 @@ mod tests {
     #[test]
     fn runs_of_any_length_are_copied() {
         let source: Vec<u8> =
-            (0..50_000_u32).map(|at| at.wrapping_mul(31).to_le_bytes()[1]).collect();
-        for (run, skip) in [(1, 0), (1023, 1), (1024, 0), (1024, 3), (5000, 64), (40_000, 7)] {
-            let mut target = vec![0xAA; source.len()];
-            copy_runs(|copy| {
-                for (source, target) in
-                    source[skip..].chunks(2 * run).zip(target.chunks_mut(2 * run))
-                {
-                    let len = run.min(source.len());
-                    copy(&source[..len], &mut target[..len]);
+            (0..3_000_000_u32).map(|at| at.wrapping_mul(31).to_le_bytes()[1]).collect();
+        for (run, count) in
+            [(1, 5), (1023, 1100), (1024, 1100), (1031, 1030), (40_000, 30), (700, 1)]
+        {
+            // Columns of a matrix of bytes that is twice as wide.
+            let runs = Runs::new(1, &[count, run], &[2 * run, 1], &[run, 1]);
+            let len = usize::try_from(run * count).unwrap();
+            for shift in [0, 3] {
+                let mut target = vec![0xAA; len + shift + 1];
+                let mut proven = Vec::new();
+                let copied = copy_runs(&runs, &source, &mut target[shift..shift + len], |run| {
+                    proven.push(run);
+                    Ok::<(), ()>(())
+                });
+                assert_eq!(copied, Ok(()));
+                let mut wanted = Vec::new();
+                for (row, proven) in (0..count).zip(&proven) {
+                    assert_eq!(*proven, 2 * run * row..2 * run * row + run);
+                    wanted.extend_from_slice(&source[part(2 * run * row, run)]);
                 }
-            });
-            for (at, byte) in target[..source.len() - skip].iter().enumerate() {
-                let is_run = at % (2 * run) < run;
-                assert_eq!(
-                    *byte,
-                    if is_run { source[skip + at] } else { 0xAA },
-                    "{run} {skip} {at}"
-                );
+                assert!(target[shift..shift + len] == wanted, "{run} x {count}");
+                assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
             }
         }
+    }
+
+    #[test]
+    fn what_is_not_proven_is_not_copied() {
+        let runs = Runs::new(1, &[4, 2], &[4, 1], &[2, 1]);
+        let mut target = [0xAA; 8];
+        let proven = |run: Range<u64>| if run.start < 8 { Ok(()) } else { Err(run.start) };
+        assert_eq!(copy_runs(&runs, &[1; 16], &mut target, proven), Err(8));
+        assert_eq!(target, [1, 1, 1, 1, 0xAA, 0xAA, 0xAA, 0xAA]);
     }
 
     #[test]

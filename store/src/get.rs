@@ -17,7 +17,7 @@ use tssd_format::{
 };
 
 pub(crate) use self::plans::PlanCache;
-use self::plans::{Box, Plan, Request};
+use self::plans::{Box, Leaf, Plan, Request};
 use self::target::expect_room;
 pub(crate) use self::tree::choose_writer;
 use self::tree::{Tree, Way, is_whole, leaves};
@@ -95,9 +95,6 @@ pub struct GetReport {
     pub seconds: f64,
 }
 
-/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
-const STREAM_MIN: u64 = 1 << 20;
-
 /// A thread gets targets of at least this many bytes together: fewer are copied before it has started.
 const SHARE_BYTES: usize = 1 << 20;
 
@@ -173,8 +170,9 @@ impl<'a> Read<'a> {
         }
         let mut wishes = Wishes::default();
         leaves(way, &root, &mut |way, node| wishes.add(way, node, &options.slices));
-        self.needed += wishes.needed();
+        let needed = wishes.needed();
         let tree = self.tree(wishes, &options.slices)?;
+        self.needed += needed;
         let value = tree.value(way, &root);
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
     }
@@ -253,7 +251,7 @@ impl<'a> Read<'a> {
         let mut memory = memory(meta.nbytes())?;
         self.needed += meta.nbytes();
         let part = Some(Box { offsets, shape, global_shape: &global_shape });
-        let request = Request { fqn, part, meta: &meta };
+        let request = Request { leaf: Leaf::Named(fqn), part, meta: &meta };
         self.fill(&[request], vec![&mut memory], |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
@@ -274,7 +272,11 @@ impl<'a> Read<'a> {
         }
         let mut requests = Vec::with_capacity(wanted.len());
         for ((fqn, place), meta) in wanted.iter().zip(&metas) {
-            requests.push(Request { fqn, part: place.as_ref().map(Box::from), meta });
+            requests.push(Request {
+                leaf: Leaf::Named(fqn),
+                part: place.as_ref().map(Box::from),
+                meta,
+            });
         }
         let plan = self.plan(&requests, |at| Ok(leaves[at].clone()))?;
         let copies = plan.parts.iter().flat_map(|part| &part.copies);
@@ -292,12 +294,15 @@ impl<'a> Read<'a> {
         for target in targets {
             expect_room(target).map_err(|error| self.format_error(error))?;
             let Target { fqn, place, meta, bytes } = target;
-            self.needed += meta.nbytes();
-            requests.push(Request { fqn, part: place.as_ref().map(Box::from), meta });
+            let part = place.as_ref().map(Box::from);
+            requests.push(Request { leaf: Leaf::Named(fqn), part, meta });
             memories.push(&mut **bytes);
         }
         let version = self.version;
-        self.fill(&requests, memories, |at| version.tensor(requests[at].fqn, writer))
+        self.fill(&requests, memories, |at| version.tensor(requests[at].leaf.fqn(), writer))?;
+        // No element is there twice, so they are not more than there is memory.
+        self.needed += requests.iter().map(|request| request.meta.nbytes()).sum::<u64>();
+        Ok(())
     }
 
     /// The storages that leaves are views of, proven.
@@ -348,8 +353,12 @@ impl<'a> Read<'a> {
             metas.push(meta);
         }
         let mut requests = Vec::with_capacity(wishes.len());
-        for (((_, place), fqn), meta) in wishes.iter().zip(&metas) {
-            requests.push(Request { fqn, part: place.map(Box::from), meta });
+        for (((references, place), fqn), meta) in wishes.iter().zip(&metas) {
+            requests.push(Request {
+                leaf: Leaf::Run(fqn, references),
+                part: place.map(Box::from),
+                meta,
+            });
         }
         let targets = memories.iter_mut().map(Vec::as_mut_slice).collect();
         let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
@@ -411,7 +420,8 @@ impl<'a> Read<'a> {
     ) -> Result<Arc<Plan>> {
         let started = Instant::now();
         let name = plans::name(&self.version.layout, self.writer, requests);
-        let known = self.plans.get(&name);
+        // The version says itself what layout it has: what it says must not make us look where nothing is.
+        let known = self.plans.get(&name).filter(|plan| plan.fits(self.version.storage_lens()));
         let plan = known.map_or_else(|| self.new_plan(name, requests, references), Ok);
         self.planned += started.elapsed();
         plan
@@ -442,22 +452,8 @@ impl<'a> Read<'a> {
             return self.version.copy(copy.storage, range, target, self.unverified);
         }
         let mut window = self.version.window(copy.storage, range, self.unverified)?;
-        let mut copied = Ok(());
-        let mut each = |run: &mut dyn FnMut(&[u8], &mut [u8])| {
-            copy.runs.for_each(|from, to, bytes| {
-                if copied.is_ok() {
-                    let to = native(to)..native(to + bytes);
-                    let source = window.bytes(from..from + bytes);
-                    copied = source.map(|source| run(source, &mut target[to]));
-                }
-            });
-        };
-        if copy.runs.total_bytes() < STREAM_MIN {
-            each(&mut |source, target| target.copy_from_slice(source));
-        } else {
-            copy_runs(each);
-        }
-        copied
+        let bytes = window.bytes.clone();
+        copy_runs(&copy.runs, &bytes, target, |run| window.prove(&run))
     }
 
     /// A contiguous tensor of a leaf's dtype.

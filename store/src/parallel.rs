@@ -1,23 +1,22 @@
 //! Jobs on all cores.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 /// How many cores this thread may use. To ask how much of them the process gets takes twenty system calls, so
 /// that is asked again only if the cores themselves have changed, as where a launcher pins what it has started.
 pub(crate) fn cores() -> usize {
-    static KNOWN: Mutex<Option<(usize, usize)>> = Mutex::new(None);
-    let allowed = rustix::thread::sched_getaffinity(None).map_or(0, |set| set.count() as usize);
-    let mut known = KNOWN.lock().expect("nobody panics while holding it");
-    match *known {
-        Some((of, cores)) if of == allowed => cores,
-        _ => {
-            let cores = thread::available_parallelism().map_or(1, usize::from);
-            *known = Some((allowed, cores));
-            cores
-        }
+    /// What was asked last: the cores that were allowed, and below that how many there are to use.
+    static KNOWN: AtomicU64 = AtomicU64::new(u64::MAX);
+    let allowed = rustix::thread::sched_getaffinity(None).map_or(0, |set| u64::from(set.count()));
+    let known = KNOWN.load(Ordering::Relaxed);
+    if known >> 32 == allowed {
+        return usize::try_from(known & u64::from(u32::MAX)).unwrap_or(1);
     }
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    KNOWN.store(allowed << 32 | u64::try_from(cores).unwrap_or(1), Ordering::Relaxed);
+    cores
 }
 
 /// Runs `work` on every job, on as many threads as there are cores, and returns the results in the
@@ -49,7 +48,8 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     };
     thread::scope(|scope| {
         for _ in 1..threads {
-            scope.spawn(run);
+            // A system that gives no more threads leaves the work to those that there are.
+            let _ = thread::Builder::new().spawn_scoped(scope, run);
         }
         run();
     });

@@ -5,7 +5,8 @@
 //! nothing else.
 
 use tssd_format::{
-    Error, ErrorKind, Node, Region, Result, Runs, StorageReference, TensorMeta, TensorReference,
+    Container, Error, ErrorKind, Node, Region, Result, Runs, StorageReference, TensorMeta,
+    TensorReference,
 };
 
 /// One tensor that a reader wants: a box of a leaf, laid out in the reader's memory.
@@ -135,8 +136,10 @@ impl Layout {
     fn node(&mut self, node: &Node) {
         match node {
             Node::Leaf(_) | Node::Stored(..) => self.words(&[0]),
-            Node::Container(_, children) => {
-                self.words(&[1, wide(children.len())]);
+            Node::Container(container, children) => {
+                // Whose leaf it is stands in no fqn.
+                let kind = if *container == Container::Divergent { 3 } else { 1 };
+                self.words(&[kind, wide(children.len())]);
                 for (step, child) in children {
                     let step = step.to_string();
                     self.words(&[wide(step.len())]);
@@ -183,4 +186,25 @@ impl Layout {
 
 fn wide(len: usize) -> u64 {
     u64::try_from(len).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use tssd_format::{Dtype, Key, Step};
+
+    use super::*;
+
+    #[test]
+    fn leaves_of_writers_are_another_layout_than_a_dict_of_them() {
+        let leaf = Node::Tensors(vec![TensorReference {
+            meta: TensorMeta::new(Dtype::Uint8, &[2]).unwrap(),
+            storage: Some(0),
+            byte_offset: 0,
+            place: None,
+        }]);
+        let children = [0, 1].map(|writer| (Step::Key(Key::writer(writer)), leaf.clone()));
+        let of = |container| fingerprint(&Node::Container(container, children.to_vec()), &[]);
+        assert_eq!(of(Container::Dict), of(Container::OrderedDict));
+        assert_ne!(of(Container::Dict), of(Container::Divergent));
+    }
 }

@@ -160,6 +160,11 @@ impl Contents {
         self.stored(storage).reference.len
     }
 
+    /// How many bytes each storage has; none if there are not so many storages.
+    pub(crate) fn storage_lens(&self) -> impl Fn(u32) -> Option<u64> {
+        |storage| Some(self.storages.get(native(u64::from(storage)))?.reference.len)
+    }
+
     /// How many bytes were checksummed since the version was opened.
     pub(crate) fn bytes_verified(&self) -> u64 {
         self.verified.load(Ordering::Relaxed)
@@ -467,33 +472,33 @@ impl OpenVersion {
     }
 }
 
-/// Bytes of a storage, each chunk proven when a run first touches it: the cache has it then, for the copy.
+/// Bytes of a storage, each chunk proven before a run first touches it: the cache has it then, for the copy.
 pub(crate) struct Window<'a> {
     version: &'a OpenVersion,
     storage: u32,
     /// Where the bytes begin in the storage.
     start: u64,
-    bytes: Bytes,
+    pub(crate) bytes: Bytes,
     /// What needs no proof any more, of the storage.
     proven: Range<u64>,
 }
 
 impl Window<'_> {
-    /// A range of its bytes.
-    pub(crate) fn bytes(&mut self, range: Range<u64>) -> Result<&[u8]> {
+    /// Proves the chunks that a range of its bytes lies in.
+    pub(crate) fn prove(&mut self, range: &Range<u64>) -> Result<()> {
         let wanted = self.start + range.start..self.start + range.end;
-        if wanted.start < self.proven.start || wanted.end > self.proven.end {
-            let reference = &self.version.stored(self.storage).reference;
-            let chunks = reference.chunks(&wanted);
-            for chunk in chunks.clone() {
-                self.version.proven(self.storage, chunk)?;
-            }
-            if !chunks.is_empty() {
-                self.proven =
-                    reference.chunk(chunks.start).start..reference.chunk(chunks.end - 1).end;
-            }
+        if wanted.start >= self.proven.start && wanted.end <= self.proven.end {
+            return Ok(());
         }
-        Ok(&self.bytes[native(range.start)..native(range.end)])
+        let reference = &self.version.stored(self.storage).reference;
+        let chunks = reference.chunks(&wanted);
+        for chunk in chunks.clone() {
+            self.version.proven(self.storage, chunk)?;
+        }
+        if !chunks.is_empty() {
+            self.proven = reference.chunk(chunks.start).start..reference.chunk(chunks.end - 1).end;
+        }
+        Ok(())
     }
 }
 

@@ -442,6 +442,54 @@ fn divergent_leaves_are_kept_if_that_is_wanted() {
     }
 }
 
+/// What one version has read must not answer for another one, or for a leaf of the same name.
+#[test]
+fn plans_are_of_leaves_and_not_of_names() {
+    let float = || TensorMeta::new(Dtype::Float32, &[1]).unwrap();
+    let fill = |store: &Store, fqn: &str, writer| {
+        let mut memory = [0; 4];
+        let mut targets =
+            [Target { fqn: fqn.into(), place: None, meta: float(), bytes: &mut memory }];
+        let options = GetOptions { writer, ..GetOptions::default() };
+        let filled = store.get_state_dict_into(&key(), &mut targets, &options);
+        filled.map(|_| f32::from_le_bytes(memory))
+    };
+    for (store, _place) in stores() {
+        // A dict of writers, and each writer's own: the same tree, but for whose it is.
+        let of = |key: i64, value: f32| {
+            let inner = Dict::from_iter([(key, Value::from(tensor(&[value])))]);
+            dict(vec![("w", inner.into())])
+        };
+        put_together(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        assert_eq!(fill(&store, "w.0", None).unwrap(), 1.0);
+        let own = |value: f32| dict(vec![("w", tensor(&[value]).into())]);
+        put_together(&store, &[own(1.0), own(2.0)], Divergent::Keep).unwrap();
+        assert_eq!(fill(&store, "w.0", None).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(fill(&store, "w", Some(1)).unwrap(), 2.0);
+        put_together(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        assert_eq!(fill(&store, "w", Some(1)).unwrap_err().kind(), ErrorKind::NotFound);
+
+        // Two leaves of one fqn, each of two writers.
+        let rows = |at: u64, one: f32, other: f32| {
+            let inner = Dict::from_iter([("b", row(at, 2, &[other]))]);
+            dict(vec![("a.b", row(at, 2, &[one])), ("a", inner.into())])
+        };
+        put_together(&store, &[rows(0, 1.0, 5.0), rows(1, 2.0, 6.0)], Divergent::Error).unwrap();
+        let mut read = Vec::new();
+        for leaf in store.open(&key(), &GetOptions::default()).unwrap() {
+            let (_, Value::Tensor(tensor)) = leaf.unwrap() else { panic!("a tensor") };
+            read.push(tensor.view().to_contiguous(8).unwrap());
+        }
+        let floats = |values: [f32; 2]| values.map(f32::to_le_bytes).concat();
+        assert_eq!(read, [floats([1.0, 2.0]), floats([5.0, 6.0])]);
+        let mut memory = [0; 8];
+        let meta = TensorMeta::new(Dtype::Float32, &[2, 1]).unwrap();
+        let mut targets = [Target { fqn: "a.b".into(), place: None, meta, bytes: &mut memory }];
+        let error = store.get_state_dict_into(&key(), &mut targets, &GetOptions::default());
+        assert!(error.unwrap_err().to_string().contains("a.b"));
+    }
+}
+
 #[test]
 fn trees_are_united_by_writer_and_ties_survive() {
     for (store, _place) in stores() {

@@ -25,9 +25,25 @@ const PART_BYTES: u64 = 16 << 20;
 
 /// What is wanted of a leaf: a box of it, or all of it, and how it is to lie in memory.
 pub(super) struct Request<'a> {
-    pub(super) fqn: &'a str,
+    pub(super) leaf: Leaf<'a>,
     pub(super) part: Option<Box<'a>>,
     pub(super) meta: &'a TensorMeta,
+}
+
+/// Which leaf is meant.
+#[derive(Clone, Copy)]
+pub(super) enum Leaf<'a> {
+    /// The one that this fqn names, if it names one.
+    Named(&'a str),
+    /// The one of these references, which has this fqn, maybe with others.
+    Run(&'a str, &'a [TensorReference]),
+}
+
+impl<'a> Leaf<'a> {
+    pub(super) fn fqn(self) -> &'a str {
+        let (Self::Named(fqn) | Self::Run(fqn, _)) = self;
+        fqn
+    }
 }
 
 /// A box of a global tensor.
@@ -84,9 +100,21 @@ pub(super) fn name(layout: &[u8; 16], writer: Option<u32>, requests: &[Request<'
     bytes.extend(layout);
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
-    for Request { fqn, part, meta } in requests {
-        let words = [wide(fqn.len()), u64::from(meta.dtype().code()), wide(meta.shape().len())];
-        add(&words);
+    for Request { leaf, part, meta } in requests {
+        match leaf {
+            Leaf::Named(fqn) => add(&[0, wide(fqn.len())]),
+            Leaf::Run(_, references) => {
+                add(&[1, wide(references.len())]);
+                for reference in *references {
+                    let storage = reference.storage.map_or(u64::MAX, u64::from);
+                    let region = plan::region(reference);
+                    add(&[storage, reference.byte_offset, wide(region.rank())]);
+                    add(region.offsets());
+                    add(region.shape());
+                }
+            }
+        }
+        add(&[u64::from(meta.dtype().code()), wide(meta.shape().len())]);
         add(meta.shape());
         add(&[u64::from(meta.is_contiguous())]);
         if !meta.is_contiguous() {
@@ -98,8 +126,10 @@ pub(super) fn name(layout: &[u8; 16], writer: Option<u32>, requests: &[Request<'
             add(vector);
         }
     }
-    for Request { fqn, .. } in requests {
-        bytes.extend(fqn.as_bytes());
+    for Request { leaf, .. } in requests {
+        if let Leaf::Named(fqn) = leaf {
+            bytes.extend(fqn.as_bytes());
+        }
     }
     *blake3::hash(&bytes).as_bytes()
 }
@@ -112,7 +142,8 @@ impl Plan {
         request: &Request<'_>,
         references: &[TensorReference],
     ) -> Result<()> {
-        let Request { fqn, part, meta } = request;
+        let Request { leaf, part, meta } = request;
+        let fqn = leaf.fqn();
         expect_apart(fqn, meta)?;
         let global_shape = plan::global_shape(&references[0]);
         let (region, global_shape) = match part {
@@ -140,6 +171,14 @@ impl Plan {
 }
 
 impl Plan {
+    /// Whether storages of these lengths have all that is copied.
+    pub(super) fn fits(&self, lens: impl Fn(u32) -> Option<u64>) -> bool {
+        self.parts.iter().flat_map(|part| &part.copies).all(|copy| {
+            let end = copy.source.saturating_add(copy.runs.source_span());
+            lens(copy.storage).is_some_and(|len| end <= len)
+        })
+    }
+
     /// The memory of each part, with the copies that fill it.
     pub(super) fn cut<'p, 't>(
         &'p self,
@@ -183,4 +222,22 @@ fn rows(wanted: Wanted) -> Vec<Wanted> {
         Wanted { region, global_shape: wanted.global_shape.clone(), meta }
     };
     (0..rows).step_by(native(step)).map(part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use tssd_format::Runs;
+
+    use super::*;
+
+    #[test]
+    fn a_plan_fits_what_has_all_that_it_copies() {
+        let copy = Copy { storage: 1, source: 8, target: 0, runs: Runs::run(4) };
+        let part = Part { target: 0, len: 4, copies: vec![copy] };
+        let plan = Plan { parts: vec![part], bytes: 4 };
+        let lens = |lens: &'static [u64]| move |storage: u32| lens.get(storage as usize).copied();
+        assert!(plan.fits(lens(&[0, 12])));
+        assert!(!plan.fits(lens(&[12, 11])));
+        assert!(!plan.fits(lens(&[12])));
+    }
 }

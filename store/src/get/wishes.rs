@@ -57,11 +57,11 @@ impl<'a> Wishes<'a> {
     pub(super) fn needed(&mut self) -> u64 {
         let place = |reference: &&TensorReference| (reference.storage, reference.byte_offset);
         self.seen.sort_by_key(place);
-        let mut seen = 0;
+        let mut seen = 0_u64;
         for of_place in self.seen.chunk_by(|one, other| place(one) == place(other)) {
             for (at, reference) in of_place.iter().enumerate() {
                 if !of_place[..at].contains(reference) {
-                    seen += reference.meta.nbytes();
+                    seen = seen.saturating_add(reference.meta.nbytes());
                 }
             }
         }
@@ -71,8 +71,9 @@ impl<'a> Wishes<'a> {
                 Some(place) => numel(place.slice().local_shape()),
                 None => numel(&plan::global_shape(&run[0])),
             };
-            elements * itemsize
+            elements.saturating_mul(itemsize)
         });
-        seen + assembled.sum::<u64>()
+        // Slices that are no part of their tensors may be of any size, and are refused later.
+        assembled.fold(seen, u64::saturating_add)
     }
 }

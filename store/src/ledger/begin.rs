@@ -40,11 +40,10 @@ impl State {
         let Some(older) = self.job.replace(job) else {
             return;
         };
-        for version in &mut self.versions {
-            if version.is_open() && version.job.as_ref() == Some(&older.id) {
-                version.drop_because(Reason::Fenced { by: newest.clone() });
-            }
-        }
+        self.change(
+            |version| version.is_open() && version.job.as_ref() == Some(&older.id),
+            |version| version.drop_because(Reason::Fenced { by: newest.clone() }),
+        );
         self.fenced.push_back(older.id);
         if self.fenced.len() > MAX_FENCED {
             self.fenced.pop_front();
@@ -138,7 +137,7 @@ impl State {
         let Begin { id, .. } = begin;
         self.remember_opened(&begin, number);
         let index = self.versions.partition_point(|version| version.place() < (epoch, number));
-        self.versions.insert(index, place.opened_by(begin));
+        self.versions.insert(index, place.opened_by(begin).into());
         Ok(Outcome::Begun { id, epoch, number })
     }
 

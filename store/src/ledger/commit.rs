@@ -5,7 +5,7 @@ use super::command::{Commit, Outcome};
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, Durability, ManifestReference, Status};
+use super::version::{Contribution, Durability, ManifestReference, Status, Version};
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
@@ -79,14 +79,14 @@ impl State {
         let (place, rewinds) = (version.place(), version.rewinds);
         let is_durable = version.durability == Durability::Disk;
         let (epoch, number) = place;
-        for version in &mut self.versions {
-            if version.is_open() && version.place() < place {
-                version.drop_because(Reason::Superseded { by: number });
-            }
-            if version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from) {
-                version.retire();
-            }
-        }
+        self.change(
+            |version| version.is_open() && version.place() < place,
+            |version| version.drop_because(Reason::Superseded { by: number }),
+        );
+        self.change(
+            |version| version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from),
+            Version::retire,
+        );
         self.epoch = epoch;
         self.highest = Some(number);
         if is_durable {

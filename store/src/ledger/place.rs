@@ -1,6 +1,7 @@
 //! Where a new version opens: in which epoch, with which number, and when.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::command::{Begin, Effect};
 use super::identity::{JobId, VersionId};
@@ -131,8 +132,8 @@ impl State {
     }
 
     fn at(&self, place: (u32, u64)) -> Option<&Version> {
-        let index = self.versions.binary_search_by_key(&place, Version::place).ok()?;
-        self.versions.get(index)
+        let index = self.versions.binary_search_by_key(&place, |version| version.place()).ok()?;
+        self.versions.get(index).map(Arc::as_ref)
     }
 }
 

@@ -31,17 +31,14 @@ impl State {
 
     fn retire_unpinned(&mut self, ids: &[VersionId]) {
         let unpinned: Vec<_> = ids.iter().copied().filter(|id| !self.is_pinned(*id)).collect();
-        for version in self.versions.iter_mut().filter(|version| unpinned.contains(&version.id)) {
-            version.retire();
-        }
+        self.change(|version| unpinned.contains(&version.id), Version::retire);
     }
 
     pub(super) fn expire(&mut self, now: Timestamp) -> Outcome {
-        for version in &mut self.versions {
-            if version.is_abandoned(now) {
-                version.drop_because(Reason::Abandoned { missing: version.missing() });
-            }
-        }
+        self.change(
+            |version| version.is_abandoned(now),
+            |version| version.drop_because(Reason::Abandoned { missing: version.missing() }),
+        );
         if let Some(ttl) = self.ttl {
             let is_old = |version: &&Version| version.is_older(ttl, now);
             let old: Vec<_> = self.visible().filter(is_old).map(|version| version.id).collect();
@@ -55,15 +52,17 @@ impl State {
 
     pub(super) fn delete(&mut self, selection: Selection) -> Outcome {
         let mut ids = Vec::new();
-        for version in self.versions.iter_mut().filter(|version| selection.includes(version)) {
-            if version.is_open() {
-                version.drop_because(Reason::Deleted);
+        self.change(
+            |version| selection.includes(version) && (version.is_open() || version.is_visible()),
+            |version| {
                 ids.push(version.id);
-            } else if version.is_visible() {
-                version.retire();
-                ids.push(version.id);
-            }
-        }
+                if version.is_open() {
+                    version.drop_because(Reason::Deleted);
+                } else {
+                    version.retire();
+                }
+            },
+        );
         Outcome::Deleted { ids }
     }
 

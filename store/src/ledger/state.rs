@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -30,7 +31,8 @@ pub struct State {
     /// The older ones, oldest first.
     pub(super) fenced: VecDeque<JobId>,
     /// Those that have data, in the order of their places; no two have the same place.
-    pub(super) versions: Vec<Version>,
+    /// A step copies the state, and changes one or two of them: they share the others.
+    pub(super) versions: Vec<Arc<Version>>,
     /// Those whose data is gone, oldest first.
     pub(super) ended: VecDeque<Ended>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
@@ -88,10 +90,11 @@ impl State {
     /// is said of the key as a whole. Its open versions, leases and calls end with the process.
     #[must_use]
     pub fn durable(&self) -> Self {
-        let is_kept = |version: &&Version| {
+        let is_kept = |version: &Version| {
             version.durability == Durability::Disk && version.manifest().is_some()
         };
-        let versions: Vec<Version> = self.versions().filter(is_kept).cloned().collect();
+        let versions = self.versions.iter().filter(|version| is_kept(version)).cloned();
+        let versions: Vec<Arc<Version>> = versions.collect();
         let is_there = |id: &VersionId| versions.iter().any(|version| version.id == *id);
         let pins = self.pins.iter().filter(|(_, id)| is_there(id));
         let job =
@@ -137,7 +140,7 @@ impl State {
 
     /// All versions that have data, in the order of their epochs and numbers.
     pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
-        self.versions.iter()
+        self.versions.iter().map(Arc::as_ref)
     }
 
     /// What became of a version, as one who waits for it sees it: none if the ledger has never
@@ -205,13 +208,25 @@ impl State {
     /// The version that a command names.
     pub(super) fn named(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
         let ended = self.ended(id).map_or(Refusal::Unknown { id }, Ended::refusal);
-        self.versions.iter_mut().find(|version| version.id == id).ok_or(ended)
+        let named = self.versions.iter_mut().find(|version| version.id == id);
+        named.map(Arc::make_mut).ok_or(ended)
+    }
+
+    /// Changes some of the versions.
+    pub(super) fn change(
+        &mut self,
+        which: impl Fn(&Version) -> bool,
+        mut change: impl FnMut(&mut Version),
+    ) {
+        for version in self.versions.iter_mut().filter(|version| which(version)) {
+            change(Arc::make_mut(version));
+        }
     }
 
     /// Forgets the data of a version, and remembers what became of it.
     pub(super) fn forget(&mut self, id: VersionId) {
-        let gone = self.versions.extract_if(.., |version| version.id == id).map(Ended::from);
-        self.ended.extend(gone);
+        let gone = self.versions.extract_if(.., |version| version.id == id);
+        self.ended.extend(gone.map(Arc::unwrap_or_clone).map(Ended::from));
         while self.ended.len() > MAX_ENDED {
             self.ended.pop_front();
         }

@@ -3,6 +3,7 @@
 mod plans;
 mod target;
 mod tree;
+mod way;
 mod wishes;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,8 +20,9 @@ use tssd_format::{
 pub(crate) use self::plans::PlanCache;
 use self::plans::{Box, Leaf, Plan, Request};
 use self::target::expect_room;
+use self::tree::Tree;
 pub(crate) use self::tree::choose_writer;
-use self::tree::{Tree, Way, is_whole, leaves};
+use self::way::{Way, leaves};
 use self::wishes::{Wish, Wishes};
 use crate::controller::{Controller, Got};
 use crate::environment::in_place;
@@ -233,7 +235,7 @@ impl<'a> Read<'a> {
         let references = self.version.tensor(fqn, writer)?;
         let TensorReference { meta, storage, byte_offset, .. } = &references[0];
         let is_far = storage.is_some_and(|storage| self.version.far(storage).is_some());
-        if region.is_none() && is_whole(&references) && !is_far {
+        if region.is_none() && plan::is_whole(&references) && !is_far {
             let span = *byte_offset..byte_offset + meta.span_bytes();
             let bytes = storage
                 .map(|storage| self.version.view(storage, span, self.unverified))
@@ -279,8 +281,7 @@ impl<'a> Read<'a> {
             });
         }
         let plan = self.plan(&requests, |at| Ok(leaves[at].clone()))?;
-        let copies = plan.parts.iter().flat_map(|part| &part.copies);
-        Ok(self.version.archives_of(copies.map(|copy| copy.storage)))
+        Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
     }
 
     /// Fills the caller's tensors; allocates nothing of their size.
@@ -435,7 +436,7 @@ impl<'a> Read<'a> {
     ) -> Result<Arc<Plan>> {
         let mut plan = Plan::default();
         for (at, request) in requests.iter().enumerate() {
-            let added = plan.add(at, request, &references(at)?);
+            let added = plan.add(request, &references(at)?);
             added.map_err(|error| self.format_error(error))?;
         }
         let plan = Arc::new(plan);

@@ -5,8 +5,8 @@
 //! nothing else.
 
 use tssd_format::{
-    Container, Error, ErrorKind, Node, Region, Result, Runs, StorageReference, TensorMeta,
-    TensorReference,
+    Container, Error, ErrorKind, Node, Region, Result, Runs, ShardPlace, StorageReference,
+    TensorMeta, TensorReference,
 };
 
 /// One tensor that a reader wants: a box of a leaf, laid out in the reader's memory.
@@ -109,6 +109,13 @@ pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
         Some(place) => place.slice().global_shape().to_vec(),
         None => reference.meta.shape().to_vec(),
     }
+}
+
+/// Whether one reference is all of its tensor.
+pub(crate) fn is_whole(run: &[TensorReference]) -> bool {
+    let [only] = run else { return false };
+    let Some(slice) = only.place.as_ref().map(ShardPlace::slice) else { return true };
+    slice.local_shape() == slice.global_shape()
 }
 
 /// A name for the layout of a version: equal for two versions whose leaves, shapes, slices and

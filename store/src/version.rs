@@ -304,8 +304,8 @@ impl OpenVersion {
         let Some(leased) = leased else {
             return Ok(self.with_lease(self.bytes(storage, range, unverified)?));
         };
-        for chunk in reference.chunks(&range).filter(|_| !unverified) {
-            self.proven(storage, chunk)?;
+        if !unverified {
+            self.prove_chunks(storage, reference.chunks(&range))?;
         }
         let (start, end) = (reference.offset + range.start, reference.offset + range.end);
         Ok(leased.slice(native(start)..native(end)))
@@ -372,8 +372,8 @@ impl OpenVersion {
             return Ok(unpack.finish());
         }
         if let Some(mapped) = blob.bytes() {
-            for chunk in chunks.filter(|_| !unverified) {
-                self.proven(storage, chunk)?;
+            if !unverified {
+                self.prove_chunks(storage, chunks)?;
             }
             return Ok(mapped.slice(
                 native(reference.offset + range.start)..native(reference.offset + range.end),
@@ -450,6 +450,10 @@ impl OpenVersion {
         Ok(())
     }
 
+    fn prove_chunks(&self, storage: u32, mut chunks: Range<u64>) -> Result<()> {
+        chunks.try_for_each(|chunk| self.proven(storage, chunk).map(drop))
+    }
+
     /// The stored bytes of a chunk. Those that are in memory are proven once.
     fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
         let Stored { reference, verified } = self.stored(storage);
@@ -492,9 +496,7 @@ impl Window<'_> {
         }
         let reference = &self.version.stored(self.storage).reference;
         let chunks = reference.chunks(&wanted);
-        for chunk in chunks.clone() {
-            self.version.proven(self.storage, chunk)?;
-        }
+        self.version.prove_chunks(self.storage, chunks.clone())?;
         if !chunks.is_empty() {
             self.proven = reference.chunk(chunks.start).start..reference.chunk(chunks.end - 1).end;
         }

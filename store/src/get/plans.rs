@@ -8,7 +8,7 @@ use tssd_format::{
     TensorReference,
 };
 
-use super::target::expect_apart;
+use super::target::{expect_apart, span};
 use super::{native, wide};
 use crate::plan::{self, Copy, Wanted};
 
@@ -62,21 +62,20 @@ impl<'a> From<&'a ShardPlace> for Box<'a> {
     }
 }
 
-/// The parts of all targets, in order.
+/// What fills each target.
 #[derive(Default)]
 pub(super) struct Plan {
-    pub(super) parts: Vec<Part>,
+    /// The parts of each target, in order.
+    targets: Vec<Vec<Part>>,
     /// How many bytes are copied.
     pub(super) bytes: u64,
 }
 
 /// A part of a target, from where the one before it ends, and what fills it: its copies count from there.
-pub(super) struct Part {
-    /// The number of the target.
-    pub(super) target: usize,
+struct Part {
     /// How many bytes of its memory.
-    pub(super) len: usize,
-    pub(super) copies: Vec<Copy>,
+    len: usize,
+    copies: Vec<Copy>,
 }
 
 impl PlanCache {
@@ -138,7 +137,6 @@ impl Plan {
     /// Adds what fills the next target.
     pub(super) fn add(
         &mut self,
-        target: usize,
         request: &Request<'_>,
         references: &[TensorReference],
     ) -> Result<()> {
@@ -161,19 +159,25 @@ impl Plan {
             )));
         }
         let wanted = Wanted { region, global_shape: global_shape.into(), meta: (*meta).clone() };
-        for wanted in rows(wanted) {
+        let part = |wanted: Wanted| {
             let copies = plan::plan(references, &wanted).map_err(|error| error.at(fqn))?;
-            self.bytes += copies.iter().map(|copy| copy.runs.total_bytes()).sum::<u64>();
-            self.parts.push(Part { target, len: native(span(&wanted.meta)), copies });
-        }
+            Ok(Part { len: native(span(&wanted.meta)), copies })
+        };
+        let parts: Vec<Part> = rows(wanted).into_iter().map(part).collect::<Result<_>>()?;
+        let copies = parts.iter().flat_map(|part| &part.copies);
+        self.bytes += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
+        self.targets.push(parts);
         Ok(())
     }
-}
 
-impl Plan {
+    /// All that is copied.
+    pub(super) fn copies(&self) -> impl Iterator<Item = &Copy> {
+        self.targets.iter().flatten().flat_map(|part| &part.copies)
+    }
+
     /// Whether storages of these lengths have all that is copied.
     pub(super) fn fits(&self, lens: impl Fn(u32) -> Option<u64>) -> bool {
-        self.parts.iter().flat_map(|part| &part.copies).all(|copy| {
+        self.copies().all(|copy| {
             let end = copy.source.saturating_add(copy.runs.source_span());
             lens(copy.storage).is_some_and(|len| end <= len)
         })
@@ -184,12 +188,10 @@ impl Plan {
         &'p self,
         targets: Vec<&'t mut [u8]>,
     ) -> Vec<(&'p [Copy], &'t mut [u8])> {
-        let mut parts = self.parts.iter().peekable();
-        let mut cut = Vec::with_capacity(self.parts.len());
-        for (number, target) in targets.into_iter().enumerate() {
-            // What follows a part is that of the next one, if it is of the same target.
+        let mut cut = Vec::with_capacity(self.targets.len());
+        for (parts, target) in self.targets.iter().zip(targets) {
             let mut rest = target;
-            while let Some(part) = parts.next_if(|part| part.target == number) {
+            for part in parts {
                 let (memory, tail) = rest.split_at_mut(part.len);
                 cut.push((&*part.copies, memory));
                 rest = tail;
@@ -197,11 +199,6 @@ impl Plan {
         }
         cut
     }
-}
-
-/// How many bytes a tensor spans.
-pub(super) fn span(meta: &TensorMeta) -> u64 {
-    if meta.numel() == 0 { 0 } else { meta.span_bytes() }
 }
 
 /// Cuts a large contiguous wish into rows, so that several threads can fill it.
@@ -233,8 +230,8 @@ mod tests {
     #[test]
     fn a_plan_fits_what_has_all_that_it_copies() {
         let copy = Copy { storage: 1, source: 8, target: 0, runs: Runs::run(4) };
-        let part = Part { target: 0, len: 4, copies: vec![copy] };
-        let plan = Plan { parts: vec![part], bytes: 4 };
+        let part = Part { len: 4, copies: vec![copy] };
+        let plan = Plan { targets: vec![vec![part]], bytes: 4 };
         let lens = |lens: &'static [u64]| move |storage: u32| lens.get(storage as usize).copied();
         assert!(plan.fits(lens(&[0, 12])));
         assert!(!plan.fits(lens(&[12, 11])));

@@ -2,7 +2,6 @@
 
 use tssd_format::{Error, ErrorKind, Result, TensorMeta};
 
-use super::plans::span;
 use super::{Target, wide};
 
 /// Proves that a target's memory holds its tensor.
@@ -38,4 +37,9 @@ pub(super) fn expect_apart(fqn: &str, meta: &TensorMeta) -> Result<()> {
         reach += stride * (size - 1);
     }
     Ok(())
+}
+
+/// How many bytes a tensor spans.
+pub(super) fn span(meta: &TensorMeta) -> u64 {
+    if meta.numel() == 0 { 0 } else { meta.span_bytes() }
 }

@@ -9,33 +9,11 @@ use tssd_format::{
     TensorReference, Text, Value,
 };
 
+use super::way::Way;
 use super::wishes::Wish;
 use crate::error::Result;
+use crate::plan::is_whole;
 use crate::version::say_writer;
-
-/// The way to a node. Most nodes need none, so it is spelled only when it is asked for.
-#[derive(Clone, Copy)]
-pub(super) enum Way<'a> {
-    To(&'a ObjectPath),
-    On(&'a Self, &'a Step),
-}
-
-impl Way<'_> {
-    pub(super) fn path(&self) -> ObjectPath {
-        match self {
-            Self::To(path) => (*path).clone(),
-            Self::On(way, step) => way.path().step((*step).clone()),
-        }
-    }
-}
-
-/// Calls `each` with every node that is no container, in insertion order.
-pub(super) fn leaves<'n>(way: Way<'_>, node: &'n Node, each: &mut impl FnMut(Way<'_>, &'n Node)) {
-    let Node::Container(_, children) = node else { return each(way, node) };
-    for (step, child) in children {
-        leaves(Way::On(&way, step), child, each);
-    }
-}
 
 /// A tree whose tensors are all there.
 pub(super) struct Tree<'a> {
@@ -91,13 +69,6 @@ impl Tree<'_> {
         let storage = Storage::from(bytes.unwrap_or_default());
         Tensor::new(first.meta.clone(), storage, first.byte_offset).map(Value::Tensor)
     }
-}
-
-/// Whether one reference is all of its tensor.
-pub(super) fn is_whole(run: &[TensorReference]) -> bool {
-    let [only] = run else { return false };
-    let Some(slice) = only.place.as_ref().map(ShardPlace::slice) else { return true };
-    slice.local_shape() == slice.global_shape()
 }
 
 /// Puts one writer's values in the place of divergent nodes.

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use indexmap::IndexMap;
 use tssd_format::{Node, ShardPlace, TensorReference, numel};
 
-use super::tree::{Way, is_whole};
-use crate::plan;
+use super::way::Way;
+use crate::plan::{self, is_whole};
 
 /// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
 pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod curve;
+mod cut;
 mod fsdp;
 mod limit;
 mod model;
@@ -11,6 +12,7 @@ pub mod peer;
 mod race;
 mod record;
 mod shapes;
+mod versions;
 
 use serde_json::json;
 
@@ -22,7 +24,7 @@ pub use crate::bench::limit::{Memory, cores, faults, on_cores};
 pub use crate::bench::model::{Model, adding_up, name_of_expert, normal, targets};
 pub use crate::bench::options::Options;
 pub use crate::bench::race::{Race, Role, Runner, Target};
-pub use crate::bench::shapes::Shapes;
+pub use crate::bench::shapes::stacked_shapes;
 
 /// One run of a suite: how much of it is wanted, and where the records go.
 pub struct Bench {
@@ -36,13 +38,12 @@ pub type Case = (&'static str, fn(&mut Bench));
 
 impl Bench {
     /// Runs the cases of a suite: those whose names have one of the command line's words in them, or all.
-    pub fn run(suite: &str, versions: &[(&str, &str)], cases: &[Case]) {
+    /// The record of the suite says which versions of the peers it was built with.
+    pub fn run(suite: &str, peers: &[&str], cases: &[Case]) {
         let options = Options::from_args(suite);
-        let versions: serde_json::Map<String, serde_json::Value> =
-            versions.iter().map(|&(name, version)| (name.into(), version.into())).collect();
         let mut bench = Self { options, records: Records::from_env() };
         bench.records.write(&json!({"suite": {
-            "name": suite, "versions": versions, "options": bench.options.to_json(),
+            "name": suite, "versions": versions::of(peers), "options": bench.options.to_json(),
         }}));
         for (name, case) in cases {
             if bench.options.wants(name) {

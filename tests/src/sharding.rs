@@ -2,7 +2,7 @@
 //! resharding.
 
 use tssd_format::{
-    DeviceMesh, Placement, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
+    DeviceMesh, Dtype, Placement, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
 };
 
 /// A global tensor of `u32`s whose elements tell where they are.
@@ -49,6 +49,15 @@ pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
     Tensor::from_slice(&elements_of(global, shape, region), region.shape()).expect("as many")
 }
 
+/// Dtype and shape of what is at a place.
+///
+/// # Panics
+///
+/// If there is no such tensor.
+pub fn meta_of(dtype: Dtype, place: &ShardPlace) -> TensorMeta {
+    TensorMeta::new(dtype, place.slice().local_shape()).expect("a shape of the dtype")
+}
+
 /// The shards that a rank holds of a global tensor.
 ///
 /// # Panics
@@ -91,7 +100,7 @@ pub fn places_of(
 ///
 /// If it is no tensor of `u32`.
 pub fn numbers(tensor: &Tensor) -> Vec<u32> {
-    assert_eq!(tensor.meta().dtype(), tssd_format::Dtype::Uint32);
+    assert_eq!(tensor.meta().dtype(), Dtype::Uint32);
     let bytes = tensor.view().to_contiguous(1 << 30).expect("small");
     bytes.chunks(4).map(|each| u32::from_le_bytes(each.try_into().expect("4 bytes"))).collect()
 }
@@ -104,6 +113,6 @@ pub fn numbers(tensor: &Tensor) -> Vec<u32> {
 pub fn spread(shape: &[u64]) -> TensorMeta {
     let strides: Vec<u64> =
         tssd_format::row_major_strides(shape).into_iter().map(|stride| stride * 2).collect();
-    let meta = TensorMeta::new(tssd_format::Dtype::Uint32, shape).expect("small");
+    let meta = TensorMeta::new(Dtype::Uint32, shape).expect("small");
     meta.with_strides(&strides).expect("one for each dimension")
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 use bytes::Bytes;
 use tssd_format::{Archive, Layout, Options, StateDict, TorchStoreStateDict, Verify};
 use tssd_store::{GetOptions, Key, PutOptions};
-use tssd_tests::bench::{Bench, Fsdp, Model, Shapes, targets};
+use tssd_tests::bench::{Bench, Fsdp, Model, stacked_shapes, targets};
 use tssd_tests::served::Served;
 
 /// Says what a child runs under callgrind, and how often.
@@ -154,7 +154,7 @@ fn look_up(turns: u64) {
 }
 
 fn reshard(turns: u64) {
-    let shapes = Shapes::stacked("kimi-k2").tensors;
+    let shapes = stacked_shapes("kimi-k2");
     let fsdp = Fsdp::new(&shapes[..200], 64, 128);
     for _ in 0..turns {
         black_box(fsdp.plan(0));

@@ -1,12 +1,12 @@
 //! What resharding asks for, and what it needs.
 
 use stats_alloc::Region;
-use tssd_format::{DeviceMesh, Placement, StateDict, TensorMeta};
+use tssd_format::{DeviceMesh, Dtype, Placement, StateDict, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
-use tssd_tests::bench::{Bench, Curve, Fsdp, Shapes};
+use tssd_tests::bench::{Bench, Curve, Fsdp, stacked_shapes};
 use tssd_tests::served::Served;
-use tssd_tests::sharding::{counting, places_of, shards_of};
+use tssd_tests::sharding::{counting, meta_of, places_of, shards_of};
 
 use crate::{ALLOCATOR, metrics};
 
@@ -106,13 +106,7 @@ fn get(
 ) -> (u64, u64) {
     let places = places_of(&SHAPE, mesh, rank, placements);
     let mut memory: Vec<Vec<u8>> = Vec::new();
-    let metas: Vec<TensorMeta> = places
-        .iter()
-        .map(|place| {
-            let dtype = tssd_format::Dtype::Uint32;
-            TensorMeta::new(dtype, place.slice().local_shape()).unwrap()
-        })
-        .collect();
+    let metas: Vec<TensorMeta> = places.iter().map(|place| meta_of(Dtype::Uint32, place)).collect();
     memory.extend(metas.iter().map(|meta| vec![0; usize::try_from(meta.nbytes()).unwrap()]));
     let mut targets: Vec<Target<'_>> = places
         .iter()
@@ -138,7 +132,7 @@ pub(crate) fn plan_memory(bench: &mut Bench) {
     let what =
         "memory of the plan of one of 128 readers (TP) of Kimi K2, of so many writers (FSDP)";
     let mut curve = Curve::memory("plan memory", what, "writers");
-    let shapes = Shapes::stacked("kimi-k2").tensors;
+    let shapes = stacked_shapes("kimi-k2");
     for writers in [32, 64, 128, 256] {
         let fsdp = Fsdp::new(&shapes, writers, 128);
         let region = Region::new(ALLOCATOR);

@@ -17,7 +17,7 @@ use tssd_tests::bench::Bench;
 fn main() {
     Bench::run(
         "format",
-        &[("safetensors", "0.8.0"), ("object_store", "0.14")],
+        &["safetensors", "object_store"],
         &[
             ("open", open::all_names),
             ("encode", encode::into_memory),

@@ -4,8 +4,7 @@ use std::cell::RefCell;
 
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
-use tssd_tests::bench::cores as of_cores;
-use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, on_cores, targets};
+use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores, targets};
 use tssd_tests::served::Served;
 
 use crate::key;
@@ -26,13 +25,13 @@ fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
 
 /// The third and later versions: two are there at once, so from then on every segment is warm.
 pub(crate) fn put(bench: &mut Bench) {
-    for (model, cores, rounds) in &cases(bench) {
-        on_cores(*cores, || {
+    for (model, threads, rounds) in &cases(bench) {
+        on_cores(*threads, || {
             let served = Served::new(LIMIT);
             let (store, reader) = (served.connect(), served.connect());
             (0..3).for_each(|_| put_one(&store, model));
             let mut memory = Memory::new(model.bytes);
-            let case = format!("put, {}", of_cores(*cores));
+            let case = format!("put, {}", cores(*threads));
             bench.race(
                 Race::new(&case, "a new version, checksums included", *rounds)
                     .of(model)
@@ -40,7 +39,7 @@ pub(crate) fn put(bench: &mut Bench) {
                         Runner::ours("tssd", || put_one(&store, model))
                             .target(Target::Speed(0.85, MEMCPY)),
                     )
-                    .with(Runner::limit(MEMCPY, || memory.copy(*cores))),
+                    .with(Runner::limit(MEMCPY, || memory.copy(*threads))),
             );
             model.expect_same(&reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
         });
@@ -49,8 +48,8 @@ pub(crate) fn put(bench: &mut Bench) {
 
 /// Into the caller's tensors: a version that was not read before, and without a look at checksums.
 pub(crate) fn get(bench: &mut Bench) {
-    for (model, cores, rounds) in &cases(bench) {
-        on_cores(*cores, || {
+    for (model, threads, rounds) in &cases(bench) {
+        on_cores(*threads, || {
             let served = Served::new(LIMIT);
             let (writer, reader) = (served.connect(), served.connect());
             let mut memory = Memory::new(model.bytes);
@@ -64,7 +63,7 @@ pub(crate) fn get(bench: &mut Bench) {
                 renew();
                 read(false);
             });
-            let case = format!("get in place, {}", of_cores(*cores));
+            let case = format!("get in place, {}", cores(*threads));
             bench.race(
                 Race::new(&case, "a new version each time, verified", *rounds)
                     .of(model)
@@ -78,7 +77,7 @@ pub(crate) fn get(bench: &mut Bench) {
                             .before(renew)
                             .target(Target::Speed(0.95, MEMCPY)),
                     )
-                    .with(Runner::limit(MEMCPY, || memory.copy(*cores))),
+                    .with(Runner::limit(MEMCPY, || memory.copy(*threads))),
             );
             model.expect_bytes(&tensors.borrow());
         });

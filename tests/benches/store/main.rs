@@ -22,7 +22,7 @@ fn main() {
     }
     Bench::run(
         "store",
-        &[("object_store", "0.14")],
+        &["object_store"],
         &[
             ("put", copies::put),
             ("get", copies::get),

@@ -5,8 +5,9 @@ use tssd_format::{
     TensorSlice,
 };
 use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
-use tssd_tests::bench::{Bench, Curve, Fsdp, Memory, Race, Role, Runner, Shapes, Target};
+use tssd_tests::bench::{Bench, Curve, Fsdp, Memory, Race, Role, Runner, Target, stacked_shapes};
 use tssd_tests::served::Served;
+use tssd_tests::sharding::meta_of;
 
 use crate::copies::LIMIT;
 use crate::key;
@@ -39,7 +40,7 @@ fn rows_to_columns(bench: &mut Bench) {
 fn kimi(bench: &mut Bench) {
     let what = "one of 128 readers (TP) of Kimi K2, experts stacked, of so many writers (FSDP)";
     let mut curve = Curve::series("plan", what, "writers");
-    let shapes = Shapes::stacked("kimi-k2").tensors;
+    let shapes = stacked_shapes("kimi-k2");
     for writers in [32, 64, 128, 256] {
         let fsdp = Fsdp::new(&shapes, writers, READERS);
         let copies = u64::try_from(fsdp.plan(0).len()).unwrap();
@@ -70,14 +71,14 @@ fn in_a_store(bench: &mut Bench) {
     };
     let readers = DeviceMesh::from_shape(&[READERS]).unwrap();
     let place = place_of(&readers, 0, 1);
-    let meta = TensorMeta::new(Dtype::Bfloat16, place.slice().local_shape()).unwrap();
+    let meta = meta_of(Dtype::Bfloat16, &place);
     let len = usize::try_from(meta.nbytes()).unwrap();
     let mut seconds = Vec::new();
     for version in 1..=3 {
         for rank in 0..WRITERS {
             let mut dict = StateDict::new();
             let place = place_of(&mesh, rank, 0);
-            let meta = TensorMeta::new(Dtype::Bfloat16, place.slice().local_shape()).unwrap();
+            let meta = meta_of(Dtype::Bfloat16, &place);
             let bytes = Storage::from(vec![1_u8; usize::try_from(meta.nbytes()).unwrap()]);
             let tensor = Tensor::new(meta, bytes, 0).unwrap();
             for name in 0..TENSORS {

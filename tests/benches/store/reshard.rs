@@ -5,16 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
-    TensorSlice,
+    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorSlice,
 };
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
 use tssd_tests::bench::{Bench, Memory, Race, Runner, on_cores};
 use tssd_tests::served::Served;
+use tssd_tests::sharding::meta_of;
 
 use crate::copies::LIMIT;
 use crate::key;
+
+const DTYPE: Dtype = Dtype::Bfloat16;
 
 /// 16 matrices of about 16 MiB.
 const TENSORS: u32 = 16;
@@ -40,10 +42,6 @@ impl Layout {
         let place = ShardPlace::new(slices.unwrap().remove(0)).on_mesh(self.mesh.clone()).unwrap();
         place.placed(self.placements.clone()).unwrap()
     }
-}
-
-fn meta(place: &ShardPlace) -> TensorMeta {
-    TensorMeta::new(Dtype::Bfloat16, place.slice().local_shape()).unwrap()
 }
 
 pub(crate) fn all(bench: &mut Bench) {
@@ -139,7 +137,7 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
     let mut dict = StateDict::new();
     for number in 0..TENSORS {
         let bytes = elements(shape, &place, number);
-        let tensor = Tensor::new(meta(&place), Storage::from(bytes), 0).unwrap();
+        let tensor = Tensor::new(meta_of(DTYPE, &place), Storage::from(bytes), 0).unwrap();
         dict.insert(format!("layers.{number}"), Shard::new(tensor, place.clone()).unwrap());
     }
     dict
@@ -148,7 +146,7 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
 /// Elements that tell where they are in the global tensor.
 fn elements(shape: &[u64], place: &ShardPlace, number: u32) -> Vec<u8> {
     let region = place.slice().region();
-    let mut bytes = Vec::with_capacity(usize::try_from(meta(place).nbytes()).unwrap());
+    let mut bytes = Vec::with_capacity(usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap());
     for row in region.offsets()[0]..region.offsets()[0] + region.shape()[0] {
         for column in region.offsets()[1]..region.offsets()[1] + region.shape()[1] {
             let at = (row * shape[1] + column).wrapping_mul(0x9E37_79B9) + u64::from(number);
@@ -167,7 +165,8 @@ impl Readers {
     pub(crate) fn new(served: &Served, shape: &[u64], layout: &Layout) -> Self {
         let rank = |rank| {
             let place = layout.place(shape, rank);
-            let len = usize::try_from(meta(&place).nbytes() * u64::from(TENSORS)).unwrap();
+            let len =
+                usize::try_from(meta_of(DTYPE, &place).nbytes() * u64::from(TENSORS)).unwrap();
             (served.connect(), place, vec![0_u8; len])
         };
         Self { ranks: (0..layout.ranks()).map(rank).collect() }
@@ -181,7 +180,7 @@ impl Readers {
         thread::scope(|scope| {
             for (store, place, memory) in &mut self.ranks {
                 scope.spawn(move || {
-                    let meta = meta(place);
+                    let meta = meta_of(DTYPE, place);
                     let len = usize::try_from(meta.nbytes()).unwrap();
                     let target = |(number, bytes)| Wanted {
                         fqn: format!("layers.{number}"),
@@ -202,7 +201,7 @@ impl Readers {
     fn check(&self, shape: &[u64], layout: &Layout) {
         for (rank, (_, place, memory)) in (0..).zip(&self.ranks) {
             assert_eq!(place, &layout.place(shape, rank));
-            let len = usize::try_from(meta(place).nbytes()).unwrap();
+            let len = usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap();
             for (number, bytes) in (0..TENSORS).zip(memory.chunks(len)) {
                 assert!(bytes == elements(shape, place, number), "layers.{number} of {rank}");
             }

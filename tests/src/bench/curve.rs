@@ -90,7 +90,7 @@ impl Curve {
     pub fn record(self, bench: &mut Bench) {
         println!();
         let mut record = self.about;
-        let runner = |(name, role, points): (String, Role, Vec<Value>)| json!({"name": name, "role": role.name(), "points": points});
+        let runner = |(name, role, points): (String, Role, Vec<Value>)| json!({"name": name, "role": role, "points": points});
         record["runners"] = self.runners.into_iter().map(runner).collect();
         bench.records.write(&json!({ self.kind: record }));
     }

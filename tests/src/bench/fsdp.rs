@@ -1,6 +1,8 @@
 use tssd_format::{DeviceMesh, Placement, ShardPlace, TensorMeta, TensorReference, TensorSlice};
 use tssd_store::plan::{Copy, Wanted, plan};
 
+use crate::sharding::meta_of;
+
 /// A model whose tensors so many ranks hold by rows (FSDP), and of which so many others want their part (TP).
 pub struct Fsdp {
     stored: Vec<Vec<TensorReference>>,
@@ -18,7 +20,7 @@ impl Fsdp {
             let of_rank = |rank: u32| {
                 let place = place(meta, &mesh, rank, Placement::Shard { dim: 0 });
                 TensorReference {
-                    meta: local(meta, &place),
+                    meta: meta_of(meta.dtype(), &place),
                     storage: Some(rank * count(tensors) + number),
                     byte_offset: 0,
                     place: Some(place),
@@ -49,7 +51,7 @@ impl Fsdp {
             let wanted = Wanted {
                 region: place.slice().region(),
                 global_shape: meta.shape().into(),
-                meta: local(meta, &place),
+                meta: meta_of(meta.dtype(), &place),
             };
             copies.extend(plan(stored, &wanted).unwrap());
         }
@@ -71,8 +73,4 @@ fn dim(name: &str, meta: &TensorMeta) -> Option<u32> {
 fn place(meta: &TensorMeta, mesh: &DeviceMesh, rank: u32, placement: Placement) -> ShardPlace {
     let slices = TensorSlice::from_placements(meta.shape(), mesh, rank, &[placement]);
     ShardPlace::new(slices.unwrap().remove(0))
-}
-
-fn local(meta: &TensorMeta, place: &ShardPlace) -> TensorMeta {
-    TensorMeta::new(meta.dtype(), place.slice().local_shape()).unwrap()
 }

@@ -1,3 +1,4 @@
+use std::fmt::Display;
 use std::hint::black_box;
 use std::path::Path;
 
@@ -5,7 +6,9 @@ use bytes::Bytes;
 use half::bf16;
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
 
-use super::{Options, Shapes};
+use super::cut::cut;
+use super::options::{Options, refuse};
+use super::shapes::shapes;
 
 /// A state dict to measure with.
 pub struct Model {
@@ -21,14 +24,18 @@ pub struct Model {
 
 impl Model {
     /// What the command line says: shapes of a model that people have, or tensors from files.
+    /// What cannot be had ends the bench with a word on why.
     pub fn of(options: &Options) -> Self {
-        match options.model.strip_prefix("shape:") {
-            Some(name) => {
-                let shapes = Shapes::of(name, options.size).tensors;
-                Self::new(name, shapes.into_iter().enumerate().map(filled))
-            }
+        let model = match options.model.strip_prefix("shape:") {
+            Some(name) => Self::shaped(name, options.size),
             None => Self::read(Path::new(&options.model), options.size),
-        }
+        };
+        model.unwrap_or_else(|error| refuse(&error))
+    }
+
+    fn shaped(name: &str, size: Option<u64>) -> Result<Self, String> {
+        let shapes = cut(shapes(name)?, size, |meta| meta)?;
+        Ok(Self::new(name, shapes.into_iter().enumerate().map(filled)))
     }
 
     /// 400 tensors of bfloat16, 0.5 GB together: as large as the matrices of a small model.
@@ -71,25 +78,27 @@ impl Model {
     }
 
     /// The tensors of all files of safetensors in a folder.
-    fn read(folder: &Path, size: Option<u64>) -> Self {
-        let mut paths: Vec<_> =
-            folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+    fn read(folder: &Path, size: Option<u64>) -> Result<Self, String> {
+        let failed = |path: &Path, error: &dyn Display| format!("{}: {error}", path.display());
+        let entries = folder.read_dir().map_err(|error| failed(folder, &error))?;
+        let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
         paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
         paths.sort();
-        let mut left = size.unwrap_or(u64::MAX);
         let mut tensors = Vec::new();
         for path in &paths {
-            let file = std::fs::read(path).unwrap();
-            let (dict, _) = tssd_format::safetensors::import(file).unwrap();
+            let file = std::fs::read(path).map_err(|error| failed(path, &error))?;
+            let imported = tssd_format::safetensors::import(file);
+            let (dict, _) = imported.map_err(|error| failed(path, &error))?;
             for (path, leaf) in dict.leaves() {
                 let Value::Tensor(tensor) = leaf else { continue };
-                let Some(rest) = left.checked_sub(tensor.meta().nbytes()) else { continue };
-                left = rest;
                 tensors.push((path.fqn(), tensor.clone()));
             }
         }
-        assert!(!tensors.is_empty(), "{} has no tensors of safetensors", folder.display());
-        Self::new(&folder.display().to_string(), tensors.into_iter())
+        if tensors.is_empty() {
+            return Err(failed(folder, &"no tensors in *.safetensors"));
+        }
+        let tensors = cut(tensors, size, Tensor::meta)?;
+        Ok(Self::new(&folder.display().to_string(), tensors.into_iter()))
     }
 
     fn new(name: &str, tensors: impl Iterator<Item = (String, Tensor)>) -> Self {

@@ -19,14 +19,11 @@ impl Options {
     pub(crate) fn from_args(suite: &str) -> Self {
         match Self::parse(std::env::args().skip(1)) {
             Ok(options) => options,
-            Err(error) => {
-                eprintln!(
-                    "{error}\n\nUsage: cargo xtask bench {suite} [CASE…] [--model DIR|shape:NAME] \
-                     [--iterations N] [--warmup N] [--size SIZE]\n\n\
-                     NAME is one of tests/shapes.json; SIZE is in bytes, or has a unit: 600MB, 2GB"
-                );
-                std::process::exit(2);
-            }
+            Err(error) => refuse(&format!(
+                "{error}\n\nUsage: cargo xtask bench {suite} [CASE…] [--model DIR|shape:NAME] \
+                 [--iterations N] [--warmup N] [--size SIZE]\n\n\
+                 NAME is one of tests/shapes.json; SIZE is in bytes, or has a unit: 600MB, 2GB"
+            )),
         }
     }
 
@@ -72,6 +69,12 @@ impl Options {
             "size": self.size,
         })
     }
+}
+
+/// Ends the bench: what is wanted cannot be done.
+pub(crate) fn refuse(why: &str) -> ! {
+    eprintln!("{why}");
+    std::process::exit(2);
 }
 
 fn count(text: &str) -> Result<usize, String> {

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::limit::faults;
@@ -11,7 +12,8 @@ use super::record::number;
 use super::{Bench, Model};
 
 /// What a runner is to ours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Role {
     /// The one that the race is about.
     Ours,
@@ -21,17 +23,6 @@ pub enum Role {
     Limit,
     /// Ours in another way, or something to compare with that is neither.
     Also,
-}
-
-impl Role {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Ours => "ours",
-            Self::Peer => "peer",
-            Self::Limit => "limit",
-            Self::Also => "also",
-        }
-    }
 }
 
 /// What a figure should be.
@@ -293,7 +284,7 @@ impl Bench {
                 runner.targets.iter().map(|target| target.to_json()).collect();
             let mut record = json!({
                 "name": name,
-                "role": runner.role.name(),
+                "role": runner.role,
                 "seconds": own.into_iter().map(number).collect::<Vec<_>>(),
                 "targets": targets,
             });

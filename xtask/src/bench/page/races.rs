@@ -156,11 +156,7 @@ fn what(race: &Race) -> String {
 
 /// What it was done with.
 fn place(race: &Race) -> String {
-    // The name of a state dict may say it already.
-    let is_said = |tensors: u64| {
-        race.state_dict.as_ref().is_some_and(|name| name.contains(&tensors.to_string()))
-    };
-    let tensors = race.tensors.filter(|tensors| !is_said(*tensors)).map(|tensors| match tensors {
+    let tensors = race.tensors.map(|tensors| match tensors {
         1 => "1 tensor".into(),
         tensors => format!("{} tensors", whole(tensors)),
     });

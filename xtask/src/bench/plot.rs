@@ -2,6 +2,7 @@ use std::io;
 
 use crate::bench::fit::{Cost, float};
 use crate::bench::kept::Kept;
+use crate::bench::label::{place, what};
 use crate::bench::plot::axis::Axis;
 use crate::bench::plot::bars::{Bar, Bars, Row};
 use crate::bench::plot::canvas::Canvas;
@@ -165,9 +166,7 @@ fn row(race: &Race) -> Option<Row> {
     };
     let bars: Vec<Bar> =
         [bar(Role::Peer, Ink::Ours), bar(Role::Limit, Ink::Limit)].into_iter().flatten().collect();
-    let title = [Some(&race.case), race.state_dict.as_ref()];
-    let title: Vec<&str> = title.into_iter().flatten().map(String::as_str).collect();
-    (!bars.is_empty()).then(|| Row { title: title.join(", "), what: race.what.clone(), bars })
+    (!bars.is_empty()).then(|| Row { what: what(race), place: place(race), bars })
 }
 
 /// The fastest runner of this role.

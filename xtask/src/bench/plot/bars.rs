@@ -22,8 +22,8 @@ pub(crate) struct Bars {
 
 /// A race.
 pub(crate) struct Row {
-    pub(crate) title: String,
     pub(crate) what: String,
+    pub(crate) place: String,
     pub(crate) bars: Vec<Bar>,
 }
 
@@ -66,8 +66,8 @@ impl Bars {
 impl Row {
     fn draw(&self, canvas: &Canvas<'_>, axis: &Axis, top: i32) -> Drawn {
         let theme = canvas.theme;
-        canvas.write(&short(&self.title, 47), (8, top + 14), HPos::Left, theme.text)?;
-        canvas.write(&short(&self.what, 47), (8, top + 29), HPos::Left, theme.muted)?;
+        canvas.write(&short(&self.what, 47), (8, top + 14), HPos::Left, theme.text)?;
+        canvas.write(&short(&self.place, 47), (8, top + 29), HPos::Left, theme.muted)?;
         let height = (BAR + 3) * i32::try_from(self.bars.len()).unwrap_or(0) - 3;
         let start = top + (ROW - height) / 2;
         for (bar, number) in self.bars.iter().zip(0..) {

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import records
-import tssd
-from daemon import daemon
 from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
-from model import clear as zero
+from pair import Pair
 from peer import KEY, Peer
 from race import Role, Rounds, Runner, measure, timed
 
@@ -69,40 +67,25 @@ def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> 
 
 def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation]:
     """Puts and gets."""
-    url = stack.enter_context(daemon(4 * model.nbytes + (256 << 20)))
-    writer, reader = stack.enter_context(tssd.Store(url)), stack.enter_context(tssd.Store(url))
-    into: State = like(model.state)
-
-    def put() -> None:
-        writer.put_state_dict(model.state, KEY)
-
-    def get() -> None:
-        reader.get_state_dict(KEY, into)
+    own = stack.enter_context(Pair(model, like(model.state)))
 
     def copy() -> None:
         for name, tensor in model.state.items():
-            into[name].copy_(tensor)
+            own.into[name].copy_(tensor)
 
-    puts = [Runner("tssd", timed(put), "ours"), Runner("torch copy_", timed(copy), "limit")]
-    gets = [Runner("tssd", timed(get, before=put), "ours"), Runner("torch copy_", timed(copy), "limit")]
+    puts = [Runner("tssd", timed(own.put), "ours"), Runner("torch copy_", timed(copy), "limit")]
+    gets = [Runner("tssd", timed(own.get_into, before=own.put), "ours"), Runner("torch copy_", timed(copy), "limit")]
     if other is not None:
         other.use(model, None)
         puts.insert(1, Runner("torchstore", partial(other, "put")))
         gets.insert(1, Runner("torchstore", partial(Peer.get_same, other)))
 
-    def prepare() -> None:
-        for _ in range(3):
-            put()
-            get()
-
     def check() -> None:
-        zero(into)
-        get()
-        expect_same(into, model.state)
+        own.check()
         if other is not None:
             other.check(KEY)
 
-    return [("put", prepare, puts, check), ("get", prepare, gets, check)]
+    return [("put", own.warm, puts, check), ("get", own.warm, gets, check)]
 
 
 def files(folder: Path, model: Model) -> list[Operation]:

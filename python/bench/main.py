@@ -28,9 +28,9 @@ import store
 import tiny
 import torch
 import tssd
-from daemon import daemon
 from files import Files
-from model import named
+from model import like, named
+from pair import Pair
 from peer import TORCHSTORE, Peer, torchstore
 from race import Rounds
 from store import Stores
@@ -96,17 +96,16 @@ def in_the_store(
     for word in words if set(cases) & set(chosen) else []:
         model = named(word, options.size)
         with ExitStack() as stack:
-            url = stack.enter_context(daemon(8 * model.nbytes))
+            pair = stack.enter_context(Pair(model, like(model.state)))
             # What goes by RPC takes long: the last model is enough.
             far = stack.enter_context(torchstore("MonarchRPC")) if word == words[-1] else None
-            stores = Stores(url, model, rounds, (peer, far), options.size)
+            stores = Stores(pair, rounds, (peer, far), options.size)
             for case in chosen:
                 if case in cases:
                     cases[case](stores)
                 # New memory takes long: the last model is enough.
                 if case in firsts and word == words[-1]:
                     firsts[case](stores)
-            stores.close()
     if "single" in chosen:
         store.single(rounds, peer)
 

@@ -42,7 +42,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Model:
-    """A state dict, what it is called, and the word that names it."""
+    """A state dict, what it is called beside how many tensors it has, and the word that names it."""
 
     name: str
     word: str
@@ -61,9 +61,9 @@ def named(word: str, size: int | None = None) -> Model:
         return model(rest, word, shaped(rest, size))
     if kind == "uniform":
         tensors, _, nbytes = rest.partition(":")
-        return model(f"{int(tensors):,} of the same size", word, uniform(int(tensors), int(nbytes)))
+        return model("of one size", word, uniform(int(tensors), int(nbytes)))
     if kind == "tiny":
-        return model(f"{int(rest):,} of one element", word, tiny(int(rest)))
+        return model("tiny", word, tiny(int(rest)))
     if kind == "adamw":
         weights = named(rest, size)
         return model(f"{weights.name} with AdamW", word, adamw(weights.state))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import peer
-import tssd
-from daemon import daemon
 from files import clear
 from formats import DCP, TORCH, TSSD, Format
 from model import Model, State, expect_same, like
-from peer import KEY, NEW, REUSED, Peer
+from pair import Pair
+from peer import Peer
 from race import Rounds, Runner, ours, race, timed
+from store import Stores
 
 
 def files(folder: Path, model: Model, rounds: Rounds) -> None:
@@ -52,26 +51,7 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
 
 def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) -> None:
     """Put and got."""
-    if other is not None:
-        other.use(model, size)
-    with daemon(4 * model.nbytes) as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
-        into: State = like(model.state)
-
-        def put_and_get() -> None:
-            writer.put_state_dict(model.state, KEY)
-            reader.get_state_dict(KEY, into)
-
-        # Two versions are there at once: from the third on all memory is warm.
-        for _ in range(3):
-            put_and_get()
-        race(
-            "nested put and get",
-            "a new version, into tensors that are there",
-            ours(timed(put_and_get)),
-            *peer.runners(other, (REUSED, Peer.both_same, None), (NEW, Peer.both_new, None)),
-            model=model,
-            rounds=rounds,
-        )
-        expect_same(reader.get_state_dict(KEY), model.state)
-        if other is not None:
-            other.check()
+    with Pair(model, like(model.state)) as pair:
+        stores = Stores(pair, rounds, (other, None), size)
+        stores.put_and_get("nested")
+        stores.check()

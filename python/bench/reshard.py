@@ -110,7 +110,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def reshard(rounds: Rounds, size: int | None) -> None:
     """Every layout to every other."""
     nbytes = min(BYTES, size or BYTES)
-    whole = model(f"{len(list(wholes(nbytes)))} square matrices", "", dict(wholes(nbytes)))
+    whole = model("square matrices", "", dict(wholes(nbytes)))
     with ExitStack() as stack:
         url = stack.enter_context(daemon(8 * nbytes))
         here = stack.enter_context(ranks(nbytes, url))

@@ -16,6 +16,8 @@ mod example;
 mod fit;
 /// The runs that the page is made of.
 mod kept;
+/// What races are called.
+mod label;
 /// What the figures were measured on.
 mod machine;
 /// `docs/performance.md`.

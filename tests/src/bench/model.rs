@@ -12,7 +12,7 @@ use super::shapes::shapes;
 
 /// A state dict to measure with.
 pub struct Model {
-    /// What tables call it.
+    /// What tables call it, beside how many tensors it has.
     pub name: String,
     /// The state dict.
     pub dict: StateDict,

@@ -1,12 +1,11 @@
 use std::io;
 
-use plotters::coord::Shift;
-use plotters::prelude::{DrawingArea, IntoDrawingArea, SVGBackend};
-
 use crate::bench::fit::{Cost, float};
 use crate::bench::kept::Kept;
+use crate::bench::label::{place, what};
 use crate::bench::plot::axis::Axis;
 use crate::bench::plot::bars::{Bar, Bars, Row};
+use crate::bench::plot::canvas::Canvas;
 use crate::bench::plot::curves::{Curves, Line};
 use crate::bench::plot::theme::{Ink, Theme};
 use crate::bench::quantity;
@@ -18,15 +17,14 @@ use crate::bench::verdict;
 mod axis;
 /// Ratios of many races.
 mod bars;
+/// What is drawn on.
+mod canvas;
 /// What grows.
 mod curves;
 /// Words in a plot.
 mod text;
 /// The colours.
 mod theme;
-
-/// Where plots are drawn.
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// One of the page's plots: two files, for light and dark pages.
 pub(crate) struct Plot {
@@ -148,20 +146,12 @@ impl Plot {
     }
 
     fn svg(&self, theme: &Theme) -> io::Result<String> {
-        let size = match &self.drawing {
-            Drawing::Bars(bars) => bars.size(),
-            Drawing::Curves(_) => curves::SIZE,
-        };
-        let mut text = String::new();
-        {
-            let area = SVGBackend::with_string(&mut text, size).into_drawing_area();
-            let drawn = match &self.drawing {
-                Drawing::Bars(bars) => bars.draw(&area, theme),
-                Drawing::Curves(curves) => curves.draw(&area, theme),
-            };
-            drawn.and_then(|()| area.present()).map_err(io::Error::other)?;
+        match &self.drawing {
+            Drawing::Bars(bars) => Canvas::svg(bars.size(), theme, |canvas| bars.draw(canvas)),
+            Drawing::Curves(curves) => {
+                Canvas::svg(curves::SIZE, theme, |canvas| curves.draw(canvas))
+            }
         }
-        Ok(text)
     }
 }
 
@@ -176,9 +166,7 @@ fn row(race: &Race) -> Option<Row> {
     };
     let bars: Vec<Bar> =
         [bar(Role::Peer, Ink::Ours), bar(Role::Limit, Ink::Limit)].into_iter().flatten().collect();
-    let title = [Some(&race.case), race.state_dict.as_ref()];
-    let title: Vec<&str> = title.into_iter().flatten().map(String::as_str).collect();
-    (!bars.is_empty()).then(|| Row { title: title.join(", "), what: race.what.clone(), bars })
+    (!bars.is_empty()).then(|| Row { what: what(race), place: place(race), bars })
 }
 
 /// The fastest runner of this role.

@@ -2,9 +2,10 @@ use std::collections::BTreeMap;
 
 use crate::bench::fit::float;
 use crate::bench::kept::Kept;
+use crate::bench::label::{place, what};
 use crate::bench::page::Table;
 use crate::bench::plot::{Plot, best};
-use crate::bench::quantity::{bytes, count, rate, time, times, whole};
+use crate::bench::quantity::{count, rate, time, times};
 use crate::bench::record::{Race, Role, Runner};
 use crate::bench::statistics::{median, quartiles, speed};
 use crate::bench::verdict::Verdict;
@@ -147,26 +148,6 @@ fn role(role: Role) -> &'static str {
         Role::Limit => "limit",
         Role::Also => "also",
     }
-}
-
-/// What was done.
-fn what(race: &Race) -> String {
-    format!("{}: {}", race.case, race.what)
-}
-
-/// What it was done with.
-fn place(race: &Race) -> String {
-    // The name of a state dict may say it already.
-    let is_said = |tensors: u64| {
-        race.state_dict.as_ref().is_some_and(|name| name.contains(&tensors.to_string()))
-    };
-    let tensors = race.tensors.filter(|tensors| !is_said(*tensors)).map(|tensors| match tensors {
-        1 => "1 tensor".into(),
-        tensors => format!("{} tensors", whole(tensors)),
-    });
-    let size = race.bytes.map(|number| bytes(float(number)));
-    let parts = [race.state_dict.clone(), tensors, size];
-    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 /// How long it took, and how fast that is.

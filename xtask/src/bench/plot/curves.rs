@@ -1,14 +1,10 @@
-use std::io;
-
-use plotters::element::{Circle, PathElement};
-use plotters::prelude::DrawingAreaErrorKind;
 use plotters::style::Color;
 use plotters::style::text_anchor::HPos;
 
-use crate::bench::plot::Area;
 use crate::bench::plot::axis::Axis;
-use crate::bench::plot::text::{short, write};
-use crate::bench::plot::theme::{Ink, Theme};
+use crate::bench::plot::canvas::{Canvas, Drawn};
+use crate::bench::plot::text::short;
+use crate::bench::plot::theme::Ink;
 
 pub(crate) const SIZE: (u32, u32) = (900, 400);
 const LEFT: i32 = 76;
@@ -43,104 +39,102 @@ pub(crate) struct Line {
 }
 
 impl Curves {
-    pub(crate) fn draw(
-        &self,
-        area: &Area<'_>,
-        theme: &Theme,
-    ) -> Result<(), DrawingAreaErrorKind<io::Error>> {
-        let all = || self.lines.iter().flat_map(|line| &line.points);
+    pub(crate) fn draw(&self, canvas: &Canvas<'_>) -> Drawn {
+        let theme = canvas.theme;
+        canvas.write(&short(&self.title, 110), (8, 18), HPos::Left, theme.text)?;
+        if let Some(note) = &self.note {
+            canvas.write(&short(note, 110), (8, 36), HPos::Left, theme.muted)?;
+        }
+        let chart = Chart::of(self, canvas);
+        chart.frame()?;
+        for line in &self.lines {
+            chart.line(line)?;
+        }
+        chart.names()
+    }
+}
+
+/// Curves between two axes.
+struct Chart<'a, 'b> {
+    curves: &'a Curves,
+    canvas: &'a Canvas<'b>,
+    x: Axis,
+    y: Axis,
+}
+
+impl<'a, 'b> Chart<'a, 'b> {
+    fn of(curves: &'a Curves, canvas: &'a Canvas<'b>) -> Self {
+        let all = || curves.lines.iter().flat_map(|line| &line.points);
         let x = Axis::over(all().map(|point| point.0), LEFT + 8, RIGHT - 8);
         let y = Axis::over(all().map(|point| point.1), BOTTOM, TOP);
-        write(area, &short(&self.title, 110), (8, 18), HPos::Left, theme.text)?;
-        if let Some(note) = &self.note {
-            write(area, &short(note, 110), (8, 36), HPos::Left, theme.muted)?;
-        }
-        self.frame(area, theme, &x, &y)?;
-        for line in &self.lines {
-            line.draw(area, theme, &x, &y)?;
-        }
-        self.names(area, theme, &x, &y)
+        Self { curves, canvas, x, y }
     }
 
-    fn frame(
-        &self,
-        area: &Area<'_>,
-        theme: &Theme,
-        x: &Axis,
-        y: &Axis,
-    ) -> Result<(), DrawingAreaErrorKind<io::Error>> {
+    /// The pixel of a point.
+    fn at(&self, point: &(f64, f64)) -> (i32, i32) {
+        (self.x.at(point.0), self.y.at(point.1))
+    }
+
+    fn frame(&self) -> Drawn {
+        let Self { curves, canvas, x, y } = self;
+        let theme = canvas.theme;
         for tick in y.ticks() {
             let at = y.at(tick);
-            area.draw(&PathElement::new([(LEFT, at), (RIGHT, at)], theme.grid))?;
-            let text = (self.y_value)(tick);
-            write(area, &text, (LEFT - 8, at), HPos::Right, theme.muted)?;
+            canvas.line([(LEFT, at), (RIGHT, at)], theme.grid)?;
+            let text = (curves.y_value)(tick);
+            canvas.write(&text, (LEFT - 8, at), HPos::Right, theme.muted)?;
         }
-        area.draw(&PathElement::new([(LEFT, BOTTOM), (RIGHT, BOTTOM)], theme.muted))?;
-        for tick in self.x_ticks(x) {
+        canvas.line([(LEFT, BOTTOM), (RIGHT, BOTTOM)], theme.muted)?;
+        for tick in self.x_ticks() {
             let at = x.at(tick);
-            area.draw(&PathElement::new([(at, BOTTOM), (at, BOTTOM + 5)], theme.muted))?;
-            let text = (self.x_value)(tick);
-            write(area, &text, (at, BOTTOM + 16), HPos::Center, theme.muted)?;
+            canvas.line([(at, BOTTOM), (at, BOTTOM + 5)], theme.muted)?;
+            let text = (curves.x_value)(tick);
+            canvas.write(&text, (at, BOTTOM + 16), HPos::Center, theme.muted)?;
         }
         let middle = i32::midpoint(LEFT, RIGHT);
-        write(area, &self.x_name, (middle, BOTTOM + 38), HPos::Center, theme.text)
+        canvas.write(&curves.x_name, (middle, BOTTOM + 38), HPos::Center, theme.text)
     }
 
     /// The values that were measured, if there is room for them.
-    fn x_ticks(&self, axis: &Axis) -> Vec<f64> {
-        let points = self.lines.iter().flat_map(|line| &line.points);
+    fn x_ticks(&self) -> Vec<f64> {
+        let points = self.curves.lines.iter().flat_map(|line| &line.points);
         let mut values: Vec<f64> = points.map(|point| point.0).collect();
         values.sort_by(f64::total_cmp);
         values.dedup();
-        let has_room = values.is_sorted_by(|one, next| axis.at(*one) + TICK <= axis.at(*next));
-        if has_room { values } else { axis.ticks() }
+        let has_room = values.is_sorted_by(|one, next| self.x.at(*one) + TICK <= self.x.at(*next));
+        if has_room { values } else { self.x.ticks() }
+    }
+
+    fn line(&self, line: &Line) -> Drawn {
+        let colour = self.canvas.theme.colour(line.ink);
+        let curve: Vec<(i32, i32)> = line.curve.iter().map(|point| self.at(point)).collect();
+        let width = if matches!(line.ink, Ink::Ours) { 3 } else { 2 };
+        if curve.len() > 1 {
+            self.canvas.line(curve, colour.stroke_width(width))?;
+        }
+        for point in line.points.iter().map(|point| self.at(point)) {
+            if line.is_filled {
+                self.canvas.circle(point, 4, colour.filled())?;
+            } else {
+                self.canvas.circle(point, 5, colour.stroke_width(2))?;
+            }
+        }
+        Ok(())
     }
 
     /// Names at the ends of lines, moved apart where they would lie on each other.
-    fn names(
-        &self,
-        area: &Area<'_>,
-        theme: &Theme,
-        x: &Axis,
-        y: &Axis,
-    ) -> Result<(), DrawingAreaErrorKind<io::Error>> {
-        let ends = self.lines.iter().filter_map(|line| {
+    fn names(&self) -> Drawn {
+        let ends = self.curves.lines.iter().filter_map(|line| {
             let (last, name) = (line.points.last()?, line.name.as_ref()?);
-            Some(((x.at(last.0), y.at(last.1)), name, theme.colour(line.ink)))
+            Some((self.at(last), name, self.canvas.theme.colour(line.ink)))
         });
         let mut ends: Vec<_> = ends.collect();
         ends.sort_by_key(|((_, y), ..)| *y);
         let heights: Vec<i32> = ends.iter().map(|((_, y), ..)| *y).collect();
         for ((end, name, colour), at) in ends.into_iter().zip(apart(&heights)) {
             let leader = [(end.0 + 6, end.1), (RIGHT + 10, at)];
-            area.draw(&PathElement::new(leader, colour.mix(0.5)))?;
-            write(area, &short(name, 32), (RIGHT + 14, at), HPos::Left, colour)?;
-        }
-        Ok(())
-    }
-}
-
-impl Line {
-    fn draw(
-        &self,
-        area: &Area<'_>,
-        theme: &Theme,
-        x: &Axis,
-        y: &Axis,
-    ) -> Result<(), DrawingAreaErrorKind<io::Error>> {
-        let colour = theme.colour(self.ink);
-        let at = |(one, other): &(f64, f64)| (x.at(*one), y.at(*other));
-        let curve: Vec<(i32, i32)> = self.curve.iter().map(at).collect();
-        let width = if matches!(self.ink, Ink::Ours) { 3 } else { 2 };
-        if curve.len() > 1 {
-            area.draw(&PathElement::new(curve, colour.stroke_width(width)))?;
-        }
-        for point in self.points.iter().map(at) {
-            if self.is_filled {
-                area.draw(&Circle::new(point, 4, colour.filled()))?;
-            } else {
-                area.draw(&Circle::new(point, 5, colour.stroke_width(2)))?;
-            }
+            self.canvas.line(leader, colour.mix(0.5))?;
+            self.canvas.write(&short(name, 32), (RIGHT + 14, at), HPos::Left, colour)?;
         }
         Ok(())
     }

@@ -58,7 +58,7 @@ FILES = 600_000_000
 #: Of an optimizer's state dict the weights are a fifth.
 NESTED = 100_000_000
 #: To compress takes a second for each so many bytes.
-ZSTD = 200_000_000
+ZSTD = 60_000_000
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ environment:
         metavar="DIR|shape:NAME",
         help="a folder of *.safetensors, or a model of tests/shapes.json (%(default)s)",
     )
-    parser.add_argument("--iterations", type=positive, default=5, help="rounds that count (%(default)s)")
+    parser.add_argument("--iterations", type=positive, default=3, help="rounds that count (%(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before, which do not (%(default)s)")
     parser.add_argument("--size", type=size, help="of the model only so many whole layers, such as 600MB")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="what is measured: all, unless some are named")

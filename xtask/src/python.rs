@@ -25,18 +25,29 @@ fn environment(workspace: &Workspace) -> VirtualEnvironment {
 pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
     let environment = environment(workspace);
     let package = workspace.target.join("python");
-    let library = workspace.target.join(format!("debug/{DLL_PREFIX}_tssd{DLL_SUFFIX}"));
     let mut steps = environment.steps(workspace)?;
     steps.extend([
-        Step::python("Python package", "python/stage.py package")
-            .argument(library)
-            .argument(&package)
-            .worth(Worth::Nothing),
+        staged(workspace, "debug", &package),
         Step::program("Python tests", environment.python(), TESTS)
             .env("PYTHONPATH", package)
             .env("TSSD_BIN", workspace.tssd()),
     ]);
     Ok(steps)
+}
+
+/// The package in a folder, with the extension module of a profile.
+fn staged(workspace: &Workspace, profile: &str, package: &Path) -> Step {
+    let library = format!("{profile}/{DLL_PREFIX}_tssd{DLL_SUFFIX}");
+    Step::python("Python package", "python/stage.py package")
+        .argument(workspace.target.join(library))
+        .argument(package)
+        .worth(Worth::Nothing)
+}
+
+/// The extension module and the command, as users have them.
+fn release() -> Step {
+    Step::cargo("release build", "build --release --package tssd --package tssd-python")
+        .worth(Worth::Nothing)
 }
 
 /// The wheel, installed beside torch: its types, and all tests.
@@ -60,18 +71,19 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     Ok(is_built)
 }
 
-/// What races the wheel, as users have it, with what they would have without it; nothing if it could
+/// What races the package, built as its wheel is, with what users would have without it; nothing if it could
 /// not be made.
 pub(crate) fn bench(workspace: &Workspace) -> io::Result<Option<Command>> {
     let torch = torch::environment(workspace);
-    let mut steps = environment(workspace).steps(workspace)?;
-    steps.extend(torch.steps(workspace)?);
-    steps.extend(installed(workspace, &torch.python()));
+    let package = workspace.target.join("release/python");
+    let mut steps = torch.steps(workspace)?;
+    steps.extend([release(), staged(workspace, "release", &package)]);
     if !runner::run(workspace, steps, Vec::new(), false)? {
         return Ok(None);
     }
     let mut command = Command::new(torch.python());
-    command.arg("python/bench/main.py").env("TSSD_BIN", workspace.target.join("release/tssd"));
+    command.arg("python/bench/main.py").env("PYTHONPATH", package);
+    command.env("TSSD_BIN", workspace.target.join("release/tssd"));
     Ok(Some(command))
 }
 
@@ -98,8 +110,7 @@ fn wheels(workspace: &Workspace) -> std::path::PathBuf {
 /// The extension module, the package and the command in one file.
 fn wheel(workspace: &Workspace) -> Vec<Step> {
     vec![
-        Step::cargo("release build", "build --release --package tssd --package tssd-python")
-            .worth(Worth::Nothing),
+        release(),
         Step::python("command for the wheel", "python/stage.py command")
             .argument(workspace.target.join("release/tssd"))
             .worth(Worth::Nothing),

@@ -17,7 +17,7 @@ pub(crate) fn into_memory(bench: &mut Bench) {
             let file = RefCell::new(vec![1_u8; len]);
             let case = format!("encode, {}", cores(threads));
             bench.race(
-                Race::new(&case, "into warm memory: plan, fill, seal", 11)
+                Race::new(&case, "into warm memory: plan, fill, seal", 7)
                     .of(model)
                     .with(
                         Runner::ours("tssd", || {

@@ -27,7 +27,7 @@ pub(crate) fn save(bench: &mut Bench) {
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         let clear = || clear(folder.path());
         bench.race(
-            Race::new("save", "a new file, nobody waits for the disk", 7)
+            Race::new("save", "a new file, nobody waits for the disk", 5)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))
@@ -72,7 +72,7 @@ pub(crate) fn load(bench: &mut Bench) {
             Race::new(
                 "load",
                 "a file in the page cache, every byte looked at once; ours proves checksums",
-                7,
+                5,
             )
             .of(&model)
             .with(

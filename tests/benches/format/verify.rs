@@ -33,7 +33,7 @@ pub(crate) fn a_file(bench: &mut Bench) {
     for threads in [1, 2] {
         let case = format!("verify a file, {}", cores(threads));
         bench.race(
-            Race::new(&case, "in the page cache, every checksum; to read is pread of 1 MiB", 11)
+            Race::new(&case, "in the page cache, every checksum; to read is pread of 1 MiB", 7)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || {
@@ -46,7 +46,7 @@ pub(crate) fn a_file(bench: &mut Bench) {
         );
         let case = format!("verify memory, {}", cores(threads));
         bench.race(
-            Race::new(&case, "every checksum; to add is to look at every word", 11)
+            Race::new(&case, "every checksum; to add is to look at every word", 7)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || {

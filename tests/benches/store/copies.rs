@@ -17,9 +17,9 @@ pub(crate) const LIMIT: u64 = 20 << 30;
 /// The models, and on how many cores.
 fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
     [
-        (Model::four_hundred(), 1, 15),
-        (Model::four_hundred(), 2, 15),
-        (Model::of(&bench.options), 2, 9),
+        (Model::four_hundred(), 1, 9),
+        (Model::four_hundred(), 2, 9),
+        (Model::of(&bench.options), 2, 5),
     ]
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn cold(bench: &mut Bench) {
         let mut memory = Memory::new(model.bytes);
         let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
         bench.race(
-            Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", 7)
+            Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", 5)
                 .of(model)
                 .cold()
                 .with(
@@ -113,7 +113,7 @@ pub(crate) fn cold(bench: &mut Bench) {
         let reader: RefCell<Option<Store>> = RefCell::new(None);
         let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
         bench.race(
-            Race::new("get cold", "in place, the first get of a reader, 2 cores", 7)
+            Race::new("get cold", "in place, the first get of a reader, 2 cores", 5)
                 .of(model)
                 .cold()
                 .with(

@@ -25,7 +25,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     let plain = folder.path().join("plain");
     let sync = |path: &std::path::Path| File::open(path).unwrap().sync_all().unwrap();
     bench.race(
-        Race::new("put durable", "a version in a directory, on the disk at the end", 7)
+        Race::new("put durable", "a version in a directory, on the disk at the end", 3)
             .of(&model)
             .with(Runner::ours("tssd", || put_one(&store, &model)))
             .with(Runner::peer("object_store", || {
@@ -46,7 +46,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
     bench.race(
-        Race::new("get durable", "views of a version in a directory, page cache, verified", 7)
+        Race::new("get durable", "views of a version in a directory, page cache, verified", 3)
             .of(&model)
             .with(
                 Runner::ours("tssd", || drop(black_box(get()))).before(|| put_one(&store, &model)),

@@ -40,18 +40,18 @@ pub(crate) fn all(bench: &mut Bench) {
                     })
                 };
                 let size = (tensors, bytes);
-                put.at_size(bench, size, 7, vec![Runner::ours("tssd", renew), copy()]);
+                put.at_size(bench, size, 5, vec![Runner::ours("tssd", renew), copy()]);
                 let ours = Runner::ours("tssd", || read(&reader)).before(renew);
-                into.at_size(bench, size, 7, vec![ours, copy()]);
+                into.at_size(bench, size, 5, vec![ours, copy()]);
                 let options = GetOptions { unverified: true, ..GetOptions::default() };
                 let view = || {
                     let found = reader.get_state_dict(&key(), &options).unwrap();
                     drop(black_box(found));
                 };
                 let ours = Runner::ours("tssd", view).before(renew);
-                views.at_size(bench, size, 7, vec![ours]);
+                views.at_size(bench, size, 5, vec![ours]);
                 let ours = Runner::ours("tssd", || read(&far)).before(renew);
-                pull.at_size(bench, size, 5, vec![ours]);
+                pull.at_size(bench, size, 3, vec![ours]);
                 model.expect_bytes(&tensors_of.borrow());
             });
         }

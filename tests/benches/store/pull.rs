@@ -17,7 +17,7 @@ use crate::copies::{LIMIT, get_into, put_one};
 pub(crate) fn over_loopback(bench: &mut Bench) {
     const PLAIN: &str = "socket copy";
     let cores = 2;
-    for (model, rounds) in [(Model::four_hundred(), 11), (Model::of(&bench.options), 7)] {
+    for (model, rounds) in [(Model::four_hundred(), 5), (Model::of(&bench.options), 3)] {
         let model = &model;
         on_cores(cores, || {
             let (copier, daemon) = (Peer::start("copy"), Peer::start("serve"));

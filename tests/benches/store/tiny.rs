@@ -25,7 +25,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
             None => ours,
         };
         bench.race(
-            Race::new("put and get", "tensors of one element", 11)
+            Race::new("put and get", "tensors of one element", 7)
                 .of_tensors(&model.name, tensors)
                 .with(ours)
                 .with(Runner::also("clone each", || {

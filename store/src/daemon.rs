@@ -25,7 +25,7 @@ use self::house::House;
 pub use self::place::default_memory_limit;
 use self::place::listen;
 use self::session::Guest;
-use crate::disk::{CLAIM, Lock};
+use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
 use crate::socket::{beside, socket_of};
@@ -152,7 +152,7 @@ impl Daemon {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
         let lock_path = beside(socket, "lock");
-        let Some(lock) = Lock::take(&lock_path).map_err(at)? else {
+        let Some(lock) = disk::lock(&lock_path).map_err(at)? else {
             let pid = std::fs::read_to_string(&lock_path).unwrap_or_default();
             let pid = pid.trim();
             return Err(Error::new(
@@ -176,7 +176,7 @@ impl Daemon {
             None => None,
         };
         // What listens nowhere any more was left by a daemon that was killed.
-        crate::disk::remove(socket).map_err(at)?;
+        disk::remove(socket).map_err(at)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
         let controller = match &options.controller {
             Some(url) => Some((url.parse()?, own_endpoint(&options, far.as_ref(), &identity)?)),
@@ -253,7 +253,7 @@ impl Daemon {
         }
         tracing::info!("ending");
         // Who comes later finds nobody.
-        let _ = crate::disk::remove(&self.options.socket);
+        let _ = disk::remove(&self.options.socket);
         drop((self.listener, self.far));
         self.house.close();
         let all = async {
@@ -304,7 +304,7 @@ async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListe
         return Err(Error::new(
             ErrorKind::Invalid,
             format_args!(
-                "{address} can be reached from other hosts: that needs --cert, --key and --client-ca, or                  an address of this host alone, such as 127.0.0.1"
+                "{address} can be reached from other hosts: that needs --cert, --key and --client-ca, or an address of this host alone, such as 127.0.0.1"
             ),
         ));
     }
@@ -314,7 +314,7 @@ async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListe
 /// Takes a directory for this daemon alone, and says in it where the daemon is.
 fn claim(root: &Path, socket: &Path) -> Result<Lock> {
     let at = |error| Error::io(root.display(), error);
-    let lock = Lock::take(&root.join(CLAIM)).map_err(at)?;
+    let lock = disk::lock(&root.join(CLAIM)).map_err(at)?;
     let lock = lock.ok_or_else(|| {
         Error::new(
             ErrorKind::Busy,

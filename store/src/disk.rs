@@ -4,60 +4,172 @@
 //! name, synced, linked to its own name if that is free, and the folder is synced. So whoever sees a
 //! file sees all of it, after a power cut too, and may map it.
 
+mod files;
+mod lock;
+#[cfg(test)]
+pub(crate) mod simulated;
+
+use std::any::Any;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
-use tssd_format::{Blob, Map};
+pub(crate) use files::{Files, Folder, Output, SystemFiles};
+pub(crate) use lock::Lock;
 
-use crate::private::PrivateMaps;
+use crate::volume::Near;
 
 /// The lock of a directory that a daemon serves, which says where the daemon listens.
 pub(crate) const CLAIM: &str = ".daemon";
 
 /// Temporary names begin so; no key, version or archive does.
-const TEMPORARY: &str = ".tmp-";
+pub(crate) const TEMPORARY: &str = ".tmp-";
+
+/// The files below a root, which are durable once they are there.
+#[derive(Clone, Debug)]
+pub(crate) struct Disk {
+    files: Arc<dyn Files>,
+    root: PathBuf,
+    /// The folders whose names this process has made durable.
+    durable: Arc<Mutex<BTreeMap<PathBuf, Folder>>>,
+}
+
+impl Disk {
+    /// Those of this machine.
+    pub(crate) fn at(root: PathBuf) -> Self {
+        Self::of(Arc::new(SystemFiles), root)
+    }
+
+    pub(crate) fn of(files: Arc<dyn Files>, root: PathBuf) -> Self {
+        Self { files, root, durable: Arc::default() }
+    }
+
+    /// The folder that all is in.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Starts a file that will have this name, making its folders.
+    pub(crate) fn begin(&self, target: &Path) -> io::Result<NewFile> {
+        self.make_folders(parent(target)?)?;
+        NewFile::beside(self.clone(), target, TEMPORARY)
+    }
+
+    /// Creates a file with these bytes, durably; false if there is one of this name.
+    pub(crate) fn create(&self, target: &Path, bytes: &[u8]) -> io::Result<bool> {
+        let file = self.begin(target)?;
+        file.at(0).write_all(bytes)?;
+        file.link()
+    }
+
+    /// The bytes of a file; none if there is no such file.
+    pub(crate) fn read(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
+        optional(self.files.read(path))
+    }
+
+    /// A file of a store; none if there is no such file.
+    pub(crate) fn open(&self, path: &Path) -> io::Result<Option<Near>> {
+        optional(self.files.open(path))
+    }
+
+    /// Removes a file, if it is there.
+    pub(crate) fn remove(&self, path: &Path) -> io::Result<()> {
+        optional(self.files.remove(path)).map(drop)
+    }
+
+    /// Removes a folder if it is there and has nothing in it but what killed processes left behind.
+    pub(crate) fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        for name in self.list(path)? {
+            if name.starts_with(TEMPORARY) {
+                self.remove(&path.join(name))?;
+            }
+        }
+        match optional(self.files.remove_folder(path)) {
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            done => done.map(drop),
+        }
+    }
+
+    /// The names in a folder, sorted, temporary ones included; none if there is no such folder. A name that
+    /// is not UTF-8 is not ours.
+    pub(crate) fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        let mut names = optional(self.files.list(path))?.unwrap_or_default();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Makes what has been created in a folder durable, whoever has created it: he may have been killed
+    /// before it was.
+    pub(crate) fn settle(&self, folder: &Path) -> io::Result<()> {
+        optional(self.files.sync_folder(folder)).map(drop)
+    }
+
+    /// Locks a file, which is made if it is not there, alone or with others who share it; none if
+    /// somebody has locked it otherwise. Dropping the lock lets go.
+    pub(crate) fn lock(
+        &self,
+        path: &Path,
+        is_shared: bool,
+    ) -> io::Result<Option<Box<dyn Any + Send>>> {
+        self.make_folders(parent(path)?)?;
+        self.files.lock(path, is_shared)
+    }
+
+    /// Makes a folder and those above it, durably.
+    ///
+    /// One that is there may have been made by a process that was killed before it was durable. So it is
+    /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
+    /// are what they are.
+    pub(crate) fn make_folders(&self, path: &Path) -> io::Result<()> {
+        let found = self.files.folder(path);
+        let is_ours = path.starts_with(&self.root) && path != self.root;
+        if found.is_some() && (!is_ours || self.durable().get(path) == found.as_ref()) {
+            return Ok(());
+        }
+        let above = parent(path)?;
+        self.make_folders(above)?;
+        let made = if found.is_none() { self.files.make_folder(path) } else { Ok(()) };
+        let Some(folder) = self.files.folder(path) else {
+            // That it is there already says no more than that somebody else has made it, if he has.
+            return Err(made.err().unwrap_or_else(|| io::ErrorKind::NotFound.into()));
+        };
+        self.files.sync_folder(above)?;
+        self.durable().insert(path.to_owned(), folder);
+        Ok(())
+    }
+
+    fn durable(&self) -> std::sync::MutexGuard<'_, BTreeMap<PathBuf, Folder>> {
+        self.durable.lock().expect("nobody panics while holding the folders")
+    }
+}
 
 /// A file that is being written. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct NewFile {
-    file: File,
+    disk: Disk,
+    output: Box<dyn Output>,
     temporary: PathBuf,
+    is_removed: bool,
     target: PathBuf,
 }
 
 impl NewFile {
-    /// Starts a file that will have this name, making its folders.
-    pub(crate) fn create(target: &Path) -> io::Result<Self> {
-        make_folders(parent(target)?)?;
-        Self::beside(target, TEMPORARY)
-    }
-
-    /// Says how long it will be: a system that knows finds room at once, a third faster than bit by bit.
-    #[cfg(target_os = "linux")]
-    pub(crate) fn expect(&self, len: u64) {
-        let flags = rustix::fs::FallocateFlags::empty();
-        // Where there is no room, or no such call, writing says so or does without.
-        let _found = rustix::fs::fallocate(&self.file, flags, 0, len);
-    }
-
-    /// Elsewhere nobody asks.
-    #[cfg(not(target_os = "linux"))]
-    pub(crate) fn expect(&self, _len: u64) {}
-
     /// Starts a file that will have this name, under one that begins otherwise.
-    fn beside(target: &Path, prefix: &str) -> io::Result<Self> {
+    fn beside(disk: Disk, target: &Path, prefix: &str) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = parent(target)?;
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
             let name = format!("{prefix}{}-{number}", std::process::id());
             let temporary = folder.join(name);
-            match File::options().write(true).create_new(true).open(&temporary) {
-                Ok(file) => return Ok(Self { file, temporary, target: target.to_owned() }),
+            match disk.files.create(&temporary) {
+                Ok(output) => {
+                    let target = target.to_owned();
+                    return Ok(Self { disk, output, temporary, is_removed: false, target });
+                }
                 // Left behind by a process of the same id that was killed.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(error),
@@ -65,38 +177,56 @@ impl NewFile {
         }
     }
 
-    /// A writer at a place of the file; several may write different places at once.
-    pub(crate) fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        At { file: &self.file, offset }
+    /// Says how long it will be: a system that knows finds room at once.
+    pub(crate) fn expect(&self, len: u64) {
+        self.output.expect(len);
     }
 
-    /// Gives the file its name, durably, unless the name is taken: then it says so by false.
+    /// A writer at a place of the file; several may write different places at once.
+    pub(crate) fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
+        At { output: &*self.output, offset }
+    }
+
+    /// Gives the file its name, durably, unless the name is taken: then it says so by false, and what has the
+    /// name is durable.
     ///
     /// A failed sync is never tried again: the system may have thrown the bytes away.
-    pub(crate) fn link(self) -> io::Result<bool> {
-        self.file.sync_all()?;
-        match fs::hard_link(&self.temporary, &self.target) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
+    pub(crate) fn link(mut self) -> io::Result<bool> {
+        self.output.sync()?;
+        let is_free = match self.disk.files.link(&self.temporary, &self.target) {
+            Ok(()) => true,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
             Err(error) => return Err(error),
+        };
+        // Before the folder is synced: else a power cut might bring it back.
+        self.remove();
+        self.disk.settle(parent(&self.target)?)?;
+        Ok(is_free)
+    }
+
+    /// The temporary name goes, whether the file has another one by now or not. What cannot be removed is swept
+    /// with the folder.
+    fn remove(&mut self) {
+        if !std::mem::replace(&mut self.is_removed, true) {
+            let _ = self.disk.files.remove(&self.temporary);
         }
-        sync_folder(parent(&self.target)?)?;
-        Ok(true)
     }
 }
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        // Whether it has another name by now or not: this one goes. What cannot be removed is swept
-        // with the folder.
-        let _ = fs::remove_file(&self.temporary);
+        self.remove();
     }
 }
 
 /// A file of a user's own that appears under its name once it is complete. Until then it has a temporary
 /// name beside it; whatever had the name before is there until then, and stays if this is dropped.
 #[derive(Debug)]
-pub struct Replacement(NewFile);
+pub struct Replacement {
+    new: NewFile,
+    /// Where bytes are written one after the other.
+    position: u64,
+}
 
 impl Replacement {
     /// Begins the file that will be at `target`. A link stays a link: what it points to is replaced. The
@@ -114,21 +244,26 @@ impl Replacement {
         if old.as_ref().is_some_and(|old| !old.is_file()) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
         }
-        let new = NewFile::beside(&target, ".tssd-")?;
+        let disk = Disk::at(parent(&target)?.to_owned());
+        let new = Self::on(disk, &target)?;
         if let Some(old) = old {
-            new.file.set_permissions(old.permissions())?;
+            fs::set_permissions(&new.new.temporary, old.permissions())?;
         }
-        Ok(Self(new))
+        Ok(new)
+    }
+
+    pub(crate) fn on(disk: Disk, target: &Path) -> io::Result<Self> {
+        Ok(Self { new: NewFile::beside(disk, target, ".tssd-")?, position: 0 })
     }
 
     /// Says how long the file will be, for the system to find room for it at once.
     pub fn expect(&self, len: u64) {
-        self.0.expect(len);
+        self.new.expect(len);
     }
 
     /// A writer at a place of the file; several may write different places at once.
     pub fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        self.0.at(offset)
+        self.new.at(offset)
     }
 
     /// Lets the file appear. If it is to be durable it is on the disk then, whatever happens.
@@ -136,27 +271,30 @@ impl Replacement {
     /// # Errors
     ///
     /// Whatever the system says.
-    pub fn commit(self, durable: bool) -> io::Result<()> {
-        let NewFile { file, temporary, target } = &self.0;
+    pub fn commit(mut self, durable: bool) -> io::Result<()> {
+        let new = &mut self.new;
         if durable {
-            file.sync_all()?;
+            new.output.sync()?;
         }
-        fs::rename(temporary, target)?;
-        if durable { sync_folder(parent(target)?) } else { Ok(()) }
+        new.disk.files.rename(&new.temporary, &new.target)?;
+        new.is_removed = true;
+        if durable { new.disk.files.sync_folder(parent(&new.target)?) } else { Ok(()) }
     }
 }
 
 /// Its temporary path.
 impl AsRef<Path> for Replacement {
     fn as_ref(&self) -> &Path {
-        &self.0.temporary
+        &self.new.temporary
     }
 }
 
 /// One byte after the other.
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.file.write(bytes)
+        let written = self.new.output.write_at(bytes, self.position)?;
+        self.position += u64::try_from(written).map_err(io::Error::other)?;
+        Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -165,13 +303,13 @@ impl Write for Replacement {
 }
 
 struct At<'a> {
-    file: &'a File,
+    output: &'a dyn Output,
     offset: u64,
 }
 
 impl Write for At<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.file.write_at(bytes, self.offset)?;
+        let written = self.output.write_at(bytes, self.offset)?;
         self.offset += u64::try_from(written).map_err(io::Error::other)?;
         Ok(written)
     }
@@ -181,11 +319,17 @@ impl Write for At<'_> {
     }
 }
 
-/// Creates a file with these bytes, durably; false if there is one of this name.
-pub(crate) fn create(target: &Path, bytes: &[u8]) -> io::Result<bool> {
-    let file = NewFile::create(target)?;
-    file.at(0).write_all(bytes)?;
-    file.link()
+/// Takes the lock of a file, which is made if it is not there, with its folders; none if somebody else holds
+/// it.
+pub(crate) fn lock(path: &Path) -> io::Result<Option<Lock>> {
+    let folder = parent(path)?;
+    Disk::at(folder.to_owned()).make_folders(folder)?;
+    Lock::take(path)
+}
+
+/// Removes a file, if it is there.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    optional(fs::remove_file(path)).map(drop)
 }
 
 /// The bytes of a file; none if there is no such file.
@@ -200,84 +344,6 @@ pub(crate) fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
     Ok(Some((file, len)))
 }
 
-/// A file as a map; none if there is no such file.
-#[expect(unsafe_code, reason = "files of a store are created once and never changed")]
-pub(crate) fn map(path: &Path) -> io::Result<Option<(Map, Arc<PrivateMaps>)>> {
-    let Some(file) = optional(File::open(path))? else { return Ok(None) };
-    // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
-    // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
-    // else may write in the folder is trusted as the owner of the store.
-    let map = unsafe { tssd_format::map_file(&file)? };
-    let len = usize::try_from(map.size()?).map_err(io::Error::other)?;
-    Ok(Some((map, PrivateMaps::new(file, len))))
-}
-
-/// Removes a file, if it is there.
-pub(crate) fn remove(path: &Path) -> io::Result<()> {
-    optional(fs::remove_file(path)).map(drop)
-}
-
-/// Removes a folder if it is there and has nothing in it but what killed processes left behind.
-pub(crate) fn remove_folder(path: &Path) -> io::Result<()> {
-    for name in list(path)? {
-        if name.starts_with(TEMPORARY) {
-            remove(&path.join(name))?;
-        }
-    }
-    match optional(fs::remove_dir(path)) {
-        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
-        done => done.map(drop),
-    }
-}
-
-/// The names in a folder, temporary ones included; none if there is no such folder.
-pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
-    let Some(entries) = optional(fs::read_dir(path))? else { return Ok(Vec::new()) };
-    let mut names = Vec::new();
-    for entry in entries {
-        // A name that is not UTF-8 is not ours.
-        names.extend(entry?.file_name().into_string());
-    }
-    names.sort_unstable();
-    Ok(names)
-}
-
-/// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Lock(File);
-
-impl Lock {
-    /// Takes the lock; none if somebody else holds it.
-    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
-        make_folders(parent(path)?)?;
-        let file = File::options().write(true).create(true).truncate(false).open(path)?;
-        match file.try_lock() {
-            Ok(()) => Ok(Some(Self(file))),
-            Err(fs::TryLockError::WouldBlock) => Ok(None),
-            Err(fs::TryLockError::Error(error)) => Err(error),
-        }
-    }
-}
-
-impl Lock {
-    /// Shares a lock with others who share it; none if somebody holds it alone.
-    pub(crate) fn share(path: &Path) -> io::Result<Option<Self>> {
-        make_folders(parent(path)?)?;
-        let file = File::options().write(true).create(true).truncate(false).open(path)?;
-        match file.try_lock_shared() {
-            Ok(()) => Ok(Some(Self(file))),
-            Err(fs::TryLockError::WouldBlock) => Ok(None),
-            Err(fs::TryLockError::Error(error)) => Err(error),
-        }
-    }
-
-    /// Says something in the locked file, for those who find it locked.
-    pub(crate) fn write(&self, text: &str) -> io::Result<()> {
-        self.0.set_len(0)?;
-        self.0.write_all_at(text.as_bytes(), 0)
-    }
-}
-
 /// Where the daemon listens that serves a directory, if one does.
 pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
     let Some(file) = optional(File::open(root.join(CLAIM)))? else { return Ok(None) };
@@ -286,30 +352,6 @@ pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
         Err(fs::TryLockError::WouldBlock) => fs::read_to_string(root.join(CLAIM)).map(Some),
         Err(fs::TryLockError::Error(error)) => Err(error),
     }
-}
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // Closing the file is not enough: a child that was forked meanwhile has it open too.
-        let _ = self.0.unlock();
-    }
-}
-
-/// Makes a folder and those above it, durably.
-pub(crate) fn make_folders(path: &Path) -> io::Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
-    let above = parent(path)?;
-    make_folders(above)?;
-    match fs::create_dir(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => sync_folder(above),
-    }
-}
-
-fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
 }
 
 fn parent(path: &Path) -> io::Result<&Path> {

@@ -46,6 +46,10 @@ pub(crate) trait Turn: Send {
     /// The ledger, which nobody else advances.
     fn state(&self) -> &State;
 
+    /// Returns once its state is durable, as far as it ever will be. Before that nothing may be done that only
+    /// this state allows.
+    async fn settle(&mut self) -> Result<()>;
+
     /// Makes this its state.
     async fn save(&mut self, next: State) -> Result<()>;
 }
@@ -54,12 +58,14 @@ pub(crate) trait Turn: Send {
 mod tests {
     use std::any::Any;
     use std::num::NonZeroU32;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use tokio::time::timeout;
 
     use super::*;
     use crate::controller::{Catalog, LocalController};
     use crate::environment::SystemEnvironment;
+    use crate::error::ErrorKind;
     use crate::meta::{MemoryMeta, MetaStore};
     use crate::volume::MemoryVolume;
 
@@ -73,6 +79,10 @@ mod tests {
             let created = self.0.create(name, record).await;
             tokio::time::sleep(Duration::from_secs(1)).await;
             created
+        }
+
+        async fn settle(&self, name: &str) -> Result<()> {
+            self.0.settle(name).await
         }
 
         async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
@@ -90,6 +100,59 @@ mod tests {
         async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
             self.0.lock(name).await
         }
+    }
+
+    /// Records that are there although whoever makes them hears of an error: the next one does.
+    #[derive(Default)]
+    struct Doubtful(MemoryMeta, AtomicBool);
+
+    #[async_trait]
+    impl MetaStore for Doubtful {
+        async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
+            let created = self.0.create(name, record).await;
+            if self.1.swap(false, Ordering::SeqCst) {
+                return Err(Error::new(ErrorKind::Io, "the folder could not be synced"));
+            }
+            created
+        }
+
+        async fn settle(&self, name: &str) -> Result<()> {
+            self.0.settle(name).await
+        }
+
+        async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
+            self.0.get(name).await
+        }
+
+        async fn list(&self, name: &str) -> Result<Vec<String>> {
+            self.0.list(name).await
+        }
+
+        async fn delete(&self, name: &str) -> Result<()> {
+            self.0.delete(name).await
+        }
+
+        async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
+            self.0.lock(name).await
+        }
+    }
+
+    #[tokio::test]
+    async fn a_record_that_could_not_be_synced_is_replaced_by_the_next_one() {
+        let meta = Arc::new(Doubtful::default());
+        let key = Key::new("policy").unwrap();
+        let keeping = |keep| State::keeping(NonZeroU32::new(keep).unwrap());
+        let recover = || OwnedLedgers::default().recover(meta.clone());
+        let ledgers = recover().await.unwrap();
+        let save = async |next| save(ledgers.turn(&key).await.unwrap(), next).await;
+        save(keeping(2)).await.unwrap();
+        meta.1.store(true, Ordering::SeqCst);
+        save(keeping(3)).await.unwrap_err();
+        // What the process goes on with is what the next one finds, though for this one nothing has changed.
+        save(keeping(2)).await.unwrap();
+        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(2));
+        save(keeping(4)).await.unwrap();
+        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(4));
     }
 
     #[test]

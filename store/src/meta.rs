@@ -23,13 +23,18 @@ pub(crate) use memory::MemoryMeta;
 ///
 /// # Contract
 ///
-/// - A record is there completely or not at all, also after a crash, and never changes.
+/// - A record is there completely or not at all, also after a crash, and never changes. It is durable once
+///   `create` or `settle` has returned.
 /// - Of several that create one name at once, one succeeds.
 /// - Names are `/`-separated; a listing gives the names directly below one.
 #[async_trait]
 pub(crate) trait MetaStore: Send + Sync {
     /// Creates a record; false if there is one of this name.
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool>;
+
+    /// Makes the records directly below `name` durable, whoever has created them: he may have been killed
+    /// before they were.
+    async fn settle(&self, name: &str) -> Result<()>;
 
     /// A record, if it is there.
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>>;

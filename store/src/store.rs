@@ -10,7 +10,7 @@ use tracing::Instrument;
 use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
 use crate::controller::{Controller, LocalController, VersionInfo};
-use crate::disk;
+use crate::disk::{self, Disk};
 use crate::environment::{SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
@@ -143,13 +143,15 @@ impl Store {
     /// `Unreachable` if the directory cannot be made or read.
     pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let reached = disk::make_folders(path).and_then(|()| path.canonicalize());
+        let reached =
+            Disk::at(path.to_owned()).make_folders(path).and_then(|()| path.canonicalize());
         reached.map(Self::at).map_err(|error| unreachable_at(path, &error))
     }
 
     fn at(root: PathBuf) -> Self {
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(root.clone())));
-        let volume = Arc::new(DirectoryVolume::new(root));
+        let disk = Disk::at(root);
+        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
+        let volume = Arc::new(DirectoryVolume::new(disk));
         Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
     }
 

@@ -20,6 +20,7 @@ use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
+use tssd_tests::command::quick_folder;
 use tssd_tests::served::Served;
 
 const MIB: u64 = 1 << 20;
@@ -212,6 +213,17 @@ fn one_daemon_serves_a_socket() {
     let error = Daemon::bind(DaemonOptions::at(served.socket(), MIB)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+}
+
+/// Files of a folder in memory have seals, as segments do, and not those of segments.
+#[test]
+fn what_is_durable_in_a_folder_in_memory_is_read_after_a_restart() {
+    let folder = quick_folder();
+    let served = Served::over(folder.path());
+    served.connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
+    drop(served);
+    let served = Served::over(folder.path());
+    assert_eq!(step_of(&get(&served.connect())), 1);
 }
 
 #[test]
@@ -536,6 +548,14 @@ fn what_is_durable_outlives_the_daemon() {
     let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
     let (dict, _) = store.get_state_dict(&lasting, &GetOptions::default()).unwrap();
     assert_eq!(step_of(&dict), 4);
+}
+
+/// The files of such a directory answer as memory does, and were taken for memory that is not sealed.
+#[test]
+fn a_directory_in_memory_is_read_after_a_restart() {
+    let folder = quick_folder();
+    Served::over(folder.path()).connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
+    assert_eq!(step_of(&get(&Served::over(folder.path()).connect())), 1);
 }
 
 #[test]

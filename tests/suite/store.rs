@@ -300,6 +300,28 @@ fn what_is_not_finished_leaves_nothing() {
     }
 }
 
+/// In a directory the files of the slow try were swept when the version became visible, and its commit failed.
+#[test]
+fn a_try_that_its_own_repetition_has_overtaken_succeeds() {
+    for (store, _place) in stores() {
+        let of = |writer: u32| dict(vec![("m", row(writer.into(), 2, &[1.0, 2.0]))]);
+        let first = PutOptions { version: Some(1), ..as_writer(0, 2) };
+        let start = || {
+            let mut slow = store.publish(&key(), &first, 1 << 20).unwrap();
+            slow.add("m", row(0, 2, &[1.0, 2.0])).unwrap();
+            slow.flush().unwrap();
+            slow
+        };
+        let (slow, slower) = (start(), start());
+        put(&store, &of(0), &first).unwrap();
+        put(&store, &of(1), &PutOptions { version: Some(1), ..as_writer(1, 2) }).unwrap();
+        assert!(slow.finish().unwrap().visible);
+        put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
+        let error = slower.finish().unwrap_err();
+        assert!(matches!(error.refusal(), Some(Refusal::Gone { number: 1 })), "{error}");
+    }
+}
+
 #[test]
 fn versions_are_waited_for() {
     for (store, place) in stores() {

@@ -60,8 +60,7 @@ pub(super) fn read_only(memory: &OwnedFd) -> io::Result<OwnedFd> {
 
 /// Proves that what somebody says is memory to write is such, of this length.
 pub(crate) fn check_lent(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
-    // Only anonymous files have seals.
-    if rustix::fs::fcntl_get_seals(memory).is_err() {
+    if rustix::fs::fcntl_get_seals(memory).is_err() || has_name(memory)? {
         return Err(io::Error::other("it is no anonymous memory"));
     }
     check_len(memory, capacity)
@@ -75,9 +74,9 @@ pub(crate) fn check_shared(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
         return Err(io::Error::other("it is open for writing"));
     }
     match rustix::fs::fcntl_get_seals(memory) {
-        Ok(seals) if !seals.contains(SEALS) => return Err(io::Error::other("it is not sealed")),
-        Ok(_) => {}
-        Err(_) => {
+        Ok(seals) if seals.contains(SEALS) => {}
+        Ok(_) if !has_name(memory)? => return Err(io::Error::other("it is not sealed")),
+        _ => {
             let status = rustix::fs::fstat(memory)?;
             if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
                 return Err(io::Error::other("it is neither memory nor a file"));
@@ -85,6 +84,11 @@ pub(crate) fn check_shared(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
         }
     }
     check_len(memory, capacity)
+}
+
+/// Whether it is a file with a name: those of a folder in memory (tmpfs) have seals as well.
+fn has_name(memory: &OwnedFd) -> io::Result<bool> {
+    Ok(rustix::fs::fstat(memory)?.st_nlink > 0)
 }
 
 fn check_len(memory: &OwnedFd, capacity: u64) -> io::Result<()> {

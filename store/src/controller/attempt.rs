@@ -50,12 +50,10 @@ impl Attempt {
 
     async fn seal(&mut self) -> Result<()> {
         let Some(reservation) = self.reservation.take() else { return Ok(()) };
-        let sealed = match self.controller.on_disk(|_| reservation.seal()).await {
-            Ok(true) => return Ok(()),
-            Ok(false) => Error::new(ErrorKind::Busy, "an archive of this name is there already"),
-            Err(error) => error,
-        };
-        Err(self.end(sealed).await)
+        if self.controller.on_disk(|_| reservation.seal()).await? {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Busy, "an archive of this name is there already"))
     }
 }
 
@@ -67,14 +65,22 @@ impl Contribution for Attempt {
 
     async fn extend(&mut self, file_len: u64) -> Result<()> {
         let is_stored = self.reservation.is_none();
-        self.seal().await?;
+        if let Err(error) = self.seal().await {
+            return Err(self.end(error).await);
+        }
         self.lens.push(file_len);
         if is_stored { Ok(()) } else { self.reserve().await }
     }
 
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
-        self.seal().await?;
         let place = self.place.clone().expect("a contribution ends once");
+        if let Err(error) = self.seal().await {
+            // Files are swept when another try of the same put is part of a complete version, and when the
+            // version has ended: then the ledger says what became of it, wherever archives are.
+            if !self.controller.is_decided(&place).await {
+                return Err(self.end(error).await);
+            }
+        }
         match self.controller.commit(&place, digest, &self.lens).await {
             Ok(progress) => {
                 self.place = None;

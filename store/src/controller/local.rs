@@ -15,13 +15,14 @@ use tssd_format::MANIFEST;
 use super::attempt::Attempt;
 use super::proof::{digest, prove};
 use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
+use crate::disk::TEMPORARY;
 use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
     ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Durability,
-    Effect, Fate, JobId, ManifestReference, Outcome, Refusal, Selection, Selector, State, Status,
-    Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+    Effect, Fate, JobId, ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State,
+    Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
@@ -51,6 +52,8 @@ struct Inner {
     opened: Mutex<BTreeMap<Key, Located>>,
     /// What this process proves now: nobody takes that over.
     proving: Mutex<BTreeSet<VersionId>>,
+    /// The keys in whose folders nothing is left of others' versions.
+    swept: Mutex<BTreeSet<Key>>,
 }
 
 /// A proof that is under way in this process.
@@ -112,8 +115,8 @@ impl LocalController {
         volume: Arc<dyn Volume>,
         environment: Arc<dyn Environment>,
     ) -> Self {
-        let (opened, proving) = (Mutex::default(), Mutex::default());
-        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving }))
+        let (opened, proving, swept) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving, swept }))
     }
 
     pub(crate) fn now(&self) -> Timestamp {
@@ -153,6 +156,8 @@ impl LocalController {
     ) -> Result<(Place, Option<Digest>)> {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
+        // What cannot be deleted hinders nobody.
+        let _ = self.sweep(key).await;
         let id = VersionId(self.random());
         let place = |id, epoch, number| Place {
             key: key.clone(),
@@ -264,11 +269,24 @@ impl LocalController {
         match state.ok().and_then(|state| state.outcome_of(place.id)) {
             // Who could not be reached has not been heard.
             _ if error.kind() == ErrorKind::Unreachable => error,
+            // It is what the version was dropped for.
+            Some(Fate::Dropped(Reason::Rejected { reason })) if reason == error.to_string() => {
+                error
+            }
             Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
                 Error::refused(&place.key, Refusal::Dropped { number: place.number, reason })
             }
             _ => error,
         }
+    }
+
+    /// Whether the ledger needs no archive to answer a commit: the writer has committed in another try, or the
+    /// version has ended.
+    pub(crate) async fn is_decided(&self, place: &Place) -> bool {
+        let Ok(state) = self.state(&place.key).await else { return false };
+        let is_pending = matches!(state.outcome_of(place.id), None | Some(Fate::Pending { .. }));
+        let version = state.versions().find(|version| version.id == place.id);
+        !is_pending || version.is_some_and(|version| version.digest_of(place.writer).is_some())
     }
 
     /// Takes back what is not committed, up to so many archives. The put has failed already; if this fails
@@ -281,38 +299,58 @@ impl LocalController {
             |version: &Version| version.id == place.id && version.digest_of(place.writer).is_some();
         if state.is_ok_and(|state| !state.versions().any(is_committed)) {
             let paths: Vec<String> = (0..count).map(|number| place.path(number)).collect();
-            let folder = place.folder();
-            let delete = move |volume: &dyn Volume| {
-                paths.iter().try_for_each(|path| volume.delete(path))?;
-                volume.remove_folder(&folder)
-            };
+            let delete =
+                move |volume: &dyn Volume| paths.iter().try_for_each(|path| volume.delete(path));
             let _ = self.on_disk(delete).await;
+            let _ = self.remove_unowned(place).await;
         }
         let _ = self.reclaim_owed(&place.key).await;
     }
 
-    /// Carries out what is owed of all keys, and deletes what a process that died has left behind: data
-    /// of versions that no ledger knows. Nobody else may use the store meanwhile.
+    /// Removes the folder of a place unless a version has it: the place's own, or the next one of its number.
+    async fn remove_unowned(&self, place: &Place) -> Result<()> {
+        // Nobody else begins one meanwhile.
+        let turn = self.0.ledgers.turn(&place.key).await?;
+        let unowned = place.folder();
+        if turn.state().versions().any(|version| folder(&place.key, version) == unowned) {
+            return Ok(());
+        }
+        self.on_disk(move |volume| volume.remove_folder(&unowned)).await
+    }
+
+    /// Carries out what is owed of all keys, and deletes what is left of versions that no ledger knows.
     pub(crate) async fn recover(&self) -> Result<()> {
         for key in self.0.ledgers.keys().await? {
             self.reclaim_owed(&key).await?;
-            let state = self.0.ledgers.state(&key).await?;
-            let known: Vec<String> =
-                state.versions().map(|version| folder(&key, version)).collect();
-            let path = key.to_path();
+            self.sweep(&key).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes the data of versions that the ledger of a key does not know, once: processes that died have left
+    /// it behind, and a power cut brings back what was deleted just before.
+    async fn sweep(&self, key: &Key) -> Result<()> {
+        if self.swept().contains(key) {
+            return Ok(());
+        }
+        // Nobody opens a version meanwhile: its folder would not be known.
+        let mut turn = self.0.ledgers.turn(key).await?;
+        let path = key.to_path();
+        let names = self.on_disk(move |volume| volume.list(&path)).await?;
+        let folders = names.iter().filter(|name| is_version(name));
+        let mut unknown: BTreeSet<String> =
+            folders.map(|name| format!("{}/{name}", key.to_path())).collect();
+        for version in turn.state().versions() {
+            unknown.remove(&folder(key, version));
+        }
+        if !unknown.is_empty() {
+            turn.settle().await?;
             self.on_disk(move |volume| {
-                for name in volume.list(&path)?.iter().filter(|name| is_version(name)) {
-                    let folder = format!("{path}/{name}");
-                    if !known.contains(&folder) {
-                        volume.delete(&format!("{folder}/{MANIFEST}"))?;
-                        sweep(volume, &folder, &[]);
-                        volume.remove_folder(&folder)?;
-                    }
-                }
-                Ok(())
+                unknown.iter().try_for_each(|folder| remove(volume, folder, &[]))
             })
             .await?;
         }
+        self.swept().insert(key.clone());
         Ok(())
     }
 
@@ -369,8 +407,9 @@ impl LocalController {
                 let (path, named) = (name.clone(), archives(&version));
                 let durability = version.durability;
                 self.on_disk(move |volume| {
-                    // What tries that died have left behind is no part of the version.
-                    sweep(volume, &folder, &named);
+                    // What tries that died have left behind is no part of the version, and goes with it at
+                    // the latest.
+                    let _ = sweep(volume, &folder, &named);
                     write(volume, &path, &manifest, durability)
                 })
                 .await?;
@@ -390,7 +429,7 @@ impl LocalController {
     /// The key's turn is kept meanwhile: its folder may be another version's as soon as the ledger
     /// knows that the data is gone.
     async fn reclaim(&self, key: &Key, id: VersionId) -> Result<()> {
-        let turn = self.0.ledgers.turn(key).await?;
+        let mut turn = self.0.ledgers.turn(key).await?;
         let owed = pending(turn.state());
         let is_owed = owed
             .iter()
@@ -398,16 +437,9 @@ impl LocalController {
         let version = turn.state().versions().find(|version| version.id == id);
         let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
         let (folder, named) = (folder(key, version), archives(version));
-        self.on_disk(move |volume| {
-            // The manifest first: without it, no reader finds the rest.
-            volume.delete(&format!("{folder}/{MANIFEST}"))?;
-            for name in named {
-                volume.delete(&format!("{folder}/{name}"))?;
-            }
-            sweep(volume, &folder, &[]);
-            volume.remove_folder(&folder)
-        })
-        .await?;
+        // That it may be deleted must outlast what is deleted.
+        turn.settle().await?;
+        self.on_disk(move |volume| remove(volume, &folder, &named)).await?;
         let next = advance(key, turn.state(), Command::Reclaimed { id })?;
         save(turn, next.state).await
     }
@@ -420,6 +452,10 @@ impl LocalController {
             }
             _ => false,
         })
+    }
+
+    fn swept(&self) -> std::sync::MutexGuard<'_, BTreeSet<Key>> {
+        self.0.swept.lock().expect("nobody panics while holding the keys")
     }
 
     fn proving(&self) -> std::sync::MutexGuard<'_, BTreeSet<VersionId>> {
@@ -644,13 +680,24 @@ pub(crate) fn archives(version: &Version) -> Vec<String> {
     archives.map(|archive| archive.name.clone()).collect()
 }
 
-/// Deletes everything in a folder but the manifest and what is named, as far as it can be deleted:
-/// somebody else may have put something there that is not ours.
-fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) {
-    let names = volume.list(folder).unwrap_or_default();
-    for name in names.iter().filter(|name| *name != MANIFEST && !keep.contains(name)) {
-        let _ = volume.delete(&format!("{folder}/{name}"));
+/// Deletes a version with these archives, and what else of ours is in its folder.
+fn remove(volume: &dyn Volume, folder: &str, archives: &[String]) -> Result<()> {
+    // The manifest first: without it, no reader finds the rest.
+    volume.delete(&format!("{folder}/{MANIFEST}"))?;
+    for name in archives {
+        volume.delete(&format!("{folder}/{name}"))?;
     }
+    sweep(volume, folder, &[])?;
+    volume.remove_folder(folder)
+}
+
+/// Deletes the archives in a folder but those that are named, half ones too. What else is there is not ours.
+fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
+    let is_archive = |name: &str| name.strip_suffix(".tssd").is_some() && name != MANIFEST;
+    let is_ours = |name: &&String| is_archive(name) || name.starts_with(TEMPORARY);
+    let names = volume.list(folder)?;
+    let mut surplus = names.iter().filter(is_ours).filter(|name| !keep.contains(name));
+    surplus.try_for_each(|name| volume.delete(&format!("{folder}/{name}")))
 }
 
 /// Writes a blob that may be there already: from an earlier try, with the same bytes.
@@ -671,4 +718,130 @@ fn write(volume: &dyn Volume, path: &str, bytes: &[u8], durability: Durability) 
         return Ok(());
     }
     Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` is there with other contents")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::Disk;
+    use crate::environment::SystemEnvironment;
+    use crate::ledgers::{OwnedLedgers, SharedLedgers};
+    use crate::meta::DirectoryMeta;
+    use crate::volume::{DirectoryVolume, MemoryVolume, Reservation};
+    use crate::{PutOptions, Store};
+
+    /// A volume of which the next call of a name fails.
+    #[derive(Clone, Default)]
+    struct Failing(MemoryVolume, Arc<Mutex<Option<&'static str>>>);
+
+    impl Failing {
+        fn fail(&self, call: &'static str) {
+            *self.1.lock().unwrap() = Some(call);
+        }
+
+        fn may(&self, call: &str) -> Result<()> {
+            match self.1.lock().unwrap().take_if(|failing| *failing == call) {
+                None => Ok(()),
+                Some(_) => Err(Error::new(ErrorKind::Io, "the disk says no")),
+            }
+        }
+
+        fn controller(&self) -> LocalController {
+            let ledgers = Arc::new(OwnedLedgers::default());
+            LocalController::new(ledgers, Arc::new(self.clone()), Arc::new(SystemEnvironment))
+        }
+    }
+
+    impl Volume for Failing {
+        fn reserve(
+            &self,
+            name: &str,
+            len: u64,
+            durability: Durability,
+        ) -> Result<Box<dyn Reservation>> {
+            self.0.reserve(name, len, durability)
+        }
+
+        fn open(&self, name: &str) -> Result<Option<Near>> {
+            self.may("open")?;
+            self.0.open(name)
+        }
+
+        fn delete(&self, name: &str) -> Result<()> {
+            self.0.delete(name)
+        }
+
+        fn list(&self, name: &str) -> Result<Vec<String>> {
+            self.may("list")?;
+            self.0.list(name)
+        }
+
+        fn route(&self) -> Route {
+            self.0.route()
+        }
+
+        fn remove_folder(&self, name: &str) -> Result<()> {
+            self.0.remove_folder(name)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
+        let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
+        let store = Store::new(volume.controller());
+        let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
+        volume.fail("open");
+        let error = store.put_state_dict(&key, &dict, &options).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+        assert!(store.put_state_dict(&key, &dict, &options).await.unwrap().visible);
+    }
+
+    #[tokio::test]
+    async fn what_another_try_left_is_owed_until_it_is_deleted() {
+        let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
+        let controller = volume.controller();
+        let store = Store::new(controller.clone());
+        let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
+        store.put_state_dict(&key, &dict, &options).await.unwrap();
+        let folder = format!("{}/0-1", key.to_path());
+        let left = volume.0.reserve(&format!("{folder}/0-left.tssd"), 0, Durability::Memory);
+        assert!(left.unwrap().seal().unwrap());
+        volume.fail("list");
+        store.delete(&key, None).await.unwrap_err();
+        controller.reclaim_owed(&key).await.unwrap();
+        assert_eq!(volume.0.list(&folder).unwrap(), [""; 0]);
+    }
+
+    #[tokio::test]
+    async fn who_withdraws_late_leaves_the_next_try_of_the_number_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let disk = Disk::at(root.path().canonicalize().unwrap());
+        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
+        let volume = Arc::new(DirectoryVolume::new(disk));
+        let controller =
+            LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
+        let key = Key::new("policy").unwrap();
+        let proposal = Proposal {
+            writer: 0,
+            writers: WriterSet::one(0),
+            writers_defaulted: false,
+            job: None,
+            call: None,
+            number: Some(1),
+            rewind: false,
+            durability: Durability::Disk,
+            file_len: 1,
+            timeout: Duration::ZERO,
+        };
+        let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
+        controller.delete(&key, Selection::All).await.unwrap();
+        let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();
+        assert_eq!(first.folder(), second.folder());
+        let reservation = volume.reserve(&second.path(0), 1, Durability::Disk).unwrap();
+        controller.withdraw(&first, 1).await;
+        assert!(reservation.seal().unwrap());
+        // His own folder he takes along.
+        controller.withdraw(&second, 1).await;
+        assert!(!root.path().join(second.folder()).exists());
+    }
 }

@@ -18,6 +18,7 @@ use super::registry::{Grant, Registry};
 use super::tiers::{Place, Tiers};
 use crate::arena::{Exhausted, PeerId, Pool, Span};
 use crate::controller::LocalController;
+use crate::disk::Disk;
 use crate::environment::{Environment, SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -113,8 +114,9 @@ impl House {
         let mut directory = None;
         if let Some(root) = &options.root {
             let root = root.canonicalize().map_err(|error| Error::io(root.display(), error))?;
-            ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(root.clone()))).await?;
-            directory = Some(DirectoryVolume::new(root));
+            let disk = Disk::at(root);
+            ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(disk.clone()))).await?;
+            directory = Some(DirectoryVolume::new(disk));
         }
         let tiers = Tiers::new(pool.clone(), directory, Elsewhere::new(identity.clone()));
         let registry: Arc<dyn Registry> = if let Some((controller, own)) = controller {

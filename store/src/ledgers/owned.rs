@@ -39,7 +39,7 @@ impl OwnedLedgers {
 
     /// The same, with what is durable of them in a meta store that nobody else writes.
     pub(crate) async fn recover(mut self, meta: Arc<dyn MetaStore>) -> Result<Self> {
-        let records = Records(meta);
+        let records = Records::new(meta);
         for key in records.keys().await? {
             let record = records.load(&key).await?;
             // What was there before is no more than a folder.
@@ -73,7 +73,7 @@ impl OwnedLedgers {
             // One is the map's own; whoever has another may be about to write.
             Arc::strong_count(slot) == 1
                 && **slot.state.borrow() == *self.blank
-                && slot.record.try_lock().is_ok_and(|record| record.number == 0)
+                && slot.record.try_lock().is_ok_and(|record| record.is_blank())
         };
         if slots.get(key).is_some_and(is_unused) {
             slots.remove(key);
@@ -140,6 +140,13 @@ impl Turn for OwnedTurn {
         &self.state
     }
 
+    async fn settle(&mut self) -> Result<()> {
+        match &self.ledgers.records {
+            Some(records) => records.settle(&self.key, &self.record).await,
+            None => Ok(()),
+        }
+    }
+
     async fn save(&mut self, next: State) -> Result<()> {
         if let Some(records) = &self.ledgers.records {
             records.append(&self.key, &mut self.record, next.durable()).await?;
@@ -154,7 +161,7 @@ impl Turn for OwnedTurn {
 
 impl Drop for OwnedTurn {
     fn drop(&mut self) {
-        let is_blank = *self.state == *self.ledgers.blank && self.record.number == 0;
+        let is_blank = *self.state == *self.ledgers.blank && self.record.is_blank();
         let mut slots = self.ledgers.slots();
         // The map's and this one: nobody else waits for the turn or watches.
         let slot = self.slot.take();

@@ -22,7 +22,7 @@ pub(crate) struct SharedLedgers(Records);
 
 impl SharedLedgers {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        Self(Records(meta))
+        Self(Records::new(meta))
     }
 }
 
@@ -33,7 +33,7 @@ impl Ledgers for SharedLedgers {
     }
 
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
-        let lock = self.0.0.lock(&format!("{}/.lock", key.to_path())).await?;
+        let lock = self.0.meta.lock(&format!("{}/.lock", key.to_path())).await?;
         let record = self.0.load(key).await?;
         Ok(Box::new(SharedTurn { records: self.0.clone(), key: key.clone(), record, _lock: lock }))
     }
@@ -68,6 +68,10 @@ struct SharedTurn {
 impl Turn for SharedTurn {
     fn state(&self) -> &State {
         &self.record.state
+    }
+
+    async fn settle(&mut self) -> Result<()> {
+        self.records.settle(&self.key, &self.record).await
     }
 
     async fn save(&mut self, next: State) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Records as files of a directory that several processes share.
 
 use std::any::Any;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -9,23 +9,23 @@ use async_trait::async_trait;
 use tokio::time::sleep;
 
 use super::{MetaStore, Turns};
-use crate::disk::{self, CLAIM, Lock};
+use crate::disk::{CLAIM, Disk, claimed_by};
 use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
 pub(crate) struct DirectoryMeta {
-    root: PathBuf,
+    disk: Disk,
     turns: Turns,
     /// That no daemon serves the directory, from the first time that something is written.
-    share: Mutex<Option<Lock>>,
+    share: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 /// How long a lock that another process holds is waited for.
 const PATIENCE: Duration = Duration::from_mins(1);
 
 impl DirectoryMeta {
-    pub(crate) fn new(root: PathBuf) -> Self {
-        Self { root, turns: Turns::default(), share: Mutex::default() }
+    pub(crate) fn new(disk: Disk) -> Self {
+        Self { disk, turns: Turns::default(), share: Mutex::default() }
     }
 
     /// Keeps daemons from serving the directory, as long as this lives.
@@ -33,9 +33,9 @@ impl DirectoryMeta {
         if self.held().is_some() {
             return Ok(());
         }
-        let lock = self.wait(CLAIM, |path| Lock::share(&path)).await?;
+        let lock = self.wait(CLAIM, |disk, path| disk.lock(path, true)).await?;
         let Some(lock) = lock else {
-            let socket = disk::claimed_by(&self.root).ok().flatten().unwrap_or_default();
+            let socket = claimed_by(self.disk.root()).ok().flatten().unwrap_or_default();
             return Err(Error::new(
                 ErrorKind::Busy,
                 format_args!("a daemon serves this directory: connect to unix:{socket}"),
@@ -45,7 +45,7 @@ impl DirectoryMeta {
         Ok(())
     }
 
-    fn held(&self) -> MutexGuard<'_, Option<Lock>> {
+    fn held(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
         self.share.lock().expect("nobody panics while holding the lock")
     }
 
@@ -53,11 +53,12 @@ impl DirectoryMeta {
     async fn wait<T: Send + 'static>(
         &self,
         name: &str,
-        work: impl FnOnce(PathBuf) -> std::io::Result<T> + Send + 'static,
+        work: impl FnOnce(&Disk, &Path) -> std::io::Result<T> + Send + 'static,
     ) -> Result<T> {
-        let path = self.root.join(name);
+        let path = self.disk.root().join(name);
         let shown = path.display().to_string();
-        let done = tokio::task::spawn_blocking(move || work(path)).await;
+        let disk = self.disk.clone();
+        let done = tokio::task::spawn_blocking(move || work(&disk, &path)).await;
         done.map_err(std::io::Error::other)
             .and_then(|result| result)
             .map_err(|error| Error::io(shown, error))
@@ -67,19 +68,23 @@ impl DirectoryMeta {
 #[async_trait]
 impl MetaStore for DirectoryMeta {
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-        self.wait(name, move |path| disk::create(&path, &record)).await
+        self.wait(name, move |disk, path| disk.create(path, &record)).await
+    }
+
+    async fn settle(&self, name: &str) -> Result<()> {
+        self.wait(name, Disk::settle).await
     }
 
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        self.wait(name, |path| disk::read(&path)).await
+        self.wait(name, Disk::read).await
     }
 
     async fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.wait(name, |path| disk::list(&path)).await
+        self.wait(name, Disk::list).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
-        self.wait(name, |path| disk::remove(&path)).await
+        self.wait(name, Disk::remove).await
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
@@ -88,11 +93,11 @@ impl MetaStore for DirectoryMeta {
         let turn = self.turns.take(name).await;
         let started = Instant::now();
         loop {
-            if let Some(lock) = self.wait(name, |path| Lock::take(&path)).await? {
+            if let Some(lock) = self.wait(name, |disk, path| disk.lock(path, false)).await? {
                 return Ok(Box::new((lock, turn)));
             }
             if started.elapsed() > PATIENCE {
-                let path = self.root.join(name);
+                let path = self.disk.root().join(name);
                 return Err(Error::new(
                     ErrorKind::Busy,
                     format_args!("another process has held `{}` for a minute", path.display()),

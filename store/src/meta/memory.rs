@@ -33,6 +33,10 @@ impl MetaStore for MemoryMeta {
         Ok(is_new)
     }
 
+    async fn settle(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
         Ok(self.records().get(name).cloned())
     }

@@ -161,12 +161,16 @@ impl Holder for Lines {
             Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
             None => Ok(()),
         };
-        parallel::map((0..threads).collect(), run)?;
-        if (self.is_held)() {
-            return Ok(());
+        let pulled = parallel::map((0..threads).collect(), run);
+        // They may be gone, or something else may have been there already.
+        if !(self.is_held)() {
+            return Err(lost(&"the connection that held them is gone"));
         }
-        // Something else may have been there already.
-        Err(lost(&"the connection that held them is gone"))
+        match pulled {
+            // The daemon has seen the end of that connection before this side has.
+            Err(error) if error.kind() == ErrorKind::NotFound => Err(lost(&error)),
+            pulled => pulled.map(drop),
+        }
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {

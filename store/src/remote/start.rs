@@ -76,7 +76,7 @@ impl Starter<'_> {
         let at = |error| Error::io(self.socket.display(), error);
         match (&self.lock, &mut self.child) {
             (None, _) => {
-                self.lock = Lock::take(&beside(self.socket, "start")).map_err(at)?;
+                self.lock = disk::lock(&beside(self.socket, "start")).map_err(at)?;
                 if self.lock.is_none() {
                     sleep(WAIT).await;
                 }

@@ -6,35 +6,34 @@ use std::path::{Path, PathBuf};
 use tssd_format::{Fill, Filled};
 
 use super::{Near, Part, Reservation, Volume};
-use crate::disk::{self, NewFile};
+use crate::disk::{Disk, NewFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
 #[derive(Clone, Debug)]
 pub(crate) struct DirectoryVolume {
-    root: PathBuf,
+    disk: Disk,
 }
 
 impl DirectoryVolume {
-    pub(crate) fn new(root: PathBuf) -> Self {
-        Self { root }
+    pub(crate) fn new(disk: Disk) -> Self {
+        Self { disk }
     }
 
     /// Where a blob is, or would be.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.root.join(name)
+        self.disk.root().join(name)
     }
 
-    fn at<T>(&self, name: &str, work: impl FnOnce(PathBuf) -> std::io::Result<T>) -> Result<T> {
+    fn at<T>(&self, name: &str, work: impl FnOnce(&Path) -> std::io::Result<T>) -> Result<T> {
         let is_normal = |part| matches!(part, std::path::Component::Normal(_));
         if !Path::new(name).components().all(is_normal) {
             let text = format_args!("`{name}` is no name of an archive");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        let path = self.root.join(name);
-        let shown = path.display().to_string();
-        work(path).map_err(|error| Error::io(shown, error))
+        let path = self.path(name);
+        work(&path).map_err(|error| Error::io(path.display(), error))
     }
 }
 
@@ -47,23 +46,22 @@ impl Volume for DirectoryVolume {
         len: u64,
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        let file = self.at(name, |path| NewFile::create(&path))?;
+        let file = self.at(name, |path| self.disk.begin(path))?;
         file.expect(len);
-        let shown = self.root.join(name).display().to_string();
+        let shown = self.path(name).display().to_string();
         Ok(Box::new(Reserved { file, name: shown }))
     }
 
     fn open(&self, name: &str) -> Result<Option<Near>> {
-        let map = self.at(name, |path| disk::map(&path))?;
-        Ok(map.map(|(map, maps)| Near::new(map).mapped(maps, 0)))
+        self.at(name, |path| self.disk.open(path))
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        self.at(name, |path| disk::remove(&path))
+        self.at(name, |path| self.disk.remove(path))
     }
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.at(name, |path| disk::list(&path))
+        self.at(name, |path| self.disk.list(path))
     }
 
     fn route(&self) -> Route {
@@ -71,7 +69,7 @@ impl Volume for DirectoryVolume {
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {
-        self.at(name, |path| disk::remove_folder(&path))
+        self.at(name, |path| self.disk.remove_folder(path))
     }
 }
 

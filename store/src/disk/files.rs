@@ -1,0 +1,170 @@
+//! The calls of a file system, as far as a store needs them.
+
+use std::any::Any;
+use std::fmt::Debug;
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::time::SystemTime;
+
+use super::lock::Lock;
+use crate::private::PrivateMaps;
+use crate::volume::Near;
+
+/// Calls of a file system, by which crashes can be simulated: what a store does is a sequence of them.
+///
+/// What they do is durable once the file or folder that they change is synced, not before.
+pub(crate) trait Files: Debug + Send + Sync {
+    /// Creates an empty file; an error if the name is taken.
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>>;
+
+    /// Gives a file one more name; an error if that is taken.
+    fn link(&self, path: &Path, name: &Path) -> io::Result<()>;
+
+    /// Gives a file another name, and takes that from whatever has it.
+    fn rename(&self, path: &Path, name: &Path) -> io::Result<()>;
+
+    /// Removes a name of a file.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+
+    /// Makes a folder; an error if the name is taken.
+    fn make_folder(&self, path: &Path) -> io::Result<()>;
+
+    /// Removes a folder that has nothing in it.
+    fn remove_folder(&self, path: &Path) -> io::Result<()>;
+
+    /// What tells a folder from others that have had the name; none if there is none.
+    fn folder(&self, path: &Path) -> Option<Folder>;
+
+    /// The names in a folder that are UTF-8.
+    fn list(&self, path: &Path) -> io::Result<Vec<String>>;
+
+    /// Makes the names in a folder durable.
+    fn sync_folder(&self, path: &Path) -> io::Result<()>;
+
+    /// The bytes of a file.
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
+
+    /// A file that is complete and never changes, as a blob.
+    fn open(&self, path: &Path) -> io::Result<Near>;
+
+    /// Locks a file, which is made if it is not there, alone or with others who share it; none if
+    /// somebody has locked it otherwise. Dropping the lock lets go.
+    fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>>;
+}
+
+/// A file that is being written.
+pub(crate) trait Output: Debug + Send + Sync {
+    /// Writes some bytes at a place, from the first on, and says how many.
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
+
+    /// Says how long the file will be.
+    fn expect(&self, len: u64);
+
+    /// Makes the bytes durable.
+    fn sync(&self) -> io::Result<()>;
+}
+
+/// What tells a folder from others that have had its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Folder {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    pub(crate) created: SystemTime,
+}
+
+/// The file system of this machine.
+#[derive(Debug)]
+pub(crate) struct SystemFiles;
+
+impl Files for SystemFiles {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
+        Ok(Box::new(File::options().write(true).create_new(true).open(path)?))
+    }
+
+    fn link(&self, path: &Path, name: &Path) -> io::Result<()> {
+        fs::hard_link(path, name)
+    }
+
+    fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
+        fs::rename(path, name)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn make_folder(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir(path)
+    }
+
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        fs::remove_dir(path)
+    }
+
+    fn folder(&self, path: &Path) -> Option<Folder> {
+        let metadata = path.metadata().ok().filter(Metadata::is_dir)?;
+        // Where nobody knows when it was made, it is another one each time.
+        let created = metadata.created().unwrap_or_else(|_| SystemTime::now());
+        Some(Folder { device: metadata.dev(), inode: metadata.ino(), created })
+    }
+
+    fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        // That of std panics if closing the folder fails.
+        let entries = rustix::fs::Dir::new(File::open(path)?)?;
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry?;
+            names.extend(entry.file_name().to_str().ok().map(str::to_owned));
+        }
+        names.retain(|name| name != "." && name != "..");
+        Ok(names)
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        fs::read(path)
+    }
+
+    #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
+    fn open(&self, path: &Path) -> io::Result<Near> {
+        let file = File::open(path)?;
+        // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
+        // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
+        // else may write in the folder is trusted as the owner of the store.
+        let map = unsafe { tssd_format::map_file(&file)? };
+        let len = usize::try_from(tssd_format::Blob::size(&map)?).map_err(io::Error::other)?;
+        Ok(Near::new(map).mapped(PrivateMaps::new(file, len), 0))
+    }
+
+    fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {
+        let lock = if is_shared { Lock::share(path)? } else { Lock::take(path)? };
+        Ok(lock.map(|lock| -> Box<dyn Any + Send> { Box::new(lock) }))
+    }
+}
+
+impl Output for File {
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        FileExt::write_at(self, bytes, offset)
+    }
+
+    /// A system that knows finds room at once, a third faster than bit by bit.
+    #[cfg(target_os = "linux")]
+    fn expect(&self, len: u64) {
+        let flags = rustix::fs::FallocateFlags::empty();
+        // Where there is no room, or no such call, writing says so or does without.
+        let _found = rustix::fs::fallocate(self, flags, 0, len);
+    }
+
+    /// Elsewhere nobody asks.
+    #[cfg(not(target_os = "linux"))]
+    fn expect(&self, _len: u64) {}
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_all()
+    }
+}

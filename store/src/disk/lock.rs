@@ -1,0 +1,47 @@
+//! Locked files, by which processes hold each other off.
+
+use std::fs::{File, TryLockError};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// Takes the lock of a file, which is made if it is not there; none if somebody else holds it.
+    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
+        Self::locked(path, File::try_lock)
+    }
+
+    /// Shares the lock with others who share it; none if somebody holds it alone.
+    pub(crate) fn share(path: &Path) -> io::Result<Option<Self>> {
+        Self::locked(path, File::try_lock_shared)
+    }
+
+    fn locked(
+        path: &Path,
+        lock: impl FnOnce(&File) -> Result<(), TryLockError>,
+    ) -> io::Result<Option<Self>> {
+        let file = File::options().write(true).create(true).truncate(false).open(path)?;
+        match lock(&file) {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// Says something in the locked file, for those who find it locked.
+    pub(crate) fn write(&self, text: &str) -> io::Result<()> {
+        self.0.set_len(0)?;
+        self.0.write_all_at(text.as_bytes(), 0)
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing the file is not enough: a child that was forked meanwhile has it open too.
+        let _ = self.0.unlock();
+    }
+}

@@ -918,6 +918,20 @@ fn a_version_whose_commit_was_not_answered_is_there_or_not() {
 }
 
 #[test]
+fn who_is_cut_off_while_reading_is_not_told_that_there_is_nothing() {
+    let served = Served::new(1 << 30);
+    let between = Between::before(&served);
+    let (near, far) = (served.connect(), Store::connect(&between.address).unwrap());
+    put(&near, &model(1, 4), &PutOptions::default());
+    let opened = far.open(&key(), &GetOptions::default()).unwrap();
+    between.cut();
+    eventually(|| near.status().unwrap().leases.is_empty());
+    put(&near, &model(2, 4), &PutOptions::default());
+    let error = opened.tensor("weight", None).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+}
+
+#[test]
 fn a_view_of_a_version_whose_commit_was_not_answered_never_changes() {
     let controller = Served::new(1 << 30);
     let between = Between::before(&controller);

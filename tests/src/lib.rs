@@ -3,9 +3,11 @@
 
 #[cfg(target_os = "linux")]
 pub mod bench;
+pub mod command;
 pub mod damage;
 pub mod fuzz;
 pub mod generate;
+pub mod proof;
 #[cfg(target_os = "linux")]
 pub mod served;
 pub mod sharding;

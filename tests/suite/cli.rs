@@ -1,6 +1,6 @@
 //! The `tssd` command as people and scripts meet it: files, stdout, stderr and exit codes.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
 use safetensors::SafeTensors;
@@ -10,28 +10,10 @@ use tssd_format::{
     Archive, Compression, Dict, Dtype, Options, StateDict, Storage, Tensor, TensorMeta,
     TorchStoreStateDict, Value,
 };
-
-/// The binary: `TSSD_BIN`, or where cargo puts it beside this test.
-pub(crate) fn binary() -> PathBuf {
-    let path = std::env::var_os("TSSD_BIN").map_or_else(beside_this_test, PathBuf::from);
-    assert!(path.is_file(), "no {}: run `cargo build -p tssd`, or set TSSD_BIN", path.display());
-    path
-}
-
-fn beside_this_test() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    profile.join(format!("tssd{}", std::env::consts::EXE_SUFFIX))
-}
+use tssd_tests::command::{binary, quick_folder};
 
 /// A directory in which the command runs.
 pub(crate) struct Place(TempDir);
-
-/// A directory in memory, where the system has such.
-pub(crate) fn quick_folder() -> TempDir {
-    let memory = Path::new("/dev/shm");
-    if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
-}
 
 impl Place {
     pub(crate) fn new() -> Self {

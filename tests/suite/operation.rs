@@ -12,8 +12,7 @@ use rustix::process::{Pid, Signal};
 use tssd_format::StateDict;
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{DaemonOptions, ErrorKind, Key, PutOptions};
-
-use crate::cli::binary;
+use tssd_tests::command::binary;
 
 /// A user's runtime directory, whose daemon ends with it.
 struct Runtime(tempfile::TempDir);

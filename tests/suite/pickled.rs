@@ -8,7 +8,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value as Json;
 use tssd_format::{Archive, StateDict, Tensor};
 
-use super::cli::{Place, binary};
+use tssd_tests::command::binary;
+
+use super::cli::Place;
 
 /// How torch.save begins its files: with a zip file; before version 1.6 and on request with a number.
 const ZIP: &[u8] = b"PK\x03\x04\x00\x00\x08\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x12\x00";

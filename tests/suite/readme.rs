@@ -11,10 +11,12 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
 
-const DOCUMENTS: [&str; 7] = [
+const DOCUMENTS: [&str; 9] = [
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/guarantees.md",
     "docs/migration.md",
     "spec/format.md",
     "spec/protocol.md",

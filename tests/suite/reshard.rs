@@ -12,10 +12,9 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
+use tssd_tests::command::quick_folder;
 use tssd_tests::served::Served;
 use tssd_tests::sharding::{counting, elements_of, numbers, places_of, shards_of, spread};
-
-use super::cli::quick_folder;
 
 /// A mesh, and how a tensor lies on it.
 #[derive(Clone, Debug)]

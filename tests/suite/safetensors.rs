@@ -18,8 +18,9 @@ use tssd_format::{
     Archive, AttrValue, Attrs, Dtype, ErrorKind, Layout, Options, StateDict, Storage, Tensor,
     TensorMeta, Value,
 };
+use tssd_tests::command::binary;
 
-use crate::cli::{Place, binary, library_file};
+use crate::cli::{Place, library_file};
 
 // ---- Files that others have written --------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 //! `TSSD_ROUNDS` says for how long; a few seconds if it is not set.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, ErrorKind as IoErrorKind, Read, Write};
+use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tempfile::TempDir;
 use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice, Value};
 use tssd_store::blocking::Store;
@@ -18,8 +18,8 @@ use tssd_store::ledger::Reason;
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
+use tssd_tests::command::{Serve, end, send};
 
-use crate::cli::binary;
 use crate::daemon::{HELLO, frame};
 
 /// Elements of a tensor: 64 KiB of them.
@@ -115,99 +115,6 @@ fn check_in_place(store: &Store, memory: &mut [Vec<u8>]) -> Result<u64, Error> {
     store.get_state_dict_into(&key(), &mut targets, &GetOptions::default())?;
     let at = |name: &str| names.iter().position(|(each, _)| each == name).unwrap();
     Ok(check(None, |name| &memory[at(name)]))
-}
-
-/// `tssd serve` as a process.
-struct Serve {
-    process: Child,
-    url: String,
-}
-
-impl Serve {
-    fn start(folder: &Path, args: &[&str]) -> Self {
-        let socket = folder.join("socket");
-        let mut process = Command::new(binary())
-            .arg("serve")
-            .arg("--socket")
-            .arg(&socket)
-            .args(["--memory-limit", "256MB"])
-            .args(args)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains("serving"), "{line}");
-        Self { process, url: format!("unix:{}", socket.display()) }
-    }
-
-    fn connect(&self) -> Store {
-        Store::connect(&self.url).unwrap()
-    }
-
-    fn descriptors(&self) -> u64 {
-        let folder = format!("/proc/{}/fd", self.process.id());
-        std::fs::read_dir(folder).unwrap().count() as u64
-    }
-
-    /// What it has in memory, shared memory included, in bytes.
-    fn resident(&self) -> u64 {
-        let status = format!("/proc/{}/status", self.process.id());
-        let status = std::fs::read_to_string(status).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        line.trim().strip_suffix(" kB").unwrap().trim().parse::<u64>().unwrap() << 10
-    }
-
-    /// Descriptors beyond those of segments when nobody but this process is connected.
-    fn settled(&self, store: &Store) -> u64 {
-        self.at_rest(store, |_| true)
-    }
-
-    /// Nothing has leaked: there are as many as there were. What the daemon still does for those
-    /// who are gone, such as a file that it reads, may take a moment.
-    fn settles_at(&self, descriptors: u64, store: &Store) {
-        self.at_rest(store, |now| now == descriptors);
-    }
-
-    fn at_rest(&self, store: &Store, is_settled: impl Fn(u64) -> bool) -> u64 {
-        let mut last = String::new();
-        for _ in 0..2000 {
-            let status = store.status().unwrap();
-            let memory = &status.memory;
-            let others = self.descriptors().saturating_sub(memory.segments);
-            if status.peers.len() == 1
-                && status.leases.is_empty()
-                && memory.retired == 0
-                && is_settled(others)
-            {
-                return others;
-            }
-            last = format!("{others} descriptors, {status:?}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        panic!("it never comes to rest: {last}");
-    }
-
-    fn signal(&self, signal: Signal) {
-        send(&self.process, signal);
-    }
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        end(&mut self.process);
-    }
-}
-
-fn send(process: &Child, signal: Signal) {
-    let pid = Pid::from_raw(process.id().cast_signed()).unwrap();
-    kill_process(pid, signal).unwrap();
-}
-
-fn end(process: &mut Child) {
-    // It may have ended.
-    let _ = process.kill();
-    let _ = process.wait();
 }
 
 /// This test binary as another process, which runs one ignored test; it ends with this.

@@ -1,0 +1,51 @@
+//! The keys of a history, and what is promised of each.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+
+use tssd_store::blocking::Store;
+use tssd_store::{Durability, Key, Result};
+
+use super::history::Operation;
+
+/// How many keys there are.
+pub(crate) const KEYS: u8 = 8;
+
+/// How many versions of a key are kept. Where it is one, clients delete versions too.
+pub(crate) fn keep(key: u8) -> usize {
+    if key & 2 == 0 { 1 } else { 3 }
+}
+
+pub(crate) fn durability(key: u8) -> Durability {
+    if key & 1 == 0 { Durability::Memory } else { Durability::Disk }
+}
+
+pub(crate) fn name(key: u8) -> Key {
+    Key::new(format!("key.{key}")).unwrap()
+}
+
+/// Says once how many versions are kept: that stays so, whatever becomes of the daemon.
+pub(crate) fn retain(store: &Store) -> Result<()> {
+    (0..KEYS).try_for_each(|key| {
+        let keep = NonZeroU32::new(u32::try_from(keep(key)).unwrap()).unwrap();
+        store.retain(&name(key), keep)
+    })
+}
+
+/// What has one history each: a key on disk, through all lives of the daemon; a key in memory, in each of them.
+/// Lives are told by the moments at which they ended.
+///
+/// What nobody knows the outcome of has had its effect by the end of the life in which it was asked, or never.
+pub(crate) fn objects(operations: Vec<Operation>, ends: &[u64]) -> Vec<(usize, Vec<Operation>)> {
+    let mut objects: BTreeMap<(usize, u8), Vec<Operation>> = BTreeMap::new();
+    for mut operation in operations {
+        // Whoever is killed last may ask a moment longer.
+        let life = ends.partition_point(|end| *end < operation.asked).min(ends.len() - 1);
+        if operation.answer.is_none() {
+            operation.answered = ends[life].max(operation.asked);
+        }
+        let part = if durability(operation.key) == Durability::Disk { 0 } else { life };
+        objects.entry((part, operation.key)).or_default().push(operation);
+    }
+    objects.into_iter().map(|((_, key), operations)| (keep(key), operations)).collect()
+}

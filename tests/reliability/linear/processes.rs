@@ -1,0 +1,82 @@
+//! A daemon and its clients as processes.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tssd_store::blocking::Store;
+use tssd_tests::command::binary;
+
+use super::client::{TOLD, Told};
+
+/// A process, which is killed with this.
+pub(crate) struct Process(Child);
+
+impl Process {
+    pub(crate) fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.0.id().cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
+    }
+
+    /// Whether it has not ended by itself.
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// `tssd serve` over a directory, at a socket and an address.
+pub(crate) struct Serve {
+    pub(crate) process: Process,
+    pub(crate) socket: PathBuf,
+    pub(crate) address: SocketAddr,
+}
+
+impl Serve {
+    pub(crate) fn start(folder: &Path) -> Self {
+        let socket = folder.join("socket");
+        let mut process = Command::new(binary())
+            .args(["serve", "--memory-limit", "512MB", "--listen", "127.0.0.1:0", "--root"])
+            .arg(folder)
+            .arg("--socket")
+            .arg(&socket)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.split("tcp://").nth(1).and_then(|rest| rest.trim().parse().ok());
+        let address = address.unwrap_or_else(|| panic!("no address in `{line}`"));
+        Self { process: Process(process), socket, address }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("unix:{}", self.socket.display())
+    }
+
+    pub(crate) fn connect(&self) -> Store {
+        Store::connect(&self.url()).unwrap()
+    }
+}
+
+/// This program again, as a client.
+pub(crate) fn client(told: &Told) -> Process {
+    let module = module_path!().split_once("::").unwrap().1;
+    let test = module.replace("processes", "client::child");
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([&test, "--exact", "--ignored", "--nocapture"])
+        .env(TOLD, serde_json::to_string(told).unwrap())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn();
+    Process(child.unwrap())
+}

@@ -1,0 +1,358 @@
+//! What is asked of a store and of its model: operations as plain values, and random sequences of them.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::words::{Array, Ask, Extent, Job, Kind, Part};
+
+/// How many clients there are, and how many keys.
+pub(crate) const CLIENTS: usize = 2;
+pub(crate) const KEYS: usize = 2;
+
+/// One request of a client, or what happens to it or to the store.
+#[derive(Clone, Debug)]
+pub(crate) enum Operation {
+    Put {
+        client: usize,
+        key: usize,
+        wish: Wish,
+    },
+    /// The contribution begins, and is finished later, or never.
+    Begin {
+        client: usize,
+        key: usize,
+        wish: Wish,
+    },
+    /// Of those that have begun, by how many before.
+    Finish {
+        back: usize,
+    },
+    Abort {
+        back: usize,
+    },
+    Get {
+        client: usize,
+        key: usize,
+        number: Option<u64>,
+        read: Read,
+    },
+    /// A reader keeps the version that it has.
+    Hold {
+        client: usize,
+        key: usize,
+        number: Option<u64>,
+    },
+    Release,
+    List {
+        client: usize,
+        key: usize,
+    },
+    Wait {
+        client: usize,
+        key: usize,
+        number: u64,
+    },
+    Delete {
+        client: usize,
+        key: usize,
+        number: Option<u64>,
+    },
+    Retain {
+        client: usize,
+        key: usize,
+        keep: u32,
+    },
+    Pin {
+        client: usize,
+        key: usize,
+        number: Option<u64>,
+        label: bool,
+    },
+    Unpin {
+        client: usize,
+        key: usize,
+        label: bool,
+    },
+    /// A client leaves, whatever it has begun, and another one comes in its place.
+    Leave {
+        client: usize,
+    },
+    /// The process that serves the store is killed, and another one takes its place.
+    Kill,
+}
+
+impl Operation {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Put { .. } => "put",
+            Self::Begin { .. } => "begin",
+            Self::Finish { .. } => "finish",
+            Self::Abort { .. } => "abort",
+            Self::Get { read: Read::Whole, .. } => "get whole",
+            Self::Get { read: Read::Tensor(_), .. } => "get tensor",
+            Self::Get { read: Read::Slice(..), .. } => "get slice",
+            Self::Get { read: Read::Into(_), .. } => "get into",
+            Self::Get { read: Read::Resharded(_), .. } => "get resharded",
+            Self::Hold { .. } => "hold",
+            Self::Release => "release",
+            Self::List { .. } => "list",
+            Self::Wait { .. } => "wait",
+            Self::Delete { .. } => "delete",
+            Self::Retain { .. } => "retain",
+            Self::Pin { .. } => "pin",
+            Self::Unpin { .. } => "unpin",
+            Self::Leave { .. } => "leave",
+            Self::Kill => "kill",
+        }
+    }
+}
+
+/// All names of operations, those of a real process last.
+pub(crate) const NAMES: [&str; 19] = [
+    "put",
+    "begin",
+    "finish",
+    "abort",
+    "get whole",
+    "get tensor",
+    "get slice",
+    "get into",
+    "get resharded",
+    "hold",
+    "release",
+    "list",
+    "wait",
+    "delete",
+    "retain",
+    "pin",
+    "unpin",
+    "leave",
+    "kill",
+];
+
+/// A box: first row and column, rows and columns.
+pub(crate) type Box = (u64, u64, u64, u64);
+
+#[derive(Clone, Debug)]
+pub(crate) enum Read {
+    Whole,
+    Tensor(usize),
+    Slice(usize, Box),
+    /// Into the caller's memory: whole, or boxes of it.
+    Into(Vec<(usize, Option<Box>)>),
+    /// All of it, one leaf in the slices that somebody else wants.
+    Resharded(Vec<Box>),
+}
+
+/// Leaves that are asked for by their place here; nobody puts the last one.
+pub(crate) const LEAVES: [&str; 5] = ["matrix", "same", "own0", "own1", "nothing"];
+
+/// A put: as whom, as what, and what.
+#[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "the options of a put are such")]
+pub(crate) struct Wish {
+    pub(crate) writer: u32,
+    /// There are as many writers, from 0 on.
+    pub(crate) of: u32,
+    /// Whether nobody says so: they are those of the mesh that the slices are on.
+    pub(crate) found: bool,
+    pub(crate) job: Option<Job>,
+    pub(crate) number: Option<u64>,
+    pub(crate) rewind: bool,
+    pub(crate) durable: bool,
+    pub(crate) seed: u32,
+    pub(crate) flaw: Option<Flaw>,
+    pub(crate) lowest: bool,
+    /// Whether it is put in two archives, if it is published.
+    pub(crate) cut: bool,
+}
+
+/// What keeps the parts of several writers from fitting together, or makes no difference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    Hole,
+    Overlap,
+    Kind,
+    Shape,
+    Whole,
+    Differs,
+    /// No flaw: all of the matrix, as everybody else who has this.
+    Replica,
+}
+
+pub(crate) const ROWS: u64 = 5;
+pub(crate) const COLUMNS: u64 = 3;
+
+impl Wish {
+    pub(crate) fn ask(&self) -> Ask {
+        let Self { writer, job, number, rewind, durable, found, .. } = *self;
+        Ask {
+            writer,
+            writers: (0..self.of).collect(),
+            found,
+            job,
+            call: None,
+            number,
+            rewind,
+            durable,
+        }
+    }
+
+    /// What is put: rows of a matrix, a matrix that all have, one of its own, a number.
+    pub(crate) fn part(&self, is_published: bool) -> Part {
+        let Self { writer, of, seed, flaw, .. } = *self;
+        let (first, after) = self.rows();
+        let kind = if flaw == Some(Flaw::Kind) { Kind::Int32 } else { Kind::Uint32 };
+        let shape = if flaw == Some(Flaw::Shape) { (ROWS + 1, COLUMNS) } else { (ROWS, COLUMNS) };
+        let extent = if flaw == Some(Flaw::Whole) { Extent::Whole } else { Extent::Slice };
+        let rows = if extent == Extent::Whole { 0..ROWS } else { first..after };
+        let places = rows.flat_map(|row| (0..COLUMNS).map(move |column| (row, column)));
+        let word = |(row, column): (u64, u64)| {
+            seed * 1000 + u32::try_from(row * COLUMNS + column).expect("small")
+        };
+        let elements = places.map(|place| (place, word(place))).collect();
+        let matrix = Array { kind, shape, elements };
+        let own = filled((2, 2), seed * 10 + writer);
+        let same = filled((1, 4), u32::from(flaw == Some(Flaw::Differs)) * (writer + 1));
+        let step =
+            Array { kind: Kind::Number, shape: (1, 1), elements: BTreeMap::from([((0, 0), of)]) };
+        let whole = |name: &str, array| (name.to_owned(), array, Extent::Whole);
+        let leaves = vec![
+            ("matrix".to_owned(), matrix, extent),
+            whole(&format!("own{writer}"), own),
+            whole("same", same),
+            whole("step", step),
+        ];
+        let archives = if self.cut && is_published { 2 } else { 1 };
+        Part { leaves, lowest: self.lowest, archives, on_mesh: self.found }
+    }
+
+    /// The rows of the matrix that the writer has.
+    pub(crate) fn rows(&self) -> (u64, u64) {
+        let (writer, of) = (u64::from(self.writer), u64::from(self.of));
+        let (first, after) = (ROWS * writer / of, (ROWS * (writer + 1) / of).min(ROWS));
+        match self.flaw {
+            Some(Flaw::Replica | Flaw::Whole) => (0, ROWS),
+            Some(Flaw::Hole) => (first.min(ROWS), after.saturating_sub(1).max(first.min(ROWS))),
+            Some(Flaw::Overlap) => (first.saturating_sub(1).min(ROWS), after),
+            _ => (first.min(ROWS), after),
+        }
+    }
+}
+
+fn filled(shape: (u64, u64), seed: u32) -> Array {
+    let places = (0..shape.0).flat_map(|row| (0..shape.1).map(move |column| (row, column)));
+    let elements = places.zip(seed * 100..).collect();
+    Array { kind: Kind::Uint32, shape, elements }
+}
+
+/// Sequences of operations; with those of a process if it can be killed.
+pub(crate) fn sequences(can_be_killed: bool) -> impl Strategy<Value = Vec<Operation>> {
+    let kill = if can_be_killed { 3 } else { 0 };
+    let steps = prop_oneof![
+        40 => any_operation().prop_map(|operation| vec![operation]),
+        12 => together(),
+        kill => Just(vec![Operation::Kill]),
+    ];
+    prop::collection::vec(steps, 1..24).prop_map(|steps| steps.concat())
+}
+
+/// All writers of a version, one after the other, each by the client that comes next.
+fn together() -> impl Strategy<Value = Vec<Operation>> {
+    (any_wish(), 0..KEYS, 2..4_u32).prop_map(|(wish, key, of)| {
+        let put = |writer: u32| {
+            let client = usize::try_from(writer).expect("few") % CLIENTS;
+            let (job, flaw) = (wish.job.or(Some(1)), wish.flaw.filter(|_| writer == 1));
+            let wish = Wish { writer, of, job, flaw, ..wish.clone() };
+            Operation::Put { client, key, wish }
+        };
+        (0..of).map(put).collect()
+    })
+}
+
+fn any_operation() -> impl Strategy<Value = Operation> {
+    let at = || (0..CLIENTS, 0..KEYS);
+    let number = || prop::option::weighted(0.4, any_number());
+    prop_oneof![
+        14 => (at(), any_wish())
+            .prop_map(|((client, key), wish)| Operation::Put { client, key, wish }),
+        7 => (at(), any_wish())
+            .prop_map(|((client, key), wish)| Operation::Begin { client, key, wish }),
+        6 => (0..3_usize).prop_map(|back| Operation::Finish { back }),
+        2 => (0..3_usize).prop_map(|back| Operation::Abort { back }),
+        12 => (at(), number(), any_read())
+            .prop_map(|((client, key), number, read)| Operation::Get { client, key, number, read }),
+        3 => (at(), number())
+            .prop_map(|((client, key), number)| Operation::Hold { client, key, number }),
+        2 => Just(Operation::Release),
+        4 => at().prop_map(|(client, key)| Operation::List { client, key }),
+        1 => (at(), any_number())
+            .prop_map(|((client, key), number)| Operation::Wait { client, key, number }),
+        2 => (at(), number())
+            .prop_map(|((client, key), number)| Operation::Delete { client, key, number }),
+        2 => (at(), 1..4_u32)
+            .prop_map(|((client, key), keep)| Operation::Retain { client, key, keep }),
+        3 => (at(), number(), any::<bool>()).prop_map(|((client, key), number, label)| {
+            Operation::Pin { client, key, number, label }
+        }),
+        1 => (at(), any::<bool>())
+            .prop_map(|((client, key), label)| Operation::Unpin { client, key, label }),
+        1 => (0..CLIENTS).prop_map(|client| Operation::Leave { client }),
+    ]
+}
+
+/// Numbers that versions soon have.
+fn any_number() -> impl Strategy<Value = u64> {
+    prop_oneof![8 => 1..8_u64, 1 => Just(0), 1 => Just(20)]
+}
+
+fn any_wish() -> impl Strategy<Value = Wish> {
+    let party = prop_oneof![
+        5 => Just((0, 1)),
+        6 => (0..2_u32).prop_map(|writer| (writer, 2)),
+        2 => (0..3_u32).prop_map(|writer| (writer, 3)),
+        1 => Just((3, 2)),
+    ];
+    let job =
+        prop_oneof![8 => Just(None), 20 => Just(Some(1)), 2 => Just(Some(0)), 1 => Just(Some(2))];
+    let flaw = prop_oneof![
+        Just(Flaw::Hole),
+        Just(Flaw::Overlap),
+        Just(Flaw::Kind),
+        Just(Flaw::Shape),
+        Just(Flaw::Whole),
+        Just(Flaw::Differs),
+        Just(Flaw::Replica),
+    ];
+    let name = (prop::option::weighted(0.5, any_number()), prop::bool::weighted(0.2));
+    let how = (prop::bool::weighted(0.3), prop::bool::weighted(0.3), any::<bool>());
+    let what = (0..2_u32, prop::option::weighted(0.15, flaw), prop::bool::weighted(0.2));
+    (party, job, name, how, what).prop_map(|(party, job, name, how, what)| {
+        let ((writer, of), (number, rewind)) = (party, name);
+        let ((found, durable, cut), (seed, flaw, lowest)) = (how, what);
+        // Whoever is not among the writers has no place in their mesh either.
+        let found = found && writer < of && flaw != Some(Flaw::Whole);
+        Wish { writer, of, found, job, number, rewind, durable, seed, flaw, lowest, cut }
+    })
+}
+
+fn any_read() -> impl Strategy<Value = Read> {
+    let leaf = || 0..LEAVES.len();
+    prop_oneof![
+        3 => Just(Read::Whole),
+        2 => leaf().prop_map(Read::Tensor),
+        2 => (leaf(), any_box()).prop_map(|(leaf, part)| Read::Slice(leaf, part)),
+        2 => prop::collection::vec((leaf(), prop::option::of(any_box())), 1..3).prop_map(Read::Into),
+        2 => prop::collection::vec(any_box(), 1..3).prop_map(Read::Resharded),
+    ]
+}
+
+/// Most of them are within the matrix.
+fn any_box() -> impl Strategy<Value = Box> {
+    (0..ROWS, 0..COLUMNS, 1..ROWS, 1..COLUMNS).prop_map(|(row, column, rows, columns)| {
+        let is_cut = (row + column + rows) % 8 != 0;
+        let rows = if is_cut { rows.min(ROWS - row) } else { rows };
+        (row, column, rows, columns.min(COLUMNS - column))
+    })
+}

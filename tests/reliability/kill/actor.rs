@@ -1,0 +1,198 @@
+//! Writers and readers: this program again, in another role, until it is killed.
+
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tssd_format::StateDict;
+use tssd_store::blocking::Store;
+use tssd_store::{
+    Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Result, VersionInfo,
+};
+use tssd_tests::command::{end, send};
+
+use crate::contents::Contents;
+
+const ROLE: &str = "TSSD_RELIABILITY_ROLE";
+const URL: &str = "TSSD_RELIABILITY_URL";
+const FOLDER: &str = "TSSD_RELIABILITY_FOLDER";
+
+/// What is written, each by a writer of its own but the last, which two write together.
+pub(super) const KEYS: [&str; 5] = ["durable", "mixed", "streamed", "passing", "shared"];
+
+/// Roles of the writers: the index of a key, and the rank.
+pub(super) const WRITERS: [(usize, u32); 6] = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)];
+
+/// Elements of a tensor: 32 KiB of them.
+const ELEMENTS: u64 = 4096;
+
+/// What is published goes in buckets of one or two tensors.
+const BUCKET: u64 = 50_000;
+
+/// A process; it is killed with this.
+pub(super) struct Actor(Child);
+
+impl Actor {
+    pub(super) fn start(role: impl Display, url: &str, folder: &Path) -> Self {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["kill::actor::process", "--exact", "--ignored", "--nocapture"])
+            .env(ROLE, role.to_string())
+            .env(URL, url)
+            .env(FOLDER, folder)
+            .stdout(std::process::Stdio::null())
+            .spawn();
+        Self(child.unwrap())
+    }
+
+    pub(super) fn is_running(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_none()
+    }
+
+    /// It is dying when this returns, and no call of it begins any more.
+    pub(super) fn kill(&self) {
+        send(&self.0, Signal::KILL);
+    }
+}
+
+impl Drop for Actor {
+    fn drop(&mut self) {
+        end(&mut self.0);
+    }
+}
+
+pub(super) fn contents(key: &str, version: u64, writers: u32) -> Contents<'_> {
+    Contents { key, version, writers, elements: ELEMENTS }
+}
+
+/// Proves that a visible version is whole; says how many tensors that were.
+pub(super) fn check(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
+    let writers = u32::try_from(info.writers.len()).unwrap();
+    contents(key.as_str(), info.number, writers).check(dict)
+}
+
+#[test]
+#[ignore = "a process of `kill`"]
+fn process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let url = std::env::var(URL).unwrap();
+    let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
+    match role.split_once(' ') {
+        Some(("writer", index)) => write(&url, &folder, WRITERS[index.parse::<usize>().unwrap()]),
+        _ => read(&url, &folder, &role),
+    }
+}
+
+/// A store, as soon as there is one.
+fn connect(url: &str) -> Store {
+    loop {
+        match Store::connect(url) {
+            Ok(store) => return store,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Puts version after version, and writes down which were acknowledged: `KEY VERSION DURABILITY`.
+fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
+    let mut acknowledged = File::options().append(true).open(folder.join("acknowledged")).unwrap();
+    let (mut store, name) = (connect(url), KEYS[key]);
+    let key = Key::new(name).unwrap();
+    loop {
+        match put(&store, &key, rank) {
+            Ok(Some((version, durability))) => {
+                let line = format!("{name} {version} {durability:?}\n");
+                acknowledged.write_all(line.as_bytes()).unwrap();
+            }
+            Ok(None) => {}
+            Err(error) => match error.kind() {
+                ErrorKind::Unreachable => store = connect(url),
+                // The other writer is a version ahead, or was killed: look again.
+                ErrorKind::Busy | ErrorKind::Overtaken => {}
+                ErrorKind::Refused if is_expected(error.refusal().unwrap()) => {}
+                kind => panic!("{name} of {rank}: {kind:?}: {error}"),
+            },
+        }
+    }
+}
+
+fn is_expected(refusal: &Refusal) -> bool {
+    matches!(refusal, Refusal::VersionNotNewer { .. } | Refusal::Dropped { .. })
+}
+
+/// Puts the next version; says which it was if it is visible.
+fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>> {
+    let version = 1 + store.head(key)?.map_or(0, |head| head.number);
+    let writers = if key.as_str() == "shared" { 2 } else { 1 };
+    let durability = match key.as_str() {
+        "passing" => Durability::Memory,
+        "mixed" if version % 2 == 0 => Durability::Memory,
+        _ => Durability::Disk,
+    };
+    let options = PutOptions {
+        version: Some(version),
+        writer: Some(rank),
+        writers: Some((0..writers).collect()),
+        job: (writers > 1).then(|| JobId("job".into())),
+        durability,
+        timeout: Duration::from_secs(5),
+        ..PutOptions::default()
+    };
+    let contents = contents(key.as_str(), version, writers);
+    let report = if matches!(key.as_str(), "streamed" | "passing") {
+        let mut publisher = store.publish(key, &options, BUCKET)?;
+        for (name, value) in contents.entries(rank) {
+            publisher.add(name, value)?;
+        }
+        publisher.finish()?
+    } else {
+        store.put_state_dict(key, &contents.part(rank), &options)?
+    };
+    if writers > 1 && !report.visible {
+        // The other one has its turn.
+        let _ = store.wait_for_version(key, version, Duration::from_millis(50));
+    }
+    Ok(report.visible.then_some((version, durability)))
+}
+
+/// Reads all keys again and again, and holds what it has read for a while; writes down how many tensors it
+/// has compared.
+fn read(url: &str, folder: &Path, role: &str) {
+    let mut checked = File::options().append(true).open(folder.join("checked")).unwrap();
+    let mut store = connect(url);
+    let mut held: VecDeque<(Key, VersionInfo, StateDict)> = VecDeque::new();
+    for turn in 0.. {
+        let key = Key::new(KEYS[turn % KEYS.len()]).unwrap();
+        match get(&store, &key) {
+            Ok(None) => {}
+            Ok(Some((info, dict))) => {
+                let mut tensors = check(&key, &info, &dict);
+                held.push_back((key, info, dict));
+                // What was read before is still what it was.
+                if held.len() > 8 {
+                    let (key, info, dict) = held.pop_front().unwrap();
+                    tensors += check(&key, &info, &dict);
+                }
+                checked.write_all(format!("{tensors}\n").as_bytes()).unwrap();
+            }
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound => {}
+                ErrorKind::Unreachable => store = connect(url),
+                kind => panic!("{role}: {kind:?}: {error}"),
+            },
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn get(store: &Store, key: &Key) -> Result<Option<(VersionInfo, StateDict)>> {
+    let Some(info) = store.head(key)? else { return Ok(None) };
+    let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+    let (dict, _) = store.get_state_dict(key, &options)?;
+    Ok(Some((info, dict)))
+}

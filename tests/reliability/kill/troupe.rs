@@ -1,0 +1,311 @@
+//! All processes that use one root, and what must hold of it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use tempfile::TempDir;
+use tssd_store::blocking::Store;
+use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
+use tssd_tests::command::{Serve, quick_folder};
+
+use super::Dice;
+use super::actor::{Actor, KEYS, WRITERS, check, contents};
+use crate::folder;
+
+/// How many versions of a key are kept.
+const KEEP: u64 = 3;
+
+const READERS: usize = 3;
+
+/// How long everybody has to go on.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// What has happened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    /// Processes that were killed.
+    pub(super) killed: u64,
+    /// Of them, daemons.
+    pub(super) restarts: u64,
+    pub(super) acknowledged: u64,
+    pub(super) durable: u64,
+    pub(super) tensors: u64,
+    /// The most memory that a daemon had when nobody was connected, in bytes.
+    pub(super) resident: u64,
+    /// The longest that a daemon took to serve again.
+    pub(super) slowest: Duration,
+}
+
+impl Counts {
+    pub(super) fn and(self, other: &Self) -> Self {
+        Self {
+            killed: self.killed + other.killed,
+            restarts: self.restarts + other.restarts,
+            acknowledged: self.acknowledged + other.acknowledged,
+            durable: self.durable + other.durable,
+            tensors: self.tensors + other.tensors,
+            resident: self.resident.max(other.resident),
+            slowest: self.slowest.max(other.slowest),
+        }
+    }
+}
+
+/// A version that was acknowledged: its number, and whether it is durable.
+type Acknowledged = (u64, bool);
+
+pub(super) struct Troupe {
+    writers: Vec<Actor>,
+    readers: Vec<Actor>,
+    serve: Option<Serve>,
+    store: Option<Store>,
+    /// Of the first daemon at rest.
+    descriptors: u64,
+    counts: Counts,
+    folder: TempDir,
+}
+
+fn key(name: &str) -> Key {
+    Key::new(name).unwrap()
+}
+
+impl Troupe {
+    pub(super) fn new(has_daemon: bool) -> Self {
+        let folder = quick_folder();
+        for name in ["run", "root"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        for name in ["acknowledged", "checked"] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        let (writers, readers) = (Vec::new(), Vec::new());
+        let (serve, store, counts) = (None, None, Counts::default());
+        let mut troupe = Self { writers, readers, serve, store, descriptors: 0, counts, folder };
+        if has_daemon {
+            troupe.serve();
+            troupe.descriptors = troupe.daemon().settled(troupe.store());
+        } else {
+            let store = Store::directory(troupe.root()).unwrap();
+            for name in KEYS {
+                let keep = NonZeroU32::new(u32::try_from(KEEP).unwrap()).unwrap();
+                store.retain(&key(name), keep).unwrap();
+            }
+            troupe.store = Some(store);
+        }
+        troupe.enter();
+        troupe
+    }
+
+    fn root(&self) -> std::path::PathBuf {
+        self.folder.path().join("root")
+    }
+
+    fn run(&self) -> std::path::PathBuf {
+        self.folder.path().join("run")
+    }
+
+    fn daemon(&self) -> &Serve {
+        self.serve.as_ref().unwrap()
+    }
+
+    fn store(&self) -> &Store {
+        self.store.as_ref().unwrap()
+    }
+
+    fn url(&self) -> String {
+        match &self.serve {
+            Some(serve) => serve.url.clone(),
+            None => self.root().display().to_string(),
+        }
+    }
+
+    /// A daemon starts, whatever the one before has left behind.
+    fn serve(&mut self) {
+        let (root, started) = (self.root(), Instant::now());
+        let arguments = ["--root", root.to_str().unwrap(), "--keep", &KEEP.to_string()];
+        let serve = Serve::start(&self.run(), &arguments);
+        self.store = Some(serve.connect());
+        self.serve = Some(serve);
+        self.counts.slowest = self.counts.slowest.max(started.elapsed());
+    }
+
+    fn writer(&self, index: usize) -> Actor {
+        Actor::start(format_args!("writer {index}"), &self.url(), self.folder.path())
+    }
+
+    fn reader(&self, index: usize) -> Actor {
+        Actor::start(format_args!("reader {index}"), &self.url(), self.folder.path())
+    }
+
+    fn enter(&mut self) {
+        self.writers = (0..WRITERS.len()).map(|index| self.writer(index)).collect();
+        self.readers = (0..READERS).map(|index| self.reader(index)).collect();
+    }
+
+    /// Somebody is killed, and starts again; all is there, and everybody goes on.
+    pub(super) fn round(&mut self, dice: &mut Dice) {
+        std::thread::sleep(Duration::from_millis(dice.below(120)));
+        let before = self.acknowledged();
+        match dice.below(10) {
+            0..4 if self.serve.is_some() => self.kill_daemon(),
+            0..7 => {
+                let index = usize::try_from(dice.below(WRITERS.len() as u64)).unwrap();
+                self.writers[index].kill();
+                self.writers[index] = self.writer(index);
+                self.counts.killed += 1;
+            }
+            7..9 => {
+                let index = usize::try_from(dice.below(READERS as u64)).unwrap();
+                self.readers[index].kill();
+                self.readers[index] = self.reader(index);
+                self.counts.killed += 1;
+            }
+            _ => {
+                self.kill_all();
+                if self.serve.is_some() {
+                    self.kill_daemon();
+                }
+                self.enter();
+            }
+        }
+        self.check(&self.acknowledged(), false);
+        self.goes_on(&before);
+    }
+
+    fn kill_all(&mut self) {
+        let all = self.writers.iter().chain(&self.readers);
+        all.for_each(Actor::kill);
+        self.counts.killed += (WRITERS.len() + READERS) as u64;
+        self.writers.clear();
+        self.readers.clear();
+    }
+
+    fn kill_daemon(&mut self) {
+        // What was acknowledged so far, the next one has.
+        self.serve = None;
+        let acknowledged = self.acknowledged();
+        self.serve();
+        self.counts.killed += 1;
+        self.counts.restarts += 1;
+        self.check(&acknowledged, true);
+    }
+
+    /// What writers have written down.
+    fn acknowledged(&self) -> BTreeMap<String, Vec<Acknowledged>> {
+        let text = fs::read_to_string(self.folder.path().join("acknowledged")).unwrap();
+        let mut all: BTreeMap<String, Vec<Acknowledged>> = BTreeMap::new();
+        // A line that its writer was killed in is none.
+        for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
+            let mut words = line.split(' ');
+            let mut word = || words.next().unwrap();
+            let (key, number, durability) = (word(), word(), word());
+            let ack = (number.parse().unwrap(), durability == "Disk");
+            all.entry(key.to_owned()).or_default().push(ack);
+        }
+        all
+    }
+
+    /// What is durable is there, or as many as are kept of newer ones; all that is visible is whole. After a
+    /// restart nothing else is visible.
+    fn check(&self, acknowledged: &BTreeMap<String, Vec<Acknowledged>>, is_restarted: bool) {
+        for name in KEYS {
+            let numbers: Vec<u64> =
+                self.store().versions(&key(name)).unwrap().iter().map(|info| info.number).collect();
+            for (number, is_durable) in acknowledged.get(name).into_iter().flatten() {
+                let newer = numbers.iter().filter(|each| *each > number).count() as u64;
+                assert!(
+                    !is_durable || numbers.contains(number) || newer >= KEEP,
+                    "version {number} of {name} was acknowledged, and there are {numbers:?} \
+                     (restarted: {is_restarted})"
+                );
+            }
+            self.check_contents(name);
+        }
+    }
+
+    fn check_contents(&self, name: &str) {
+        let key = key(name);
+        for info in self.store().versions(&key).unwrap() {
+            let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+            match self.store().get_state_dict(&key, &options) {
+                Ok((dict, _)) => drop(check(&key, &info, &dict)),
+                // A newer one has replaced it meanwhile.
+                Err(error) => assert_eq!(error.kind(), ErrorKind::NotFound, "{error}"),
+            }
+        }
+    }
+
+    /// Versions of every key come, and nobody has failed.
+    fn goes_on(&mut self, before: &BTreeMap<String, Vec<Acknowledged>>) {
+        let until = Instant::now() + PATIENCE;
+        let count =
+            |of: &BTreeMap<String, Vec<Acknowledged>>, name| of.get(name).map_or(0, Vec::len);
+        loop {
+            let now = self.acknowledged();
+            if KEYS.iter().all(|name| count(&now, *name) > count(before, *name)) {
+                break;
+            }
+            assert!(Instant::now() < until, "somebody does not go on: {before:?}, {now:?}");
+            assert!(self.writers.iter_mut().all(Actor::is_running), "a writer has failed");
+            assert!(self.readers.iter_mut().all(Actor::is_running), "a reader has failed");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// All are killed: nothing is left that is no part of a version.
+    pub(super) fn end(mut self) -> Counts {
+        self.kill_all();
+        if self.serve.is_some() {
+            self.daemon().settles_at(self.descriptors, self.store());
+            self.counts.resident = self.daemon().resident();
+            let segments = self.store().status().unwrap().memory.segments;
+            assert!(segments <= 64, "{segments} segments of {} keys", KEYS.len());
+            self.kill_daemon();
+        }
+        // The next put of each key removes what is in its way.
+        for name in KEYS {
+            // Not one that a killed writer has open in his way.
+            let number = 10 + self.store().head(&key(name)).unwrap().map_or(0, |head| head.number);
+            let options = PutOptions {
+                version: Some(number),
+                durability: Durability::Disk,
+                ..PutOptions::default()
+            };
+            let dict = contents(name, number, 1).part(0);
+            self.store().put_state_dict(&key(name), &dict, &options).unwrap();
+            self.check_contents(name);
+        }
+        let versions = |name| {
+            let versions = self.store().versions(&key(name)).unwrap();
+            versions.iter().map(|info| (info.number, info.bytes)).collect()
+        };
+        let keys: Vec<_> = KEYS.iter().map(|name| (*name, versions(name))).collect();
+        let strange = folder::strangers(&self.root(), &keys);
+        assert!(strange.is_empty(), "left behind: {strange:?}");
+        if let Some(mut serve) = self.serve.take() {
+            assert_eq!(names(&self.run()), ["socket", "socket.lock"]);
+            self.store = None;
+            serve.signal(Signal::TERM);
+            assert!(serve.process.wait().unwrap().success());
+            assert_eq!(names(&self.run()), ["socket.lock"]);
+        }
+        let acknowledged = self.acknowledged();
+        let all = acknowledged.values().flatten();
+        self.counts.acknowledged = all.clone().count() as u64;
+        self.counts.durable = all.filter(|(_, is_durable)| *is_durable).count() as u64;
+        let checked = fs::read_to_string(self.folder.path().join("checked")).unwrap();
+        self.counts.tensors = checked.lines().filter_map(|line| line.parse::<u64>().ok()).sum();
+        self.counts
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,141 @@
+//! What a process does while its system calls fail, and what may be visible then: a naive model.
+
+use std::num::NonZeroU32;
+
+/// One call of a store.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    /// The store is opened; or a daemon starts to serve it, and is connected to.
+    Open,
+    Put(u64),
+    /// Two writers of one job, one after the other.
+    PutByTwo(u64),
+    /// A put in buckets of one tensor.
+    Publish(u64),
+    /// All visible versions, whole, in place and by slices.
+    Get,
+    Delete(Option<u64>),
+    Retain(u32),
+}
+
+/// A process: what was done before it, and what it does.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) before: &'static [Step],
+    pub(crate) steps: &'static [Step],
+    /// Whether it is a daemon, with a client inside.
+    pub(crate) is_daemon: bool,
+}
+
+/// Of the next process, after one that was killed.
+pub(crate) const RECOVERY: Scenario =
+    Scenario { name: "recovery", before: &[], steps: RECOVER, is_daemon: false };
+
+/// The same, by a daemon.
+pub(crate) const DAEMON_RECOVERY: Scenario =
+    Scenario { name: "recovery by a daemon", before: &[], steps: RECOVER, is_daemon: true };
+
+const RECOVER: &[Step] = &[Step::Open, Step::Get, Step::Put(9)];
+
+const THREE: &[Step] = &[Step::Retain(3), Step::Put(1), Step::PutByTwo(2), Step::Put(3)];
+
+pub(crate) const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "first put",
+        before: &[],
+        steps: &[Step::Open, Step::Put(1)],
+        is_daemon: false,
+    },
+    Scenario {
+        name: "put over an older version",
+        before: &[Step::Put(1)],
+        steps: &[Step::Open, Step::Put(2)],
+        is_daemon: false,
+    },
+    Scenario {
+        name: "publish",
+        before: &[Step::Put(1)],
+        steps: &[Step::Open, Step::Publish(2)],
+        is_daemon: false,
+    },
+    Scenario {
+        name: "commit of two writers",
+        before: &[Step::PutByTwo(1)],
+        steps: &[Step::Open, Step::PutByTwo(2)],
+        is_daemon: false,
+    },
+    Scenario { name: "get", before: THREE, steps: &[Step::Open, Step::Get], is_daemon: false },
+    Scenario {
+        name: "delete",
+        before: THREE,
+        steps: &[Step::Open, Step::Delete(Some(2)), Step::Delete(None)],
+        is_daemon: false,
+    },
+    Scenario {
+        name: "retention",
+        before: THREE,
+        steps: &[Step::Open, Step::Retain(1)],
+        is_daemon: false,
+    },
+    Scenario {
+        name: "put in a daemon",
+        before: &[Step::Put(1)],
+        steps: &[Step::Open, Step::Put(2), Step::Get],
+        is_daemon: true,
+    },
+    Scenario {
+        name: "publish and delete in a daemon",
+        before: THREE,
+        steps: &[Step::Open, Step::Publish(4), Step::Delete(None)],
+        is_daemon: true,
+    },
+];
+
+impl Scenario {
+    pub(crate) fn named(name: &str) -> Self {
+        let all = SCENARIOS.iter().chain([&RECOVERY, &DAEMON_RECOVERY]);
+        *all.into_iter().find(|scenario| scenario.name == name).unwrap()
+    }
+}
+
+/// What is visible of a key.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct State {
+    keep: usize,
+    pub(crate) versions: Vec<u64>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { keep: 1, versions: Vec::new() }
+    }
+}
+
+impl State {
+    pub(crate) fn after(&self, steps: &[Step]) -> Self {
+        steps.iter().fold(self.clone(), |state, step| state.then(*step))
+    }
+
+    fn then(mut self, step: Step) -> Self {
+        match step {
+            Step::Open | Step::Get => {}
+            Step::Put(number) | Step::PutByTwo(number) | Step::Publish(number) => {
+                // The same once more changes nothing.
+                if !self.versions.contains(&number) {
+                    self.versions.push(number);
+                }
+            }
+            Step::Delete(None) => self.versions.clear(),
+            Step::Delete(Some(number)) => self.versions.retain(|each| *each != number),
+            Step::Retain(keep) => self.keep = keep as usize,
+        }
+        let surplus = self.versions.len().saturating_sub(self.keep);
+        self.versions.drain(..surplus);
+        self
+    }
+}
+
+pub(crate) fn keep(count: u32) -> NonZeroU32 {
+    NonZeroU32::new(count).unwrap()
+}

@@ -8,6 +8,8 @@ use crate::workspace::Workspace;
 mod bench;
 /// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.
 mod python;
+/// `reliability`: what the store promises, under faults.
+mod reliability;
 /// What the summary says at the end.
 mod report;
 /// Runs steps in order, up to the first that fails.
@@ -37,6 +39,9 @@ The project's own commands.
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
                                   runs races; SUITE: format, store, counts, python or all (default)
     cargo xtask bench page        writes docs/performance.md anew, from what is kept
+    cargo xtask reliability [--minutes N] [-v]
+                                  proves what docs/guarantees.md promises under faults, for so many minutes or
+                                  as much as CI does; needs strace
     cargo xtask help              this text
 
 Bench options, and words that the names of cases are to have:
@@ -57,6 +62,7 @@ enum Task<'a> {
     Test { all: bool, verbose: bool },
     Wheel { verbose: bool },
     Vectors { verbose: bool },
+    Reliability { minutes: u64, verbose: bool },
     Bench(bench::Task<'a>),
 }
 
@@ -76,6 +82,7 @@ fn main() -> ExitCode {
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Wheel { verbose } => python::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
+        Task::Reliability { minutes, verbose } => reliability::run(&workspace, minutes, verbose),
         Task::Bench(task) => task.run(&workspace),
     });
     match outcome {
@@ -103,6 +110,10 @@ impl<'a> Task<'a> {
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
             ("wheel", [], _) => Some(Self::Wheel { verbose }),
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
+            ("reliability", [], _) => Some(Self::Reliability { minutes: 0, verbose }),
+            ("reliability", ["--minutes", minutes], _) => {
+                minutes.parse().ok().map(|minutes| Self::Reliability { minutes, verbose })
+            }
             _ => None,
         }
     }
@@ -120,6 +131,10 @@ mod tests {
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
             ("wheel", Some(Task::Wheel { verbose: false })),
+            ("reliability", Some(Task::Reliability { minutes: 0, verbose: false })),
+            ("reliability --minutes 30 -v", Some(Task::Reliability { minutes: 30, verbose: true })),
+            ("reliability --minutes", None),
+            ("reliability --minutes ten", None),
             ("bench page", Some(Task::Bench(bench::Task::Page))),
             ("bench page put", None),
             ("", None),

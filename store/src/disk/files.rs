@@ -8,6 +8,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::SystemTime;
 
+use rustix::fs::{Mode, OFlags};
+
 use super::lock::Lock;
 use crate::private::PrivateMaps;
 use crate::volume::Near;
@@ -111,8 +113,10 @@ impl Files for SystemFiles {
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        // What is no folder is not opened: a socket cannot be, and a pipe would wait for somebody.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         // That of std panics if closing the folder fails.
-        let entries = rustix::fs::Dir::new(File::open(path)?)?;
+        let entries = rustix::fs::Dir::new(rustix::fs::open(path, flags, Mode::empty())?)?;
         let mut names = Vec::new();
         for entry in entries {
             let entry = entry?;
@@ -166,5 +170,21 @@ impl Output for File {
 
     fn sync(&self) -> io::Result<()> {
         self.sync_all()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::{Files, SystemFiles};
+
+    #[test]
+    fn a_socket_is_no_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let error = SystemFiles.list(&socket).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::NotADirectory);
     }
 }

@@ -1,7 +1,7 @@
 //! The documents against the repository: what they name is there, and what `spec/reshard.md` says of
 //! stores and no other test proves.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use tssd_format::{
@@ -107,6 +107,40 @@ fn every_rule_of_resharding_and_of_the_protocol_names_a_test() {
         assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
         assert!(numbers.len() > 35, "{numbers:?}");
     }
+}
+
+/// The table of SECURITY.md has every file with unsafe code, and how often.
+#[test]
+fn the_table_of_unsafe_code_is_the_code() {
+    let mut found = BTreeMap::new();
+    for package in ["format", "store", "cli", "python"] {
+        let mut folders = vec![PathBuf::from(package).join("src")];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(root().join(&folder)).unwrap() {
+                let entry = entry.unwrap();
+                let path = folder.join(entry.file_name());
+                if entry.file_type().unwrap().is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let source = read(path.to_str().unwrap());
+                let code = source.lines().filter_map(|line| line.split("//").next());
+                let kinds = ["unsafe {", "unsafe impl ", "unsafe fn ", "unsafe extern "];
+                let places: usize = code
+                    .map(|line| kinds.map(|kind| line.matches(kind).count()).iter().sum::<usize>())
+                    .sum();
+                if places > 0 {
+                    found.insert(path.to_str().unwrap().to_owned(), places);
+                }
+            }
+        }
+    }
+    let text = read("SECURITY.md");
+    let rows = text.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
+    let named: BTreeMap<String, usize> = rows
+        .filter_map(|(path, rest)| Some((path.to_owned(), rest.split_once(" |")?.0.parse().ok()?)))
+        .collect();
+    assert_eq!(named, found);
 }
 
 #[test]

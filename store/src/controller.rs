@@ -1,6 +1,7 @@
 //! What a store asks of whoever decides and knows where bytes are: here, or behind a connection.
 
 mod attempt;
+mod folder;
 mod local;
 mod proof;
 
@@ -24,7 +25,8 @@ use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
-pub(crate) use local::{LocalController, Place, archives, folder};
+pub(crate) use folder::{archives, folder};
+pub(crate) use local::{LocalController, Place};
 pub(crate) use proof::{DIVERGENT, digest};
 
 /// Which versions keys have, and what holds them.

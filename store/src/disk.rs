@@ -28,6 +28,9 @@ pub(crate) const CLAIM: &str = ".daemon";
 /// Temporary names begin so; no key, version or archive does.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
+/// How many folders a process knows to be durable, at most.
+const MAX_DURABLE: usize = 4096;
+
 /// The files below a root, which are durable once they are there.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
@@ -87,6 +90,7 @@ impl Disk {
                 self.remove(&path.join(name))?;
             }
         }
+        self.durable().remove(path);
         match optional(self.files.remove_folder(path)) {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
             done => done.map(drop),
@@ -137,7 +141,12 @@ impl Disk {
             return Err(made.err().unwrap_or_else(|| io::ErrorKind::NotFound.into()));
         };
         self.files.sync_folder(above)?;
-        self.durable().insert(path.to_owned(), folder);
+        let mut durable = self.durable();
+        if durable.len() >= MAX_DURABLE {
+            // To sync a folder once more costs time, no more.
+            durable.clear();
+        }
+        durable.insert(path.to_owned(), folder);
         Ok(())
     }
 

@@ -25,6 +25,9 @@ pub(crate) trait Ledgers: Send + Sync {
     /// Waits until nobody else advances the ledger of a key; nobody does until the turn is dropped.
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>>;
 
+    /// Whether other processes may advance them too.
+    fn are_shared(&self) -> bool;
+
     /// The keys that have a ledger, in no order.
     async fn keys(&self) -> Result<Vec<Key>>;
 
@@ -69,84 +72,57 @@ mod tests {
     use crate::meta::{MemoryMeta, MetaStore};
     use crate::volume::MemoryVolume;
 
-    /// Records that are there before whoever made them hears of it, as those of a disk are.
+    /// Records that are there before whoever has made them hears of it, as those of a disk are; or of an
+    /// error, next time.
     #[derive(Default)]
-    struct Slow(MemoryMeta);
-
-    #[async_trait]
-    impl MetaStore for Slow {
-        async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-            let created = self.0.create(name, record).await;
-            tokio::time::sleep(Duration::from_secs(1)).await;
-            created
-        }
-
-        async fn settle(&self, name: &str) -> Result<()> {
-            self.0.settle(name).await
-        }
-
-        async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
-            self.0.get(name).await
-        }
-
-        async fn list(&self, name: &str) -> Result<Vec<String>> {
-            self.0.list(name).await
-        }
-
-        async fn delete(&self, name: &str) -> Result<()> {
-            self.0.delete(name).await
-        }
-
-        async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-            self.0.lock(name).await
-        }
+    struct Disklike {
+        inner: MemoryMeta,
+        takes: Duration,
+        fails: AtomicBool,
     }
 
-    /// Records that are there although whoever makes them hears of an error: the next one does.
-    #[derive(Default)]
-    struct Doubtful(MemoryMeta, AtomicBool);
-
     #[async_trait]
-    impl MetaStore for Doubtful {
+    impl MetaStore for Disklike {
         async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-            let created = self.0.create(name, record).await;
-            if self.1.swap(false, Ordering::SeqCst) {
+            let created = self.inner.create(name, record).await;
+            tokio::time::sleep(self.takes).await;
+            if self.fails.swap(false, Ordering::SeqCst) {
                 return Err(Error::new(ErrorKind::Io, "the folder could not be synced"));
             }
             created
         }
 
         async fn settle(&self, name: &str) -> Result<()> {
-            self.0.settle(name).await
+            self.inner.settle(name).await
         }
 
         async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
-            self.0.get(name).await
+            self.inner.get(name).await
         }
 
         async fn list(&self, name: &str) -> Result<Vec<String>> {
-            self.0.list(name).await
+            self.inner.list(name).await
         }
 
         async fn delete(&self, name: &str) -> Result<()> {
-            self.0.delete(name).await
+            self.inner.delete(name).await
         }
 
         async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-            self.0.lock(name).await
+            self.inner.lock(name).await
         }
     }
 
     #[tokio::test]
     async fn a_record_that_could_not_be_synced_is_replaced_by_the_next_one() {
-        let meta = Arc::new(Doubtful::default());
+        let meta = Arc::new(Disklike::default());
         let key = Key::new("policy").unwrap();
         let keeping = |keep| State::keeping(NonZeroU32::new(keep).unwrap());
         let recover = || OwnedLedgers::default().recover(meta.clone());
         let ledgers = recover().await.unwrap();
         let save = async |next| save(ledgers.turn(&key).await.unwrap(), next).await;
         save(keeping(2)).await.unwrap();
-        meta.1.store(true, Ordering::SeqCst);
+        meta.fails.store(true, Ordering::SeqCst);
         save(keeping(3)).await.unwrap_err();
         // What the process goes on with is what the next one finds, though for this one nothing has changed.
         save(keeping(2)).await.unwrap();
@@ -159,8 +135,10 @@ mod tests {
     fn who_stops_waiting_leaves_no_step_halfway() {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_all().start_paused(true).build().unwrap().block_on(async {
-            let shared: Arc<dyn Ledgers> = Arc::new(SharedLedgers::new(Arc::new(Slow::default())));
-            let owned = OwnedLedgers::default().recover(Arc::new(Slow::default())).await.unwrap();
+            let slow =
+                || Arc::new(Disklike { takes: Duration::from_secs(1), ..Disklike::default() });
+            let shared: Arc<dyn Ledgers> = Arc::new(SharedLedgers::new(slow()));
+            let owned = OwnedLedgers::default().recover(slow()).await.unwrap();
             for ledgers in [shared, Arc::new(owned)] {
                 let volume = Arc::new(MemoryVolume::default());
                 let controller = LocalController::new(ledgers, volume, Arc::new(SystemEnvironment));

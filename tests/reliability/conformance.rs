@@ -156,11 +156,11 @@ fn the_store_does_what_its_model_does() {
     assert!(untold.is_empty(), "nobody was told {untold:?}, only {:?}", tally.faults);
     proof.end(json!({
         "sequences": done,
-        "sequences_by_kind": sequences,
+        "by kind": sequences,
         "operations": tally.operations.values().sum::<u64>(),
         "mismatches": 0,
-        "operations_by_name": tally.operations,
-        "errors_by_name": tally.faults,
+        "by name": tally.operations,
+        "errors": tally.faults,
     }));
 }
 
@@ -169,7 +169,7 @@ fn the_store_does_what_its_model_does() {
 #[ignore = "cargo xtask reliability runs it"]
 fn a_model_that_is_wrong_is_found_out() {
     const MOST: u64 = 400;
-    let proof = Proof::begin("model_deviations");
+    let proof = Proof::begin("model: wrong rules");
     let mut found = BTreeMap::new();
     for (deviation, kind) in [
         (Deviation::ForgetsHighest, Kind::Memory),
@@ -193,5 +193,7 @@ fn a_model_that_is_wrong_is_found_out() {
         }
         found.insert(format!("{deviation:?}"), tally.into_inner().sequences);
     }
-    proof.end(json!({ "planted": found.len(), "sequences_until_found": found }));
+    proof.end(
+        json!({ "planted": found.len(), "found": found.len(), "found after sequences": found }),
+    );
 }

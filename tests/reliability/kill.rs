@@ -12,6 +12,7 @@ use tssd_format::StateDict;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, GetOptions, Key, PutOptions};
 use tssd_tests::command::{Serve, quick_folder};
+use tssd_tests::dice::Dice;
 use tssd_tests::proof::Proof;
 use tssd_tests::served::Served;
 
@@ -26,23 +27,11 @@ const SESSION: u64 = 10;
 /// How many versions are opened again.
 const VERSIONS: u64 = 10_000;
 
-/// A number that looks like any other.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-}
-
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn whoever_is_killed_takes_nothing_along_that_was_durable() {
-    let proof = Proof::begin("kill -9");
-    let (mut dice, mut counts, mut rounds) = (Dice(0x5EED), Counts::default(), 0);
+    let proof = Proof::begin("kills");
+    let (mut dice, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
     for session in 0.. {
         if !proof.goes_on(rounds, ROUNDS) {
             break;
@@ -116,7 +105,7 @@ fn reopen(keys: u64, versions: u64) -> [Duration; 2] {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn ten_thousand_versions_are_opened_again_in_two_seconds() {
-    let proof = Proof::begin("reopening 10,000 versions");
+    let proof = Proof::begin("kills: reopening");
     let mut figures = BTreeMap::new();
     // Each put writes the record of its key anew: those of one key take as long as the square of their number.
     for (keys, versions) in [(100, VERSIONS), (VERSIONS, VERSIONS), (1, VERSIONS / 5)] {
@@ -124,14 +113,10 @@ fn ten_thousand_versions_are_opened_again_in_two_seconds() {
         for took in [by_daemon, by_none] {
             assert!(took < Duration::from_secs(2), "{keys} keys: {took:?}");
         }
-        figures.insert(
-            format!("ms, {versions} versions of {keys} keys, a daemon"),
-            by_daemon.as_millis(),
-        );
-        figures.insert(
-            format!("ms, {versions} versions of {keys} keys, a directory"),
-            by_none.as_millis(),
-        );
+        for (by, took) in [("a daemon", by_daemon), ("a directory", by_none)] {
+            let what = format!("ms for {versions} versions of {keys} keys by {by}");
+            figures.insert(what, took.as_millis());
+        }
     }
     proof.end(json!(figures));
 }

@@ -34,7 +34,6 @@ mod checker;
 mod client;
 mod contents;
 mod cuts;
-mod dice;
 mod history;
 mod nemesis;
 mod object;
@@ -50,10 +49,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::json;
+use tssd_tests::dice::Dice;
 use tssd_tests::proof::Proof;
 
 use self::checker::{Violation, check};
-use self::dice::Dice;
 use self::history::{Answer, Call, Operation};
 use self::nemesis::{Faults, Stage};
 use self::object::{KEYS, objects};
@@ -64,7 +63,7 @@ const ROUND: Duration = Duration::from_secs(10);
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn what_processes_see_of_a_key_has_an_order() {
-    let proof = Proof::begin("histories of real processes are linearizable");
+    let proof = Proof::begin("histories");
     let mut dice = Dice::new(0x5EED);
     let (mut checked, mut rounds, mut histories) = (0, 0, 0);
     let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
@@ -99,11 +98,11 @@ fn what_processes_see_of_a_key_has_an_order() {
         "calls": calls,
         "histories": histories,
         "rounds": rounds,
-        "clients_killed": sum(|faults| faults.clients_killed),
-        "daemons_killed": sum(|faults| faults.daemons_killed),
-        "clients_stopped": sum(|faults| faults.clients_stopped),
-        "daemons_stopped": sum(|faults| faults.daemons_stopped),
-        "connections_cut": sum(|faults| faults.connections_cut),
+        "clients killed": sum(|faults| faults.clients_killed),
+        "daemons killed": sum(|faults| faults.daemons_killed),
+        "clients stopped": sum(|faults| faults.clients_stopped),
+        "daemons stopped": sum(|faults| faults.daemons_stopped),
+        "connections cut": sum(|faults| faults.connections_cut),
         "delays": sum(|faults| faults.delays),
     }));
 }

@@ -5,6 +5,7 @@
 pub mod bench;
 pub mod command;
 pub mod damage;
+pub mod dice;
 pub mod fuzz;
 pub mod generate;
 pub mod proof;

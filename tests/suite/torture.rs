@@ -19,6 +19,7 @@ use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
 use tssd_tests::command::{Serve, end, send};
+use tssd_tests::dice::Dice;
 
 use crate::daemon::{HELLO, frame};
 
@@ -277,22 +278,6 @@ fn a_key_that_is_overwritten_all_the_time_is_never_torn() {
     serve.settles_at(before, &store);
 }
 
-/// A number that looks like any other.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-
-    fn pause(&mut self, milliseconds: u64) {
-        std::thread::sleep(Duration::from_millis(self.below(milliseconds)));
-    }
-}
-
 /// A daemon over a directory, a job of two writers, two readers.
 struct Troupe {
     folder: TempDir,
@@ -420,7 +405,7 @@ fn what_is_durable_survives_whoever_is_killed() {
 
 fn torment(is_durable: bool, seed: u64) {
     let mut troupe = Troupe::new(is_durable);
-    let mut dice = Dice(seed);
+    let mut dice = Dice::new(seed);
     for _ in 0..2 * rounds() {
         troupe.act(&mut dice);
         troupe.goes_on();

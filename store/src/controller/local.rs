@@ -13,21 +13,21 @@ use async_trait::async_trait;
 use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
+use super::folder::{archives, clear, folder, folder_of, is_version, locate, remove, write};
 use super::proof::{digest, prove};
 use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
-use crate::disk::TEMPORARY;
 use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Durability,
-    Effect, Fate, JobId, ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State,
-    Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+    ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId,
+    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State, Status, Step,
+    Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
-use crate::volume::{Archived, Near, Volume};
+use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
 const PROOF_PATIENCE: Duration = Duration::from_secs(2);
@@ -156,8 +156,10 @@ impl LocalController {
     ) -> Result<(Place, Option<Digest>)> {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
-        // What cannot be deleted hinders nobody.
-        let _ = self.sweep(key).await;
+        // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
+        if self.0.ledgers.are_shared() {
+            let _ = self.sweep(key).await;
+        }
         let id = VersionId(self.random());
         let place = |id, epoch, number| Place {
             key: key.clone(),
@@ -270,9 +272,7 @@ impl LocalController {
             // Who could not be reached has not been heard.
             _ if error.kind() == ErrorKind::Unreachable => error,
             // It is what the version was dropped for.
-            Some(Fate::Dropped(Reason::Rejected { reason })) if reason == error.to_string() => {
-                error
-            }
+            Some(Fate::Dropped(Reason::Rejected { reason })) if begins(&error, &reason) => error,
             Some(Fate::Dropped(reason)) if error.refusal().is_none() => {
                 Error::refused(&place.key, Refusal::Dropped { number: place.number, reason })
             }
@@ -409,7 +409,7 @@ impl LocalController {
                 self.on_disk(move |volume| {
                     // What tries that died have left behind is no part of the version, and goes with it at
                     // the latest.
-                    let _ = sweep(volume, &folder, &named);
+                    let _ = clear(volume, &folder, &named);
                     write(volume, &path, &manifest, durability)
                 })
                 .await?;
@@ -632,92 +632,14 @@ fn advance(key: &Key, state: &State, command: Command) -> Result<Step> {
     step(state, command).map_err(|refusal| Error::refused(key, refusal))
 }
 
-/// Opens all files of a version; none if one is gone, because the version is.
-fn locate(
-    volume: &dyn Volume,
-    folder: &str,
-    names: Vec<String>,
-    id: VersionId,
-) -> Result<Option<Located>> {
-    let Some(Near { blob: manifest, .. }) = volume.open(&format!("{folder}/{MANIFEST}"))? else {
-        return Ok(None);
-    };
-    let mut archives = BTreeMap::new();
-    for name in names {
-        let Some(near) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
-        archives.insert(name, Archived::Near(near));
-    }
-    // What is open stays readable whatever the ledger does.
-    let route = volume.route();
-    Ok(Some(Located { id, route, manifest, archives, lease: Arc::new(()) }))
-}
-
-/// The folder of a version: a shard set, one archive for each writer and the manifest.
-pub(crate) fn folder(key: &Key, version: &Version) -> String {
-    folder_of(key, version.epoch, version.number)
-}
-
-/// As [`folder`], for a version that has just begun.
-pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
-    format!("{}/{epoch}-{number}", key.to_path())
-}
-
-/// Whether a folder of a key is that of a version.
-fn is_version(name: &str) -> bool {
-    name.split_once('-').is_some_and(|(epoch, number)| {
-        epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
-    })
+/// Whether a reason is what the ledger keeps of this error, which is no more than its beginning.
+fn begins(error: &Error, reason: &str) -> bool {
+    error.to_string().starts_with(reason)
 }
 
 fn proving(state: &State, id: VersionId) -> Option<&Version> {
     let version = state.versions().find(|version| version.id == id)?;
     matches!(version.status, Status::Proving { .. }).then_some(version)
-}
-
-/// The names of the archives that a version has.
-pub(crate) fn archives(version: &Version) -> Vec<String> {
-    let archives = version.contributions.values().flat_map(Contributed::archives);
-    archives.map(|archive| archive.name.clone()).collect()
-}
-
-/// Deletes a version with these archives, and what else of ours is in its folder.
-fn remove(volume: &dyn Volume, folder: &str, archives: &[String]) -> Result<()> {
-    // The manifest first: without it, no reader finds the rest.
-    volume.delete(&format!("{folder}/{MANIFEST}"))?;
-    for name in archives {
-        volume.delete(&format!("{folder}/{name}"))?;
-    }
-    sweep(volume, folder, &[])?;
-    volume.remove_folder(folder)
-}
-
-/// Deletes the archives in a folder but those that are named, half ones too. What else is there is not ours.
-fn sweep(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
-    let is_archive = |name: &str| name.strip_suffix(".tssd").is_some() && name != MANIFEST;
-    let is_ours = |name: &&String| is_archive(name) || name.starts_with(TEMPORARY);
-    let names = volume.list(folder)?;
-    let mut surplus = names.iter().filter(is_ours).filter(|name| !keep.contains(name));
-    surplus.try_for_each(|name| volume.delete(&format!("{folder}/{name}")))
-}
-
-/// Writes a blob that may be there already: from an earlier try, with the same bytes.
-fn write(volume: &dyn Volume, path: &str, bytes: &[u8], durability: Durability) -> Result<()> {
-    let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
-    let mut reservation = volume.reserve(path, len, durability)?;
-    for part in &mut reservation.parts(&[len]) {
-        part.write(bytes)?;
-    }
-    if reservation.seal()? {
-        return Ok(());
-    }
-    let there = volume.open(path)?.ok_or_else(|| {
-        Error::new(ErrorKind::Busy, format_args!("`{path}` was there and is gone"))
-    })?;
-    let same = there.blob.bytes().is_some_and(|there| there == bytes);
-    if same {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` is there with other contents")))
 }
 
 #[cfg(test)]
@@ -727,7 +649,7 @@ mod tests {
     use crate::environment::SystemEnvironment;
     use crate::ledgers::{OwnedLedgers, SharedLedgers};
     use crate::meta::DirectoryMeta;
-    use crate::volume::{DirectoryVolume, MemoryVolume, Reservation};
+    use crate::volume::{DirectoryVolume, MemoryVolume, Near, Reservation};
     use crate::{PutOptions, Store};
 
     /// A volume of which the next call of a name fails.

@@ -256,7 +256,7 @@ fn no_power_cut_breaks_a_promise() {
     let Tally { states, trees, runs } = tally.into_inner().unwrap();
     println!(
         "\nreliability {}",
-        serde_json::json!({"crash states": {
+        serde_json::json!({"power cuts": {
             "states": states, "different trees": trees, "runs": runs, "bad": 0,
             "seconds": started.elapsed().as_secs(),
         }})
@@ -275,7 +275,7 @@ fn every_fault_of_the_protocol_is_found() {
     }
     println!(
         "\nreliability {}",
-        serde_json::json!({"crash faults": {"planted": BUGS.len(), "found": found}})
+        serde_json::json!({"power cuts: faults of the protocol": {"planted": BUGS.len(), "found": found}})
     );
 }
 

@@ -107,6 +107,10 @@ impl Ledgers for OwnedLedgers {
         }
     }
 
+    fn are_shared(&self) -> bool {
+        false
+    }
+
     async fn keys(&self) -> Result<Vec<Key>> {
         Ok(self.slots().keys().cloned().collect())
     }

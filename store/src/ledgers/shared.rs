@@ -38,6 +38,10 @@ impl Ledgers for SharedLedgers {
         Ok(Box::new(SharedTurn { records: self.0.clone(), key: key.clone(), record, _lock: lock }))
     }
 
+    fn are_shared(&self) -> bool {
+        true
+    }
+
     async fn keys(&self) -> Result<Vec<Key>> {
         self.0.keys().await
     }

@@ -11,8 +11,8 @@ use tempfile::TempDir;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
 use tssd_tests::command::{Serve, quick_folder};
+use tssd_tests::dice::Dice;
 
-use super::Dice;
 use super::actor::{Actor, KEYS, WRITERS, check, contents};
 use crate::folder;
 

@@ -11,9 +11,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tssd_store::blocking::Store;
 use tssd_store::{Error, ErrorKind, GetOptions, PutOptions, VersionInfo, WriterSet};
+use tssd_tests::dice::Dice;
 
 use super::contents::{dict, put_of};
-use super::dice::Dice;
 use super::history::{Answer, Call, Recorder};
 use super::object::{KEYS, durability, keep, name};
 use super::workload;

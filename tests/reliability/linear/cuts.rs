@@ -151,7 +151,7 @@ fn is_coprime(left: u64, right: u64) -> bool {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn a_session_can_be_cut_after_each_of_its_bytes() {
-    let proof = Proof::begin("sessions cut after each byte harm nobody");
+    let proof = Proof::begin("histories: cuts");
     let directions = [Direction::Up, Direction::Down];
     let ways = [false, true].into_iter();
     let mut courses: Vec<Course> = ways
@@ -175,7 +175,7 @@ fn a_session_can_be_cut_after_each_of_its_bytes() {
     let offsets: Vec<Value> = courses.iter().map(Course::figures).collect();
     proof.end(json!({
         "cuts": cut(&courses),
-        "sessions_not_answered": unanswered,
+        "sessions not answered": unanswered,
         "operations": operations,
         "violations": 0,
         "offsets": offsets,

@@ -1,14 +1,13 @@
 //! What happens to a daemon and its clients: they are killed, stopped, delayed and cut off.
 
 use std::path::{Path, PathBuf};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tempfile::TempDir;
+use tssd_tests::dice::Dice;
 
 use super::client::Told;
-use super::dice::Dice;
 use super::history::{Operation, now, read};
 use super::object::retain;
 use super::processes::{Process, Serve, client};
@@ -78,7 +77,7 @@ impl Stage {
         let mut faults = Faults::default();
         let until = Instant::now() + span;
         while Instant::now() < until {
-            pause(dice, 150);
+            dice.pause(150);
             let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
             match dice.below(16) {
                 0..4 => {
@@ -90,13 +89,13 @@ impl Stage {
                 }
                 4..7 => {
                     self.clients[place].signal(Signal::STOP);
-                    pause(dice, 200);
+                    dice.pause(200);
                     self.clients[place].signal(Signal::CONT);
                     faults.clients_stopped += 1;
                 }
                 7..9 => {
                     self.serve().process.signal(Signal::STOP);
-                    pause(dice, 150);
+                    dice.pause(150);
                     self.serve().process.signal(Signal::CONT);
                     faults.daemons_stopped += 1;
                 }
@@ -106,7 +105,7 @@ impl Stage {
                 }
                 10..13 => {
                     self.proxy.delay(Duration::from_millis(1 + dice.below(20)));
-                    pause(dice, 150);
+                    dice.pause(150);
                     self.proxy.delay(Duration::ZERO);
                     faults.delays += 1;
                 }
@@ -137,10 +136,6 @@ impl Stage {
         self.end_life();
         (operations(&self.log()), self.ends)
     }
-}
-
-fn pause(dice: &mut Dice, milliseconds: u64) {
-    thread::sleep(Duration::from_millis(dice.below(milliseconds)));
 }
 
 /// What all threads of all clients have written down.

@@ -5,10 +5,10 @@ use std::sync::Mutex;
 use std::thread;
 
 use serde_json::json;
+use tssd_tests::dice::Dice;
 use tssd_tests::proof::Proof;
 
 use super::checker::{Violation, check};
-use super::dice::Dice;
 use super::history::{Answer, Operation, Recorder, read};
 use super::toy::{BUGS, Bug, Toy};
 use super::workload::call;
@@ -49,7 +49,7 @@ fn checked(bug: Option<Bug>, seed: u64) -> Result<(), Violation> {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn planted_bugs_are_found_every_time() {
-    let proof = Proof::begin("planted bugs of histories are found");
+    let proof = Proof::begin("histories: planted bugs");
     let mut rounds = 0;
     let mut rules = BTreeSet::new();
     while proof.goes_on(rounds, 5) {

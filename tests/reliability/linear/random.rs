@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use serde_json::json;
+use tssd_tests::dice::Dice;
 use tssd_tests::proof::Proof;
 
 use super::checker::check;
-use super::dice::Dice;
 use super::history::{Answer, Call, Operation};
 use super::oracle::is_linearizable;
 use super::toy::Toy;
@@ -100,7 +100,7 @@ fn has_unseen(operations: &[Operation]) -> bool {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn what_is_right_is_accepted_and_both_checkers_agree() {
-    let proof = Proof::begin("checkers of histories agree");
+    let proof = Proof::begin("histories: two checkers");
     let (mut histories, mut rejected, mut unseen) = (0, 0, 0);
     while proof.goes_on(histories, 20_000) {
         let mut dice = Dice::new(histories);
@@ -126,7 +126,7 @@ fn what_is_right_is_accepted_and_both_checkers_agree() {
         "accepted": histories,
         "spoiled": histories,
         "rejected": rejected,
-        "with_unseen_puts": unseen,
+        "with unseen puts": unseen,
         "disagreements": 0,
     }));
 }
@@ -134,7 +134,7 @@ fn what_is_right_is_accepted_and_both_checkers_agree() {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn a_million_operations_are_checked() {
-    let proof = Proof::begin("the checker of histories takes a million operations");
+    let proof = Proof::begin("histories: a million operations");
     let mut operations = history(&mut Dice::new(1), 1, 1_000_000, 16);
     let started = Instant::now();
     assert!(check(1, &operations).is_ok());
@@ -148,7 +148,7 @@ fn a_million_operations_are_checked() {
     assert!(check(1, &operations).is_err());
     proof.end(json!({
         "operations": operations.len(),
-        "stale_reads_found": 1,
-        "seconds_to_check": seconds,
+        "stale reads found": 1,
+        "seconds to check": seconds,
     }));
 }

@@ -1,9 +1,9 @@
 //! A store in a few lines, which does one thing at a time; and ways in which it does not.
 
 use tssd_format::StateDict;
+use tssd_tests::dice::Dice;
 
 use super::contents::{dict, put_of};
-use super::dice::Dice;
 use super::history::{Answer, Call};
 
 /// What can be wrong with a store.

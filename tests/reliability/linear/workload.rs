@@ -1,6 +1,7 @@
 //! What clients ask: mostly reads, enough puts that versions come and go all the time.
 
-use super::dice::Dice;
+use tssd_tests::dice::Dice;
+
 use super::history::Call;
 
 /// The next call of a client that has seen this number, and whose next put has this name.

@@ -1,15 +1,20 @@
 //! Numbers that look like any others, and are the same in every run.
 
+use std::thread;
+use std::time::Duration;
+
 /// Marsaglia's generator.
-pub(crate) struct Dice(u64);
+pub struct Dice(u64);
 
 impl Dice {
-    pub(crate) fn new(seed: u64) -> Self {
+    /// The numbers of a seed.
+    pub fn new(seed: u64) -> Self {
         // Zero would stay zero.
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
 
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
+    /// A number below `end`.
+    pub fn below(&mut self, end: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -18,7 +23,12 @@ impl Dice {
     }
 
     /// True once in so many times.
-    pub(crate) fn hits(&mut self, times: u64) -> bool {
+    pub fn hits(&mut self, times: u64) -> bool {
         self.below(times) == 0
+    }
+
+    /// Sleeps for less than so many milliseconds.
+    pub fn pause(&mut self, milliseconds: u64) {
+        thread::sleep(Duration::from_millis(self.below(milliseconds)));
     }
 }

@@ -1,0 +1,101 @@
+//! The folder of a version in a volume: a shard set, one archive for each writer and the manifest.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tssd_format::MANIFEST;
+
+use super::Located;
+use crate::disk::TEMPORARY;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Contribution, Durability, Version, VersionId};
+use crate::volume::{Archived, Near, Volume};
+
+/// Where the folder of a version is.
+pub(crate) fn folder(key: &Key, version: &Version) -> String {
+    folder_of(key, version.epoch, version.number)
+}
+
+/// As [`folder`], for a version that has just begun.
+pub(super) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
+    format!("{}/{epoch}-{number}", key.to_path())
+}
+
+/// Whether a folder of a key is that of a version.
+pub(super) fn is_version(name: &str) -> bool {
+    name.split_once('-').is_some_and(|(epoch, number)| {
+        epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
+    })
+}
+
+/// The names of the archives that a version has.
+pub(crate) fn archives(version: &Version) -> Vec<String> {
+    let archives = version.contributions.values().flat_map(Contribution::archives);
+    archives.map(|archive| archive.name.clone()).collect()
+}
+
+/// Opens all files of a version; none if one is gone, because the version is.
+pub(super) fn locate(
+    volume: &dyn Volume,
+    folder: &str,
+    names: Vec<String>,
+    id: VersionId,
+) -> Result<Option<Located>> {
+    let Some(Near { blob: manifest, .. }) = volume.open(&format!("{folder}/{MANIFEST}"))? else {
+        return Ok(None);
+    };
+    let mut archives = BTreeMap::new();
+    for name in names {
+        let Some(near) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
+        archives.insert(name, Archived::Near(near));
+    }
+    // What is open stays readable whatever the ledger does.
+    let route = volume.route();
+    Ok(Some(Located { id, route, manifest, archives, lease: Arc::new(()) }))
+}
+
+/// Deletes a version with these archives, and what else of ours is in its folder.
+pub(super) fn remove(volume: &dyn Volume, folder: &str, archives: &[String]) -> Result<()> {
+    // The manifest first: without it, no reader finds the rest.
+    volume.delete(&format!("{folder}/{MANIFEST}"))?;
+    for name in archives {
+        volume.delete(&format!("{folder}/{name}"))?;
+    }
+    clear(volume, folder, &[])?;
+    volume.remove_folder(folder)
+}
+
+/// Deletes the archives in a folder but those that are named, half ones too. What else is there is not ours.
+pub(super) fn clear(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
+    let is_archive = |name: &str| name.strip_suffix(".tssd").is_some() && name != MANIFEST;
+    let is_ours = |name: &&String| is_archive(name) || name.starts_with(TEMPORARY);
+    let names = volume.list(folder)?;
+    let mut surplus = names.iter().filter(is_ours).filter(|name| !keep.contains(name));
+    surplus.try_for_each(|name| volume.delete(&format!("{folder}/{name}")))
+}
+
+/// Writes a blob that may be there already: from an earlier try, with the same bytes.
+pub(super) fn write(
+    volume: &dyn Volume,
+    path: &str,
+    bytes: &[u8],
+    durability: Durability,
+) -> Result<()> {
+    let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+    let mut reservation = volume.reserve(path, len, durability)?;
+    for part in &mut reservation.parts(&[len]) {
+        part.write(bytes)?;
+    }
+    if reservation.seal()? {
+        return Ok(());
+    }
+    let there = volume.open(path)?.ok_or_else(|| {
+        Error::new(ErrorKind::Busy, format_args!("`{path}` was there and is gone"))
+    })?;
+    let same = there.blob.bytes().is_some_and(|there| there == bytes);
+    if same {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` is there with other contents")))
+}

@@ -78,6 +78,9 @@ def main() -> None:
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"{torch.get_num_threads()} threads\n")
     start = time.monotonic()
+    if "reshard" in chosen:
+        # Many processes: before this one and its peers have memory of their own.
+        reshard.reshard(rounds, options.size)
     with torchstore() as peer:
         in_the_store(options, chosen, rounds, peer)
         in_files(options, chosen, rounds)
@@ -145,8 +148,6 @@ def in_both(
         if "fits" in chosen:
             # Four points each: fewer rounds are enough.
             fits.fits(at, Rounds(min(3, rounds.iterations), rounds.warmup), peer, options.size)
-    if "reshard" in chosen:
-        reshard.reshard(rounds, options.size)
 
 
 @contextmanager

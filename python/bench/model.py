@@ -11,9 +11,12 @@ A word names each, so that a peer in a process of its own makes the same one:
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +59,7 @@ class Model:
 
 def named(word: str, size: int | None = None) -> Model:
     """The state dict of this word, cut to this size."""
+    give_back()
     kind, _, rest = word.partition(":")
     if kind == "shape":
         return model(rest, word, shaped(rest, size))
@@ -68,6 +72,13 @@ def named(word: str, size: int | None = None) -> Model:
         weights = named(rest, size)
         return model(f"{weights.name} with AdamW", word, adamw(weights.state))
     return model(Path(word).name, word, read(Path(word), size))
+
+
+def give_back() -> None:
+    """What the models before had: the allocator would keep it, and there is not room for all."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def model(name: str, word: str, state: State) -> Model:

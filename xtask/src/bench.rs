@@ -39,6 +39,9 @@ pub(crate) const NAMES: [&str; 4] = ["format", "store", "counts", "python"];
 /// The variable that names the file to which a suite appends its records.
 const RECORDS: &str = "TSSD_BENCH_RECORDS";
 
+/// What is measured. All is built with the features of all, once.
+pub(crate) const PACKAGES: &str = "--package tssd-tests --package tssd --package tssd-python";
+
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Task<'a> {
@@ -106,7 +109,7 @@ fn cargo_bench(name: &str) -> Command {
     // glibc gives memory back to the system and asks for it again as its state will have it, which
     // can be half the time of a turn. It keeps what a turn of few bytes needs, whoever runs it.
     command.env("MALLOC_TRIM_THRESHOLD_", "1073741824").env("MALLOC_MMAP_THRESHOLD_", "33554432");
-    command.args(["bench", "--package", "tssd-tests", "--bench", name, "--"]);
+    command.arg("bench").args(PACKAGES.split(' ')).args(["--bench", name, "--"]);
     command
 }
 

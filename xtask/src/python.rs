@@ -3,6 +3,7 @@ use std::io;
 use std::path::Path;
 use std::process::Command;
 
+use crate::bench::PACKAGES;
 use crate::runner;
 use crate::step::{Step, Worth};
 use crate::torch;
@@ -77,7 +78,9 @@ pub(crate) fn bench(workspace: &Workspace) -> io::Result<Option<Command>> {
     let torch = torch::environment(workspace);
     let package = workspace.target.join("release/python");
     let mut steps = torch.steps(workspace)?;
-    steps.extend([release(), staged(workspace, "release", &package)]);
+    let build = format!("build --release {PACKAGES} --lib --bins --benches");
+    let build = Step::cargo("release build", &build).worth(Worth::Nothing);
+    steps.extend([build, staged(workspace, "release", &package)]);
     if !runner::run(workspace, steps, Vec::new(), false)? {
         return Ok(None);
     }

@@ -122,6 +122,21 @@ impl Disk {
         self.files.lock(path, is_shared)
     }
 
+    /// Whether nobody has locked a file, or whoever had has ended; then the file is removed.
+    pub(crate) fn is_free(&self, path: &Path) -> io::Result<bool> {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if !self.list(parent(path)?)?.iter().any(|there| there == name) {
+            return Ok(true);
+        }
+        let lock = self.files.lock(path, false)?;
+        let is_free = lock.is_some();
+        if is_free {
+            // As long as it is locked: nobody else has it after that.
+            self.remove(path)?;
+        }
+        Ok(is_free)
+    }
+
     /// Makes a folder and those above it, durably.
     ///
     /// One that is there may have been made by a process that was killed before it was durable. So it is

@@ -29,7 +29,7 @@ mod version;
 mod writers;
 
 pub use command::{Begin, Command, Commit, Effect, Outcome, Selection, Selector};
-pub use identity::{Digest, InvalidHexadecimal, JobId, LeaseId, Timestamp, VersionId};
+pub use identity::{Digest, InvalidHexadecimal, JobId, LeaseId, SessionId, Timestamp, VersionId};
 pub use refusal::{Reason, Refusal};
 pub use state::{Lease, State};
 pub use version::{
@@ -93,6 +93,7 @@ impl State {
             Command::Begin(begin) => self.begin(begin),
             Command::Commit(commit) => self.commit(commit),
             Command::Abort { id, writer } => Ok(self.abort(id, writer)),
+            Command::SessionEnded { session } => Ok(self.session_ended(session)),
             Command::Proved { id, manifest, now } => self.proved(id, manifest, now),
             Command::Rejected { id, reason } => self.rejected(id, reason),
             Command::Expire { now } => Ok(self.expire(now)),

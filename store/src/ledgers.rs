@@ -4,6 +4,7 @@ mod owned;
 mod records;
 mod shared;
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use async_trait::async_trait;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::ledger::State;
+use crate::ledger::{SessionId, State};
 
 pub(crate) use owned::OwnedLedgers;
 pub(crate) use shared::SharedLedgers;
@@ -25,8 +26,12 @@ pub(crate) trait Ledgers: Send + Sync {
     /// Waits until nobody else advances the ledger of a key; nobody does until the turn is dropped.
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>>;
 
-    /// Whether other processes may advance them too.
-    fn are_shared(&self) -> bool;
+    /// Begins the session of a process, which lasts until the result is dropped or the process has ended; none
+    /// if no other process advances the ledgers.
+    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>>;
+
+    /// Whether a session has ended.
+    async fn has_ended(&self, id: SessionId) -> Result<bool>;
 
     /// The keys that have a ledger, in no order.
     async fn keys(&self) -> Result<Vec<Key>>;
@@ -59,7 +64,6 @@ pub(crate) trait Turn: Send {
 
 #[cfg(test)]
 mod tests {
-    use std::any::Any;
     use std::num::NonZeroU32;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -110,6 +114,10 @@ mod tests {
 
         async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
             self.inner.lock(name).await
+        }
+
+        async fn is_free(&self, name: &str) -> Result<bool> {
+            self.inner.is_free(name).await
         }
     }
 

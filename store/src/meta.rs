@@ -48,6 +48,9 @@ pub(crate) trait MetaStore: Send + Sync {
     /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after
     /// a minute.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
+
+    /// Whether nobody holds `name`, or whoever did has ended; then what is left of the lock is removed.
+    async fn is_free(&self, name: &str) -> Result<bool>;
 }
 
 /// Whose turn it is in this process: one at a time for each name.
@@ -61,5 +64,11 @@ impl Turns {
             turns.entry(name.to_owned()).or_default().clone()
         };
         turn.lock_owned().await
+    }
+
+    #[cfg(test)]
+    fn is_free(&self, name: &str) -> bool {
+        let turns = self.0.lock().expect("nobody panics while holding the turns");
+        turns.get(name).is_none_or(|turn| turn.try_lock().is_ok())
     }
 }

@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use tssd_store::ledger::{
     ArchiveReference, Begin, Command, Commit, Contribution, Digest, Durability, Effect, Fate,
     JobId, LeaseId, MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome,
-    Refusal, Selection, Selector, State, Status, Step, Timestamp, Version, VersionId, WriterSet,
-    pending, step,
+    Refusal, Selection, Selector, SessionId, State, Status, Step, Timestamp, Version, VersionId,
+    WriterSet, pending, step,
 };
 
 proptest! {
@@ -85,25 +85,33 @@ fn any_begin() -> impl Strategy<Value = Begin> {
     let digest = prop::option::weighted(0.3, any_digest());
     let job = prop::option::weighted(0.8, any_job());
     let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.2));
-    (party, name, job, digest, flags).prop_map(|(party, name, job, digest, flags)| {
-        let (writers, writer) = party;
-        let ((number, call), (rewind, writers_defaulted)) = (name, flags);
-        let (id, now) = (VersionId(0), Timestamp(0));
-        let durability = Durability::Memory;
-        Begin {
-            writer,
-            writers,
-            writers_defaulted,
-            job,
-            call,
-            number,
-            rewind,
-            durability,
-            digest,
-            id,
-            now,
-        }
-    })
+    let session = prop::option::weighted(0.5, any_session());
+    (party, name, job, digest, flags, session).prop_map(
+        |(party, name, job, digest, flags, session)| {
+            let (writers, writer) = party;
+            let ((number, call), (rewind, writers_defaulted)) = (name, flags);
+            let (id, now) = (VersionId(0), Timestamp(0));
+            let durability = Durability::Memory;
+            Begin {
+                writer,
+                writers,
+                writers_defaulted,
+                job,
+                call,
+                number,
+                rewind,
+                durability,
+                digest,
+                session,
+                id,
+                now,
+            }
+        },
+    )
+}
+
+fn any_session() -> impl Strategy<Value = SessionId> {
+    (0..3_u128).prop_map(SessionId)
 }
 
 /// Mostly the newest job, so that versions become complete.
@@ -150,6 +158,7 @@ fn any_command() -> impl Strategy<Value = Command> {
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
         1 => (0..2_u8).prop_map(|holder| Command::HolderGone { holder: holder.to_string() }),
+        2 => any_session().prop_map(|session| Command::SessionEnded { session }),
         2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
         2 => label().prop_map(|label| Command::Unpin { label }),
         2 => (keep, ttl).prop_map(|(keep, ttl)| Command::Retain { keep, ttl }),
@@ -278,6 +287,7 @@ impl World {
                 rewind: false,
                 durability: Durability::Memory,
                 digest: None,
+                session: None,
                 id: VersionId(u128::MAX - self.proposed),
                 now: Timestamp(self.now),
             };
@@ -384,7 +394,20 @@ impl World {
         self.check_fates();
         self.check_size();
         self.check_stored(&before);
+        self.check_sessions(command);
         Ok(outcome)
+    }
+
+    /// Who has begun and not committed has a session, and nothing of one that has ended is open.
+    fn check_sessions(&self, command: &Command) {
+        for version in self.state.versions() {
+            for (writer, session) in &version.sessions {
+                assert_eq!(version.contributions[writer], Contribution::Begun);
+                let has_ended =
+                    matches!(command, Command::SessionEnded { session: it } if it == session);
+                assert!(!has_ended || !version.is_open(), "{version:?}");
+            }
+        }
     }
 
     /// A fenced job changes nothing.

@@ -202,7 +202,8 @@ fn begun(place: &Place, as_python: &str) -> Child {
 fn when_the_command_ends_python_does_and_nothing_stays() {
     // Until its stdin ends; and it goes on writing.
     let waits = "cat > /dev/null; touch ended";
-    let writes = r#"while echo more > "$new.part"; do mv "$new.part" "$new"; done; touch ended"#;
+    // What it says of that goes nowhere: it would end by saying it to nobody.
+    let writes = r#"exec 2> /dev/null; while echo more > "$new.part"; do mv "$new.part" "$new"; done; touch ended"#;
     for (as_python, signal) in [(waits, Signal::INT), (waits, Signal::TERM), (writes, Signal::TERM)]
     {
         let place = place();

@@ -4,12 +4,14 @@
 //! a manifest gets its name, so that all of these see one order. Whoever finds an effect owed by
 //! a process that died carries it out.
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::sync::OnceCell;
 use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
@@ -21,8 +23,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
     ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId,
-    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State, Status, Step,
-    Timestamp, Version, VersionId, WriterSet, pending, step,
+    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, SessionId, State, Status,
+    Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
@@ -54,7 +56,11 @@ struct Inner {
     proving: Mutex<BTreeSet<VersionId>>,
     /// The keys in whose folders nothing is left of others' versions.
     swept: Mutex<BTreeSet<Key>>,
+    session: OnceCell<Option<Session>>,
 }
+
+/// A process, and what others see of it as long as it lives.
+type Session = (SessionId, Mutex<Box<dyn Any + Send>>);
 
 /// A proof that is under way in this process.
 struct Proving {
@@ -116,7 +122,8 @@ impl LocalController {
         environment: Arc<dyn Environment>,
     ) -> Self {
         let (opened, proving, swept) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving, swept }))
+        let session = OnceCell::new();
+        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving, swept, session }))
     }
 
     pub(crate) fn now(&self) -> Timestamp {
@@ -156,8 +163,9 @@ impl LocalController {
     ) -> Result<(Place, Option<Digest>)> {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
-        // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
-        if self.0.ledgers.are_shared() {
+        let session = self.session().await?;
+        if session.is_some() {
+            // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
             let _ = self.sweep(key).await;
         }
         let id = VersionId(self.random());
@@ -182,6 +190,7 @@ impl LocalController {
                 rewind: proposal.rewind,
                 durability: proposal.durability,
                 digest: None,
+                session,
                 id,
                 now: self.now(),
             };
@@ -207,12 +216,37 @@ impl LocalController {
                     ),
                 ));
             }
-            // Deletions that are owed, and proofs whose prover may have died, are in the way too.
+            // Deletions that are owed, and who has died on his way or at a proof, are in the way too.
+            self.end_sessions(key).await?;
             let seen = self.state(key).await?;
             self.reclaim_owed(key).await?;
             let left = deadline.map_or(WAIT, |deadline| deadline.saturating_duration_since(now));
             self.0.ledgers.changed(key, &seen, left.min(WAIT)).await;
         }
+    }
+
+    /// What others know this process by, if there are others.
+    async fn session(&self) -> Result<Option<SessionId>> {
+        let begin = async || {
+            let id = SessionId(self.random());
+            let held = self.0.ledgers.session(id).await?;
+            Ok::<_, Error>(held.map(|held| (id, Mutex::new(held))))
+        };
+        let session = self.0.session.get_or_try_init(begin).await?;
+        Ok(session.as_ref().map(|(id, _)| *id))
+    }
+
+    /// Takes back what processes that have ended have begun.
+    async fn end_sessions(&self, key: &Key) -> Result<()> {
+        let state = self.0.ledgers.state(key).await?;
+        let sessions = state.open().flat_map(|version| version.sessions.values().copied());
+        let sessions: BTreeSet<SessionId> = sessions.collect();
+        for session in sessions {
+            if self.0.ledgers.has_ended(session).await? {
+                self.apply(key, Command::SessionEnded { session }).await?;
+            }
+        }
+        Ok(())
     }
 
     /// Commits the contribution, whose archives have these lengths in bytes, and proves the version if it

@@ -2,7 +2,7 @@
 
 use std::fs::{File, TryLockError};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 /// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
@@ -22,13 +22,17 @@ impl Lock {
 
     fn locked(
         path: &Path,
-        lock: impl FnOnce(&File) -> Result<(), TryLockError>,
+        lock: impl Fn(&File) -> Result<(), TryLockError>,
     ) -> io::Result<Option<Self>> {
-        let file = File::options().write(true).create(true).truncate(false).open(path)?;
-        match lock(&file) {
-            Ok(()) => Ok(Some(Self(file))),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(error),
+        loop {
+            let file = File::options().write(true).create(true).truncate(false).open(path)?;
+            match lock(&file) {
+                // Somebody has removed it between the opening and the lock: it is nobody's.
+                Ok(()) if file.metadata()?.nlink() == 0 => {}
+                Ok(()) => return Ok(Some(Self(file))),
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
         }
     }
 

@@ -117,6 +117,8 @@ impl State {
         let writer = begin.writer;
         let Some(digest) = version.digest_of(writer) else {
             version.contributions.insert(writer, Contribution::Begun);
+            version.sessions.remove(&writer);
+            version.sessions.extend(begin.session.map(|session| (writer, session)));
             return Ok(Outcome::Begun { id, epoch, number });
         };
         if begin.digest.is_some_and(|offered| offered != digest) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::identity::{Digest, JobId, LeaseId, Timestamp, VersionId};
+use super::identity::{Digest, JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::version::{ArchiveReference, Durability, ManifestReference};
 use super::writers::WriterSet;
 
@@ -32,6 +32,11 @@ pub enum Command {
         id: VersionId,
         /// The writer whose put failed.
         writer: u32,
+    },
+    /// A process has ended: what it had begun and not committed is withdrawn, as by [`Command::Abort`].
+    SessionEnded {
+        /// The process.
+        session: SessionId,
     },
     /// The proof of a fully committed version succeeded: it becomes visible.
     Proved {
@@ -134,6 +139,9 @@ pub struct Begin {
     pub durability: Durability,
     /// What the contribution will contain, if that is known already.
     pub digest: Option<Digest>,
+    /// The writer's process, if others can tell whether it has ended.
+    #[serde(default)]
+    pub session: Option<SessionId>,
     /// The identity of the version if this command opens it: random.
     pub id: VersionId,
     /// The moment.

@@ -2,7 +2,7 @@
 
 use super::MAX_REASON_BYTES;
 use super::command::{Commit, Outcome};
-use super::identity::{Timestamp, VersionId};
+use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
 use super::version::{Contribution, Durability, ManifestReference, Status, Version};
@@ -23,6 +23,7 @@ impl State {
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => *begun = Contribution::Committed { digest, archives },
         }
+        version.sessions.remove(&writer);
         let missing = version.missing();
         if missing.is_empty() && matches!(version.status, Status::Open { .. }) {
             version.status = Status::Proving { since: now };
@@ -37,9 +38,22 @@ impl State {
         let begun = version.contributions.get(&writer) == Some(&Contribution::Begun);
         if begun && version.is_open() {
             version.contributions.remove(&writer);
+            version.sessions.remove(&writer);
             if version.call.is_some() || version.contributions.is_empty() {
                 version.drop_because(Reason::Aborted { writer });
             }
+        }
+        Outcome::Done
+    }
+
+    pub(super) fn session_ended(&mut self, session: SessionId) -> Outcome {
+        let begun = self.open().flat_map(|version| {
+            let of_it = version.sessions.iter().filter(|(_, each)| **each == session);
+            of_it.map(|(writer, _)| (version.id, *writer))
+        });
+        let begun: Vec<(VersionId, u32)> = begun.collect();
+        for (id, writer) in begun {
+            self.abort(id, writer);
         }
         Outcome::Done
     }

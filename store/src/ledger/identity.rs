@@ -75,6 +75,13 @@ pub struct LeaseId(pub u128);
 
 hexadecimal!(LeaseId, |value| bytes_of(value), |bytes| integer_of(bytes));
 
+/// A process that writes, by which others can tell whether it has ended: random, never reused.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct SessionId(pub u128);
+
+hexadecimal!(SessionId, |value| bytes_of(value), |bytes| integer_of(bytes));
+
 /// What a file contains, in 16 bytes: equal digests are equal contents.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

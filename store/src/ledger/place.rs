@@ -36,9 +36,10 @@ pub(super) struct Place {
 impl Place {
     pub(super) fn opened_by(self, begin: Begin) -> Version {
         let Self { epoch, number, rewinds } = self;
-        let Begin { writer, writers, job, durability, id, now, .. } = begin;
+        let Begin { writer, writers, job, durability, session, id, now, .. } = begin;
         let call = begin.call.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
+        let sessions = session.map(|session| (writer, session)).into_iter().collect();
         let status = Status::Open { since: now };
         Version {
             id,
@@ -49,6 +50,7 @@ impl Place {
             call,
             writers,
             contributions,
+            sessions,
             durability,
             status,
         }

@@ -43,7 +43,8 @@ impl Ledger {
 
     fn begin_outcome(&mut self, put: Put) -> Result<Outcome, Refusal> {
         self.ids += 1;
-        let Put { writer, writers, job, number, call, rewind, defaulted, durability, offers } = put;
+        let Put { writer, writers, job, number, call, rewind, defaulted, .. } = put;
+        let Put { durability, offers, session, .. } = put;
         self.give(Command::Begin(Begin {
             writer,
             writers: writers.parse().unwrap(),
@@ -54,6 +55,7 @@ impl Ledger {
             rewind,
             durability,
             digest: offers.map(|contents| Digest([contents; 16])),
+            session: session.map(SessionId),
             id: VersionId(self.ids),
             now: Timestamp(self.now),
         }))
@@ -134,6 +136,7 @@ struct Put {
     durability: Durability,
     /// The contents that it says it will have.
     offers: Option<u8>,
+    session: Option<u128>,
 }
 
 /// A put of one writer without a job.
@@ -148,6 +151,7 @@ fn alone(number: Option<u64>) -> Put {
         defaulted: true,
         durability: Durability::Memory,
         offers: None,
+        session: None,
     }
 }
 

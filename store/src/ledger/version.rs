@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::identity::{Digest, JobId, Timestamp, VersionId};
+use super::identity::{Digest, JobId, SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::writers::WriterSet;
 
@@ -30,6 +30,9 @@ pub struct Version {
     pub writers: WriterSet,
     /// What has arrived, by writer.
     pub contributions: BTreeMap<u32, Contribution>,
+    /// The processes of writers that have begun and not committed, as far as they have said.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sessions: BTreeMap<u32, SessionId>,
     /// Whether it outlives the process that holds it.
     #[serde(default)]
     pub durability: Durability,

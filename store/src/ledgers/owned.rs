@@ -1,5 +1,6 @@
 //! Ledgers that this process alone advances: in memory, and what of them is durable in records.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,7 +14,7 @@ use super::records::{Record, Records};
 use super::{Ledgers, Turn};
 use crate::error::Result;
 use crate::key::Key;
-use crate::ledger::State;
+use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
 
 #[derive(Clone, Default)]
@@ -107,8 +108,12 @@ impl Ledgers for OwnedLedgers {
         }
     }
 
-    fn are_shared(&self) -> bool {
-        false
+    async fn session(&self, _id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+        Ok(None)
+    }
+
+    async fn has_ended(&self, _id: SessionId) -> Result<bool> {
+        Ok(false)
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {

@@ -11,11 +11,14 @@ use super::records::{Record, Records};
 use super::{Ledgers, Turn};
 use crate::error::Result;
 use crate::key::Key;
-use crate::ledger::State;
+use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
 
 /// How often a ledger is looked at by somebody who waits for a change.
 const POLL: Duration = Duration::from_millis(100);
+
+/// Where each process that writes holds a lock as long as it lives.
+const SESSIONS: &str = ".sessions";
 
 #[derive(Clone)]
 pub(crate) struct SharedLedgers(Records);
@@ -38,8 +41,17 @@ impl Ledgers for SharedLedgers {
         Ok(Box::new(SharedTurn { records: self.0.clone(), key: key.clone(), record, _lock: lock }))
     }
 
-    fn are_shared(&self) -> bool {
-        true
+    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+        let meta = &self.0.meta;
+        for name in meta.list(SESSIONS).await? {
+            // Whether what a process that has ended has left behind goes now or later.
+            let _ = meta.is_free(&format!("{SESSIONS}/{name}")).await;
+        }
+        meta.lock(&session_name(id)).await.map(Some)
+    }
+
+    async fn has_ended(&self, id: SessionId) -> Result<bool> {
+        self.0.meta.is_free(&session_name(id)).await
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {
@@ -81,4 +93,8 @@ impl Turn for SharedTurn {
     async fn save(&mut self, next: State) -> Result<()> {
         self.records.append(&self.key, &mut self.record, next).await
     }
+}
+
+fn session_name(id: SessionId) -> String {
+    format!("{SESSIONS}/{id}")
 }

@@ -56,4 +56,8 @@ impl MetaStore for MemoryMeta {
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
         Ok(Box::new(self.turns.take(name).await))
     }
+
+    async fn is_free(&self, name: &str) -> Result<bool> {
+        Ok(self.turns.is_free(name))
+    }
 }

@@ -107,6 +107,29 @@ fn an_open_version_is_abandoned_after_ten_minutes() {
 }
 
 #[test]
+fn what_a_process_has_begun_ends_with_it() {
+    let mut ledger = Ledger::default();
+    let of = |session, put| Put { session: Some(session), ..put };
+    let ended = |ledger: &mut Ledger, session| {
+        ledger.give(Command::SessionEnded { session: SessionId(session) }).unwrap();
+    };
+    let alone = ledger.begin(of(1, alone(None))).unwrap();
+    ended(&mut ledger, 2);
+    assert!(ledger.state.open().any(|version| version.id == alone));
+    ended(&mut ledger, 1);
+    assert_eq!(ledger.reason(alone), Reason::Aborted { writer: 0 });
+    // What is committed stays, and who begins anew has another process.
+    let half = ledger.put(of(3, step_of("a", 0, 5))).unwrap();
+    assert_eq!(ledger.begin(of(4, step_of("a", 1, 5))), Ok(half));
+    ended(&mut ledger, 3);
+    ended(&mut ledger, 4);
+    assert_eq!(ledger.begin(of(5, step_of("a", 1, 5))), Ok(half));
+    ended(&mut ledger, 4);
+    let committed = Outcome::Committed { visible: false, missing: WriterSet::default() };
+    assert_eq!(ledger.commit(half, step_of("a", 1, 5), 2), Ok(committed));
+}
+
+#[test]
 fn a_refusal_says_what_is_wrong_and_what_to_do() {
     let mut ledger = Ledger::default();
     let id = ledger.put(step_of("a", 0, 5)).unwrap();

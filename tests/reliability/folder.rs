@@ -74,6 +74,11 @@ fn without_identities(text: &str) -> String {
 pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<String> {
     let mut strange = Vec::new();
     let mut found = names(root);
+    // Who has ended leaves his lock behind until another one begins.
+    let sessions = found.extract_if(.., |name| name.starts_with(".sessions/")).count();
+    if sessions > 2 {
+        strange.push(format!("{} sessions", sessions - 1));
+    }
     found.retain(|name| name != ".daemon");
     for (key, versions) in keys {
         let mut records = 0;

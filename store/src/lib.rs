@@ -55,6 +55,7 @@ pub mod blocking;
 mod error;
 pub mod file;
 mod store;
+mod sync;
 
 pub use controller::VersionInfo;
 #[cfg(target_os = "linux")]

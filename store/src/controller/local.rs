@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -27,6 +27,7 @@ use crate::ledger::{
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
+use crate::sync::{Mutex, MutexGuard};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -454,11 +455,11 @@ impl LocalController {
         })
     }
 
-    fn swept(&self) -> std::sync::MutexGuard<'_, BTreeSet<Key>> {
+    fn swept(&self) -> MutexGuard<'_, BTreeSet<Key>> {
         self.0.swept.lock().expect("nobody panics while holding the keys")
     }
 
-    fn proving(&self) -> std::sync::MutexGuard<'_, BTreeSet<VersionId>> {
+    fn proving(&self) -> MutexGuard<'_, BTreeSet<VersionId>> {
         self.0.proving.lock().expect("nobody panics while holding what is proven")
     }
 
@@ -471,7 +472,7 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
-    fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Located>> {
+    fn opened(&self) -> MutexGuard<'_, BTreeMap<Key, Located>> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
     }
 }

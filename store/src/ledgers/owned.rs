@@ -2,12 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::{OwnedMutexGuard, watch};
-use tokio::time::sleep;
 
 use super::records::{Record, Records};
 use super::{Ledgers, Turn};
@@ -15,6 +13,7 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::State;
 use crate::meta::MetaStore;
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, OwnedMutexGuard, select, sleep, watch};
 
 #[derive(Clone, Default)]
 pub(crate) struct OwnedLedgers {
@@ -27,7 +26,7 @@ pub(crate) struct OwnedLedgers {
 /// The ledger of one key.
 struct Slot {
     /// Its newest record, for whoever has the turn.
-    record: Arc<tokio::sync::Mutex<Record>>,
+    record: Arc<AsyncMutex<Record>>,
     state: watch::Sender<Arc<State>>,
 }
 
@@ -83,7 +82,7 @@ impl OwnedLedgers {
 
 impl Slot {
     fn new(record: Record, state: Arc<State>) -> Self {
-        Self { record: Arc::new(tokio::sync::Mutex::new(record)), state: watch::Sender::new(state) }
+        Self { record: Arc::new(AsyncMutex::new(record)), state: watch::channel(state).0 }
     }
 }
 
@@ -120,7 +119,7 @@ impl Ledgers for OwnedLedgers {
         let mut states = slot.state.subscribe();
         let is_other = |state: &Arc<State>| !Arc::ptr_eq(state, seen) && **state != **seen;
         // That the time is over is an answer too.
-        tokio::select! {
+        select! {
             _ = states.wait_for(is_other) => {}
             () = sleep(patience) => {}
         }

@@ -243,26 +243,37 @@ impl LocalController {
             Outcome::Committed { visible, missing } => Progress { visible, missing },
             other => unreachable!("commit does not lead to {other:?}"),
         };
+        let is_decided = |progress: &Progress| progress.visible || !progress.missing.is_empty();
         let progress = committed(self.apply(key, Command::Commit(commit())).await?);
-        if progress.visible || !progress.missing.is_empty() {
+        if is_decided(&progress) {
             return Ok(progress);
         }
-        if let Err(error) = self.prove(key, *id).await {
-            // Nobody is left to complete it: a version that cannot be proven now is no version.
-            let reason = error.to_string();
-            let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
-            return Err(error);
-        }
-        // What is owed beyond the version itself stays owed if it cannot be done now.
-        let _ = self.reclaim_owed(key).await;
-        // The same commit again tells how the proof went: visible, or the reason why not.
-        match self.apply(key, Command::Commit(commit())).await {
-            Ok(outcome) => Ok(committed(outcome)),
-            // A newer version has replaced it already.
-            Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
-                Ok(Progress { visible: true, missing: WriterSet::default() })
+        loop {
+            if let Err(error) = self.prove(key, *id).await {
+                // Nobody is left to complete it: a version that cannot be proven now is no version.
+                let reason = error.to_string();
+                let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
+                return Err(error);
             }
-            Err(error) => Err(error),
+            // What is owed beyond the version itself stays owed if it cannot be done now.
+            let _ = self.reclaim_owed(key).await;
+            let seen = self.0.ledgers.state(key).await?;
+            // The same commit again tells how the proof went: visible, or the reason why not.
+            match self.apply(key, Command::Commit(commit())).await {
+                Ok(outcome) => {
+                    let progress = committed(outcome);
+                    if is_decided(&progress) {
+                        return Ok(progress);
+                    }
+                }
+                // A newer version has replaced it already.
+                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+                    return Ok(Progress { visible: true, missing: WriterSet::default() });
+                }
+                Err(error) => return Err(error),
+            }
+            // Another try of the same put proves it, in this process, or has just stopped to.
+            self.0.ledgers.changed(key, &seen, WAIT).await;
         }
     }
 
@@ -708,6 +719,41 @@ mod tests {
         }
     }
 
+    fn proposal(durability: Durability) -> Proposal {
+        Proposal {
+            writer: 0,
+            writers: WriterSet::one(0),
+            writers_defaulted: false,
+            job: None,
+            call: None,
+            number: Some(1),
+            rewind: false,
+            durability,
+            file_len: 1,
+            timeout: Duration::ZERO,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_try_that_comes_while_another_one_is_proven_hears_how_that_ends() {
+        let (volume, key) = (MemoryVolume::default(), Key::new("policy").unwrap());
+        let ledgers = Arc::new(OwnedLedgers::default());
+        let controller =
+            LocalController::new(ledgers, Arc::new(volume.clone()), Arc::new(SystemEnvironment));
+        let proposal = proposal(Durability::Memory);
+        let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
+        let dict = tssd_format::StateDict::new();
+        let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
+        let bytes = archive.as_bytes();
+        write(&volume, &place.path(0), bytes, Durability::Memory).unwrap();
+        let other = Proving::begin(&controller, place.id).unwrap();
+        let lens = [u64::try_from(bytes.len()).unwrap()];
+        let mut commit = std::pin::pin!(controller.commit(&place, digest(bytes), &lens));
+        tokio::time::timeout(Duration::from_millis(20), &mut commit).await.unwrap_err();
+        drop(other);
+        assert!(commit.await.unwrap().visible);
+    }
+
     #[tokio::test]
     async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
         let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
@@ -743,19 +789,7 @@ mod tests {
         let volume = Arc::new(DirectoryVolume::new(disk));
         let controller =
             LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
-        let key = Key::new("policy").unwrap();
-        let proposal = Proposal {
-            writer: 0,
-            writers: WriterSet::one(0),
-            writers_defaulted: false,
-            job: None,
-            call: None,
-            number: Some(1),
-            rewind: false,
-            durability: Durability::Disk,
-            file_len: 1,
-            timeout: Duration::ZERO,
-        };
+        let (key, proposal) = (Key::new("policy").unwrap(), proposal(Durability::Disk));
         let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
         controller.delete(&key, Selection::All).await.unwrap();
         let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();

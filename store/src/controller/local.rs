@@ -49,12 +49,19 @@ struct Inner {
     ledgers: Arc<dyn Ledgers>,
     volume: Arc<dyn Volume>,
     environment: Arc<dyn Environment>,
-    /// The version of each key that was located last: whoever reads it again finds it mapped.
-    opened: Mutex<BTreeMap<Key, Located>>,
+    opened: Mutex<Opened>,
     /// What this process proves now: nobody takes that over.
     proving: Mutex<BTreeSet<VersionId>>,
     /// The keys in whose folders nothing is left of others' versions.
     swept: Mutex<BTreeSet<Key>>,
+}
+
+#[derive(Default)]
+struct Opened {
+    /// The version of each key that was located last: whoever reads it again finds it mapped.
+    located: BTreeMap<Key, Located>,
+    /// How often somebody has deleted something: what was looked up before is not kept after that.
+    deletions: u64,
 }
 
 /// A proof that is under way in this process.
@@ -483,7 +490,7 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
-    fn opened(&self) -> MutexGuard<'_, BTreeMap<Key, Located>> {
+    fn opened(&self) -> MutexGuard<'_, Opened> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
     }
 }
@@ -531,8 +538,12 @@ impl Catalog for LocalController {
     }
 
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
-        self.opened().remove(key);
         let outcome = self.apply(key, Command::Delete { selection }).await?;
+        {
+            let mut opened = self.opened();
+            opened.deletions += 1;
+            opened.located.remove(key);
+        }
         self.reclaim_owed(key).await?;
         Ok(match outcome {
             Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
@@ -585,17 +596,18 @@ impl Controller for LocalController {
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
         let mut failed = None;
         for _ in 0..OPEN_TRIES {
+            let deletions = self.opened().deletions;
             let state = self.state(key).await?;
             let found = state.found(selector);
             let version = found.map_err(|refusal| Error::refused(key, refusal))?;
             let (folder, names, id) = (folder(key, version), archives(version), version.id);
             {
                 let mut opened = self.opened();
-                if let Some(located) = opened.get(key).filter(|located| located.id == id) {
+                if let Some(located) = opened.located.get(key).filter(|located| located.id == id) {
                     return Ok(located.clone());
                 }
                 // What was replaced is let go before its successor is opened.
-                opened.remove(key);
+                opened.located.remove(key);
             }
             if failed.replace(id) == Some(id) {
                 return Err(Error::new(
@@ -606,10 +618,12 @@ impl Controller for LocalController {
             let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
             if let Some(located) = located {
                 let mut opened = self.opened();
-                if opened.len() >= MAX_OPENED {
-                    opened.pop_first();
+                if opened.deletions == deletions {
+                    if opened.located.len() >= MAX_OPENED {
+                        opened.located.pop_first();
+                    }
+                    opened.located.insert(key.clone(), located.clone());
                 }
-                opened.insert(key.clone(), located.clone());
                 return Ok(located);
             }
             // It was deleted between the look at the ledger and the opening: look again.

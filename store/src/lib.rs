@@ -54,6 +54,8 @@ mod version;
 pub mod blocking;
 mod error;
 pub mod file;
+#[cfg(feature = "shuttle")]
+pub mod schedules;
 mod store;
 mod sync;
 

@@ -9,6 +9,8 @@ mod metrics;
 mod place;
 mod reading;
 mod registry;
+#[cfg(feature = "shuttle")]
+pub(crate) mod schedules;
 mod session;
 mod tiers;
 

@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
 use crate::ledger::Timestamp;
+use crate::sync::spawn_blocking;
 
 /// Time and chance, so that tests can bring their own.
 pub(crate) trait Environment: Send + Sync {
@@ -35,7 +36,7 @@ pub(crate) async fn wait<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let span = tracing::Span::current();
-    tokio::task::spawn_blocking(move || span.in_scope(work))
+    spawn_blocking(move || span.in_scope(work))
         .await
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }

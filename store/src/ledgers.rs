@@ -13,6 +13,7 @@ use async_trait::async_trait;
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
+use crate::sync;
 
 pub(crate) use owned::OwnedLedgers;
 pub(crate) use shared::SharedLedgers;
@@ -43,7 +44,7 @@ pub(crate) trait Ledgers: Send + Sync {
 
 /// Makes this the state of a ledger. Whoever asks may stop waiting: the turn lasts until it is written.
 pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<()> {
-    let saving = tokio::spawn(async move { turn.save(next).await });
+    let saving = sync::spawn(async move { turn.save(next).await });
     let ended = |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
     saving.await.map_err(ended)?
 }

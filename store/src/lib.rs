@@ -54,7 +54,10 @@ mod version;
 pub mod blocking;
 mod error;
 pub mod file;
+#[cfg(feature = "shuttle")]
+pub mod schedules;
 mod store;
+mod sync;
 
 pub use controller::VersionInfo;
 #[cfg(target_os = "linux")]

@@ -1,22 +1,20 @@
 //! Where the ledger's records are kept.
 
 mod directory;
-#[cfg(test)]
+#[cfg(any(test, feature = "shuttle"))]
 mod memory;
 
 use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use crate::error::Result;
-
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-
-use tokio::sync::OwnedMutexGuard;
+use crate::sync::{AsyncMutex, Mutex, OwnedMutexGuard};
 
 pub(crate) use directory::DirectoryMeta;
-#[cfg(test)]
+#[cfg(any(test, feature = "shuttle"))]
 pub(crate) use memory::MemoryMeta;
 
 /// Small records by name, created once: what a ledger needs of the thing that it runs over.
@@ -55,7 +53,7 @@ pub(crate) trait MetaStore: Send + Sync {
 
 /// Whose turn it is in this process: one at a time for each name.
 #[derive(Debug, Default)]
-struct Turns(Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>);
+struct Turns(Mutex<BTreeMap<String, Arc<AsyncMutex<()>>>>);
 
 impl Turns {
     async fn take(&self, name: &str) -> OwnedMutexGuard<()> {
@@ -66,7 +64,7 @@ impl Turns {
         turn.lock_owned().await
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "shuttle"))]
     fn is_free(&self, name: &str) -> bool {
         let turns = self.0.lock().expect("nobody panics while holding the turns");
         turns.get(name).is_none_or(|turn| turn.try_lock().is_ok())

@@ -10,6 +10,9 @@ use crate::workspace::Workspace;
 /// How many states of the disk after a power cut are looked at, at least.
 const CRASH_STATES: &str = "1000000";
 
+/// How many orders of events are tried, at least.
+const SCHEDULES: &str = "200000";
+
 /// Names for how many seconds each proof goes on, if it has enough sooner.
 const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 
@@ -38,12 +41,17 @@ fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
         )
         .env("TSSD_CRASH_STATES", CRASH_STATES),
         Step::cargo(
+            "orders of events",
+            "test --workspace --all-features --test schedules -- --nocapture --test-threads=1",
+        )
+        .env("TSSD_SCHEDULES", SCHEDULES),
+        Step::cargo(
             "faults",
             "test --workspace --all-features --test reliability -- --ignored --nocapture --test-threads=1",
         )
         .env("TSSD_BIN", workspace.tssd()),
     ];
-    // The second step has several proofs, which share its time.
+    // The last step has several proofs, which share its time.
     let seconds = (minutes * 60 / 8).to_string();
     let mut steps = vec![
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")

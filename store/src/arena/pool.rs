@@ -8,12 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard};
-
-use tokio::sync::{Notify, mpsc};
+use std::sync::Arc;
 
 use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
+use crate::sync::{Mutex, MutexGuard, Notify, mpsc, select};
 use crate::volume::Near;
 
 /// A segment's name in its daemon.
@@ -176,9 +175,34 @@ impl Pool {
         self.inner.lock().expect("nobody panics while holding the pool")
     }
 
-    /// A new peer, and where it is told what to unmap.
-    pub(crate) fn join(&self, peer: PeerId, unmaps: mpsc::UnboundedSender<Unmap>) {
+    /// A new peer. It is to unmap what comes from here.
+    pub(crate) fn join(&self, peer: PeerId) -> mpsc::UnboundedReceiver<Unmap> {
+        let (unmaps, unmapped) = mpsc::unbounded_channel();
         self.inner().peers.insert(peer, unmaps);
+        unmapped
+    }
+
+    /// Does something that needs memory: again whenever some becomes free, until there is enough of it or
+    /// nobody waits any more. What is more than the limit is not waited for.
+    pub(crate) async fn when_free<T>(
+        self: &Arc<Self>,
+        waits_no_more: impl Future<Output = ()>,
+        mut work: impl FnMut(&Arc<Self>) -> io::Result<Result<T, Exhausted>>,
+    ) -> io::Result<Result<T, Exhausted>> {
+        let mut waits_no_more = std::pin::pin!(waits_no_more);
+        loop {
+            // What becomes free while it is tried counts too.
+            let mut freed = std::pin::pin!(self.freed.notified());
+            freed.as_mut().enable();
+            let exhausted = match work(self)? {
+                Err(exhausted) if exhausted.wanted <= exhausted.limit => exhausted,
+                done => return Ok(done),
+            };
+            select! {
+                () = freed => {}
+                () = &mut waits_no_more => return Ok(Err(exhausted)),
+            }
+        }
     }
 
     /// A segment for a writer: a warm one of its own if there is one, else a new one.

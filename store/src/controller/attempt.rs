@@ -6,6 +6,7 @@ use super::local::{LocalController, Place};
 use super::{Contribution, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
+use crate::sync::Handle;
 use crate::volume::{Part, Reservation, Volume};
 
 /// A contribution to a version. One that is dropped undecided, because its future was, withdraws
@@ -97,7 +98,7 @@ impl Contribution for Attempt {
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let Ok(runtime) = Handle::try_current() else { return };
         if let Some(place) = self.place.take() {
             let (controller, count) = (self.controller.clone(), self.lens.len());
             drop(runtime.spawn(async move { controller.withdraw(&place, count).await }));

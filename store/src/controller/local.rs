@@ -7,11 +7,10 @@
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use tokio::sync::OnceCell;
 use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
@@ -29,6 +28,7 @@ use crate::ledger::{
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
+use crate::sync::{Mutex, MutexGuard, OnceCell};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -50,8 +50,7 @@ struct Inner {
     ledgers: Arc<dyn Ledgers>,
     volume: Arc<dyn Volume>,
     environment: Arc<dyn Environment>,
-    /// The version of each key that was located last: whoever reads it again finds it mapped.
-    opened: Mutex<BTreeMap<Key, Located>>,
+    opened: Mutex<Opened>,
     /// What this process proves now: nobody takes that over.
     proving: Mutex<BTreeSet<VersionId>>,
     /// The keys in whose folders nothing is left of others' versions.
@@ -61,6 +60,14 @@ struct Inner {
 
 /// A process, and what others see of it as long as it lives.
 type Session = (SessionId, Mutex<Box<dyn Any + Send>>);
+
+#[derive(Default)]
+struct Opened {
+    /// The version of each key that was located last: whoever reads it again finds it mapped.
+    located: BTreeMap<Key, Located>,
+    /// How often somebody has deleted something: what was looked up before is not kept after that.
+    deletions: u64,
+}
 
 /// A proof that is under way in this process.
 struct Proving {
@@ -276,26 +283,37 @@ impl LocalController {
             Outcome::Committed { visible, missing } => Progress { visible, missing },
             other => unreachable!("commit does not lead to {other:?}"),
         };
+        let is_decided = |progress: &Progress| progress.visible || !progress.missing.is_empty();
         let progress = committed(self.apply(key, Command::Commit(commit())).await?);
-        if progress.visible || !progress.missing.is_empty() {
+        if is_decided(&progress) {
             return Ok(progress);
         }
-        if let Err(error) = self.prove(key, *id).await {
-            // Nobody is left to complete it: a version that cannot be proven now is no version.
-            let reason = error.to_string();
-            let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
-            return Err(error);
-        }
-        // What is owed beyond the version itself stays owed if it cannot be done now.
-        let _ = self.reclaim_owed(key).await;
-        // The same commit again tells how the proof went: visible, or the reason why not.
-        match self.apply(key, Command::Commit(commit())).await {
-            Ok(outcome) => Ok(committed(outcome)),
-            // A newer version has replaced it already.
-            Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
-                Ok(Progress { visible: true, missing: WriterSet::default() })
+        loop {
+            if let Err(error) = self.prove(key, *id).await {
+                // Nobody is left to complete it: a version that cannot be proven now is no version.
+                let reason = error.to_string();
+                let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
+                return Err(error);
             }
-            Err(error) => Err(error),
+            // What is owed beyond the version itself stays owed if it cannot be done now.
+            let _ = self.reclaim_owed(key).await;
+            let seen = self.0.ledgers.state(key).await?;
+            // The same commit again tells how the proof went: visible, or the reason why not.
+            match self.apply(key, Command::Commit(commit())).await {
+                Ok(outcome) => {
+                    let progress = committed(outcome);
+                    if is_decided(&progress) {
+                        return Ok(progress);
+                    }
+                }
+                // A newer version has replaced it already.
+                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+                    return Ok(Progress { visible: true, missing: WriterSet::default() });
+                }
+                Err(error) => return Err(error),
+            }
+            // Another try of the same put proves it, in this process, or has just stopped to.
+            self.0.ledgers.changed(key, &seen, WAIT).await;
         }
     }
 
@@ -488,11 +506,11 @@ impl LocalController {
         })
     }
 
-    fn swept(&self) -> std::sync::MutexGuard<'_, BTreeSet<Key>> {
+    fn swept(&self) -> MutexGuard<'_, BTreeSet<Key>> {
         self.0.swept.lock().expect("nobody panics while holding the keys")
     }
 
-    fn proving(&self) -> std::sync::MutexGuard<'_, BTreeSet<VersionId>> {
+    fn proving(&self) -> MutexGuard<'_, BTreeSet<VersionId>> {
         self.0.proving.lock().expect("nobody panics while holding what is proven")
     }
 
@@ -505,7 +523,7 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
-    fn opened(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Located>> {
+    fn opened(&self) -> MutexGuard<'_, Opened> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
     }
 }
@@ -553,8 +571,12 @@ impl Catalog for LocalController {
     }
 
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
-        self.opened().remove(key);
         let outcome = self.apply(key, Command::Delete { selection }).await?;
+        {
+            let mut opened = self.opened();
+            opened.deletions += 1;
+            opened.located.remove(key);
+        }
         self.reclaim_owed(key).await?;
         Ok(match outcome {
             Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
@@ -607,17 +629,18 @@ impl Controller for LocalController {
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
         let mut failed = None;
         for _ in 0..OPEN_TRIES {
+            let deletions = self.opened().deletions;
             let state = self.state(key).await?;
             let found = state.found(selector);
             let version = found.map_err(|refusal| Error::refused(key, refusal))?;
             let (folder, names, id) = (folder(key, version), archives(version), version.id);
             {
                 let mut opened = self.opened();
-                if let Some(located) = opened.get(key).filter(|located| located.id == id) {
+                if let Some(located) = opened.located.get(key).filter(|located| located.id == id) {
                     return Ok(located.clone());
                 }
                 // What was replaced is let go before its successor is opened.
-                opened.remove(key);
+                opened.located.remove(key);
             }
             if failed.replace(id) == Some(id) {
                 return Err(Error::new(
@@ -628,10 +651,12 @@ impl Controller for LocalController {
             let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
             if let Some(located) = located {
                 let mut opened = self.opened();
-                if opened.len() >= MAX_OPENED {
-                    opened.pop_first();
+                if opened.deletions == deletions {
+                    if opened.located.len() >= MAX_OPENED {
+                        opened.located.pop_first();
+                    }
+                    opened.located.insert(key.clone(), located.clone());
                 }
-                opened.insert(key.clone(), located.clone());
                 return Ok(located);
             }
             // It was deleted between the look at the ledger and the opening: look again.
@@ -741,6 +766,41 @@ mod tests {
         }
     }
 
+    fn proposal(durability: Durability) -> Proposal {
+        Proposal {
+            writer: 0,
+            writers: WriterSet::one(0),
+            writers_defaulted: false,
+            job: None,
+            call: None,
+            number: Some(1),
+            rewind: false,
+            durability,
+            file_len: 1,
+            timeout: Duration::ZERO,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_try_that_comes_while_another_one_is_proven_hears_how_that_ends() {
+        let (volume, key) = (MemoryVolume::default(), Key::new("policy").unwrap());
+        let ledgers = Arc::new(OwnedLedgers::default());
+        let controller =
+            LocalController::new(ledgers, Arc::new(volume.clone()), Arc::new(SystemEnvironment));
+        let proposal = proposal(Durability::Memory);
+        let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
+        let dict = tssd_format::StateDict::new();
+        let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
+        let bytes = archive.as_bytes();
+        write(&volume, &place.path(0), bytes, Durability::Memory).unwrap();
+        let other = Proving::begin(&controller, place.id).unwrap();
+        let lens = [u64::try_from(bytes.len()).unwrap()];
+        let mut commit = std::pin::pin!(controller.commit(&place, digest(bytes), &lens));
+        tokio::time::timeout(Duration::from_millis(20), &mut commit).await.unwrap_err();
+        drop(other);
+        assert!(commit.await.unwrap().visible);
+    }
+
     #[tokio::test]
     async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
         let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
@@ -776,19 +836,7 @@ mod tests {
         let volume = Arc::new(DirectoryVolume::new(disk));
         let controller =
             LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
-        let key = Key::new("policy").unwrap();
-        let proposal = Proposal {
-            writer: 0,
-            writers: WriterSet::one(0),
-            writers_defaulted: false,
-            job: None,
-            call: None,
-            number: Some(1),
-            rewind: false,
-            durability: Durability::Disk,
-            file_len: 1,
-            timeout: Duration::ZERO,
-        };
+        let (key, proposal) = (Key::new("policy").unwrap(), proposal(Durability::Disk));
         let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
         controller.delete(&key, Selection::All).await.unwrap();
         let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();

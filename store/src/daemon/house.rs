@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 use tssd_format::Blob;
 
 use super::DaemonOptions;
@@ -27,6 +27,7 @@ use crate::ledgers::OwnedLedgers;
 use crate::meta::DirectoryMeta;
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
 use crate::volume::DirectoryVolume;
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
@@ -45,7 +46,7 @@ pub(super) struct House {
     pub(super) counters: Counters,
     pub(super) reading: Reading,
     /// Whoever has it copies something small from elsewhere.
-    copying: tokio::sync::Mutex<()>,
+    copying: AsyncMutex<()>,
     /// Another one after each start.
     pub(super) instance: u64,
     /// How many kilobytes of copies may be on their way to other hosts.
@@ -118,7 +119,7 @@ impl House {
             ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(disk.clone()))).await?;
             directory = Some(DirectoryVolume::new(disk));
         }
-        let tiers = Tiers::new(pool.clone(), directory, Elsewhere::new(identity.clone()));
+        let tiers = Tiers::new(pool, directory, Elsewhere::new(identity.clone()));
         let registry: Arc<dyn Registry> = if let Some((controller, own)) = controller {
             Arc::new(Delegate::connect(controller, identity, own, tiers.clone()).await?)
         } else {
@@ -130,23 +131,28 @@ impl House {
             controller.recover().await?;
             Arc::new(controller)
         };
+        Ok(Self::new(registry, tiers))
+    }
+
+    /// With what is in these tiers, and whoever decides about that.
+    pub(super) fn new(registry: Arc<dyn Registry>, tiers: Tiers) -> Self {
         // One that all readers of JSON can hold.
         let instance = u64::try_from(SystemEnvironment.random() >> 76).unwrap_or_default();
-        Ok(Self {
+        Self {
             registry,
-            pool,
+            pool: tiers.pool.clone(),
             tiers,
             counters: Counters::default(),
             reading: Reading::default(),
-            copying: tokio::sync::Mutex::default(),
+            copying: AsyncMutex::default(),
             instance,
             copies: Arc::new(Semaphore::new(COPIES)),
             inner: Mutex::default(),
             next: AtomicU64::new(1),
             started: Instant::now(),
-            closing: watch::Sender::new(false),
-            present: watch::Sender::new(0),
-        })
+            closing: watch::channel(false).0,
+            present: watch::channel(0).0,
+        }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {

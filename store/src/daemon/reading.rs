@@ -1,13 +1,14 @@
 //! Bytes of archives for those who do not share this host's memory.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::{Bytes, BytesMut};
 use tssd_format::{Archive, Blob, StorageReference};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{Mutex, MutexGuard};
 use crate::wire::{MAX_READ, Range};
 
 /// Of how many archives it is known which chunks are whole.

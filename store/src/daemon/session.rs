@@ -108,8 +108,7 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
     let peer = house.number();
     tracing::info!(peer, ?origin, client, "connected");
     house.join(peer, (origin.pid(), origin.address()), client);
-    let (unmaps, mut unmapped) = mpsc::unbounded_channel();
-    house.pool.join(peer, unmaps);
+    let mut unmapped = house.pool.join(peer);
     let (outgoing, mut frames) = mpsc::channel::<Outgoing>(REQUESTS);
     let session = Arc::new(Session {
         house,

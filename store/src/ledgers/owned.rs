@@ -3,12 +3,10 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::{OwnedMutexGuard, watch};
-use tokio::time::sleep;
 
 use super::records::{Record, Records};
 use super::{Ledgers, Turn};
@@ -16,6 +14,7 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, OwnedMutexGuard, select, sleep, watch};
 
 #[derive(Clone, Default)]
 pub(crate) struct OwnedLedgers {
@@ -28,7 +27,7 @@ pub(crate) struct OwnedLedgers {
 /// The ledger of one key.
 struct Slot {
     /// Its newest record, for whoever has the turn.
-    record: Arc<tokio::sync::Mutex<Record>>,
+    record: Arc<AsyncMutex<Record>>,
     state: watch::Sender<Arc<State>>,
 }
 
@@ -57,55 +56,71 @@ impl OwnedLedgers {
         self.slots.lock().expect("nobody panics while holding the ledgers")
     }
 
-    /// The slot of a key, which is made if it is not there.
-    fn make(&self, key: &Key) -> Arc<Slot> {
+    /// The slot of a key, which is made if it is not there, for as long as it is needed.
+    fn visit(&self, key: &Key) -> Visit {
         let blank = || Arc::new(Slot::new(Record::default(), self.blank.clone()));
-        self.slots().entry(key.clone()).or_insert_with(blank).clone()
+        let slot = self.slots().entry(key.clone()).or_insert_with(blank).clone();
+        Visit { ledgers: self.clone(), key: key.clone(), slot: Some(slot) }
     }
 
-    fn slot(&self, key: &Key) -> Option<Arc<Slot>> {
-        self.slots().get(key).cloned()
+    /// Forgets a key whoever waits for it: a bug to be found.
+    #[cfg(feature = "shuttle")]
+    pub(crate) fn forget(&self, key: &Key) {
+        self.slots().remove(key);
     }
+}
 
-    /// Nothing is kept of a key that nobody has written: asking for keys costs no memory.
-    fn forget_blank(&self, key: &Key) {
-        let mut slots = self.slots();
+/// A slot in use. Whoever needs it last takes it away if nothing was written: asking for keys costs no memory,
+/// not even if one stops waiting for the answer.
+struct Visit {
+    ledgers: OwnedLedgers,
+    key: Key,
+    /// There until it is dropped.
+    slot: Option<Arc<Slot>>,
+}
+
+impl Visit {
+    fn slot(&self) -> &Slot {
+        self.slot.as_ref().expect("it is there until it is dropped")
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let mut slots = self.ledgers.slots();
+        // Of two that go at once, the second one finds itself alone.
+        self.slot = None;
         let is_unused = |slot: &Arc<Slot>| {
-            // One is the map's own; whoever has another may be about to write.
+            // The map's own.
             Arc::strong_count(slot) == 1
-                && **slot.state.borrow() == *self.blank
+                && **slot.state.borrow() == *self.ledgers.blank
                 && slot.record.try_lock().is_ok_and(|record| record.is_blank())
         };
-        if slots.get(key).is_some_and(is_unused) {
-            slots.remove(key);
+        if slots.get(&self.key).is_some_and(is_unused) {
+            slots.remove(&self.key);
         }
     }
 }
 
 impl Slot {
     fn new(record: Record, state: Arc<State>) -> Self {
-        Self { record: Arc::new(tokio::sync::Mutex::new(record)), state: watch::Sender::new(state) }
+        Self { record: Arc::new(AsyncMutex::new(record)), state: watch::channel(state).0 }
     }
 }
 
 #[async_trait]
 impl Ledgers for OwnedLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
-        let state = self.slot(key).map(|slot| slot.state.borrow().clone());
+        let slots = self.slots();
+        let state = slots.get(key).map(|slot| slot.state.borrow().clone());
         Ok(state.unwrap_or_else(|| self.blank.clone()))
     }
 
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
-        loop {
-            let slot = self.make(key);
-            let record = slot.record.clone().lock_owned().await;
-            // Whoever had the turn before may have found nothing worth keeping.
-            if self.slot(key).is_some_and(|current| Arc::ptr_eq(&current, &slot)) {
-                let state = slot.state.borrow().clone();
-                let (ledgers, key) = (self.clone(), key.clone());
-                return Ok(Box::new(OwnedTurn { ledgers, key, state, record, slot: Some(slot) }));
-            }
-        }
+        let visit = self.visit(key);
+        let record = visit.slot().record.clone().lock_owned().await;
+        let state = visit.slot().state.borrow().clone();
+        Ok(Box::new(OwnedTurn { state, record, visit }))
     }
 
     async fn session(&self, _id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
@@ -121,26 +136,22 @@ impl Ledgers for OwnedLedgers {
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let slot = self.make(key);
-        let mut states = slot.state.subscribe();
+        let visit = self.visit(key);
+        let mut states = visit.slot().state.subscribe();
         let is_other = |state: &Arc<State>| !Arc::ptr_eq(state, seen) && **state != **seen;
         // That the time is over is an answer too.
-        tokio::select! {
+        select! {
             _ = states.wait_for(is_other) => {}
             () = sleep(patience) => {}
         }
-        drop((states, slot));
-        self.forget_blank(key);
     }
 }
 
 struct OwnedTurn {
-    ledgers: OwnedLedgers,
-    key: Key,
     state: Arc<State>,
+    /// The turn itself, which ends before the visit does.
     record: OwnedMutexGuard<Record>,
-    /// There until it is dropped.
-    slot: Option<Arc<Slot>>,
+    visit: Visit,
 }
 
 #[async_trait]
@@ -150,32 +161,38 @@ impl Turn for OwnedTurn {
     }
 
     async fn settle(&mut self) -> Result<()> {
-        match &self.ledgers.records {
-            Some(records) => records.settle(&self.key, &self.record).await,
+        match &self.visit.ledgers.records {
+            Some(records) => records.settle(&self.visit.key, &self.record).await,
             None => Ok(()),
         }
     }
 
     async fn save(&mut self, next: State) -> Result<()> {
-        if let Some(records) = &self.ledgers.records {
-            records.append(&self.key, &mut self.record, next.durable()).await?;
+        if let Some(records) = &self.visit.ledgers.records {
+            records.append(&self.visit.key, &mut self.record, next.durable()).await?;
         }
         self.state = Arc::new(next);
-        if let Some(slot) = &self.slot {
-            slot.state.send_replace(self.state.clone());
-        }
+        self.visit.slot().state.send_replace(self.state.clone());
         Ok(())
     }
 }
 
-impl Drop for OwnedTurn {
-    fn drop(&mut self) {
-        let is_blank = *self.state == *self.ledgers.blank && self.record.is_blank();
-        let mut slots = self.ledgers.slots();
-        // The map's and this one: nobody else waits for the turn or watches.
-        let slot = self.slot.take();
-        if is_blank && slot.is_some_and(|slot| Arc::strong_count(&slot) == 2) {
-            slots.remove(&self.key);
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn who_stops_waiting_for_a_key_that_nobody_writes_leaves_nothing_behind() {
+        let (ledgers, key) = (OwnedLedgers::default(), Key::new("policy").unwrap());
+        let seen = ledgers.state(&key).await.unwrap();
+        let turn = ledgers.turn(&key).await.unwrap();
+        // Both are dropped while they wait.
+        let soon = Duration::from_millis(10);
+        let next = tokio::time::timeout(soon, ledgers.turn(&key)).await;
+        assert!(next.is_err());
+        drop(turn);
+        let changed = ledgers.changed(&key, &seen, Duration::from_hours(1));
+        tokio::time::timeout(soon, changed).await.unwrap_err();
+        assert_eq!(ledgers.keys().await.unwrap(), []);
     }
 }

@@ -2,12 +2,13 @@
 //! created only if it is not there.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::State;
 use crate::meta::MetaStore;
+use crate::sync::{Mutex, MutexGuard};
 
 /// How often a read starts anew because the record it was about to read is deleted.
 const READ_TRIES: u32 = 16;

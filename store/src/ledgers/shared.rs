@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::time::sleep;
 
 use super::records::{Record, Records};
 use super::{Ledgers, Turn};
@@ -13,6 +12,7 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
+use crate::sync::sleep;
 
 /// How often a ledger is looked at by somebody who waits for a change.
 const POLL: Duration = Duration::from_millis(100);

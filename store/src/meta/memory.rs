@@ -2,12 +2,12 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 
 use async_trait::async_trait;
 
 use super::{MetaStore, Turns};
 use crate::error::Result;
+use crate::sync::{Mutex, MutexGuard};
 use crate::volume::directly_below;
 
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ pub(crate) struct MemoryMeta {
 }
 
 impl MemoryMeta {
-    fn records(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
+    fn records(&self) -> MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
         self.records.lock().expect("nobody panics while holding the records")
     }
 }

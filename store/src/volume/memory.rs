@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{Fill, Filled};
@@ -11,6 +11,7 @@ use super::{Near, Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
+use crate::sync::{Mutex, MutexGuard};
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryVolume {
@@ -18,7 +19,7 @@ pub(crate) struct MemoryVolume {
 }
 
 impl MemoryVolume {
-    fn blobs(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Bytes>> {
+    fn blobs(&self) -> MutexGuard<'_, BTreeMap<String, Bytes>> {
         self.blobs.lock().expect("nobody panics while holding the blobs")
     }
 }

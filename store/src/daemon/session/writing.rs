@@ -195,27 +195,19 @@ impl Session {
     pub(super) async fn in_memory<T>(
         &self,
         deadline: Instant,
-        mut work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, Exhausted>>,
+        work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, Exhausted>>,
     ) -> Result<T> {
-        let pool = &self.house.pool;
-        loop {
-            let mut freed = std::pin::pin!(pool.freed.notified());
-            freed.as_mut().enable();
-            let exhausted = match work(pool).map_err(|error| Error::io("memory", error))? {
-                Ok(done) => return Ok(done),
-                Err(exhausted) => exhausted,
-            };
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || exhausted.wanted > exhausted.limit {
-                return Err(self.house.no_room(&exhausted));
-            }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waits_no_more = async {
             tokio::select! {
-                () = freed => {}
                 () = tokio::time::sleep(left) => {}
-                () = self.outgoing.closed() => return Err(self.house.no_room(&exhausted)),
-                () = self.house.closed() => return Err(self.house.no_room(&exhausted)),
+                () = self.outgoing.closed() => {}
+                () = self.house.closed() => {}
             }
-        }
+        };
+        let done = self.house.pool.when_free(waits_no_more, work).await;
+        let done = done.map_err(|error| Error::io("memory", error))?;
+        done.map_err(|exhausted| self.house.no_room(&exhausted))
     }
 
     /// Takes a contribution, to decide it; none if it waits for room: then it is not to get any.

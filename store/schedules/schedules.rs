@@ -1,0 +1,68 @@
+//! What `tssd_store::schedules` is run for: no order of events breaks a promise, and every planted bug is found.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use serde_json::json;
+use tssd_store_schedules::schedules::SUBJECTS;
+use tssd_tests::proof::Proof;
+
+/// Names for how many schedules are wanted, at least.
+const SCHEDULES: &str = "TSSD_SCHEDULES";
+
+/// As many belong to one seed.
+const BATCH: u64 = 100;
+
+/// A planted bug is found before so many.
+const PATIENCE: u64 = 20_000;
+
+fn wanted() -> u64 {
+    std::env::var(SCHEDULES).map_or(5_000, |text| text.parse().unwrap())
+}
+
+#[test]
+fn no_order_of_events_breaks_a_promise() {
+    let proof = Proof::begin("schedules");
+    let (next, done) = (AtomicU64::new(0), AtomicU64::new(0));
+    let by_subject = Mutex::new(BTreeMap::<&str, u64>::new());
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while proof.goes_on(done.load(Ordering::Relaxed), wanted()) {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    // Each gets its share of every hundred pairs of batches, one after the other.
+                    let mut place = seed / 2 * 37 % 100;
+                    let subject = SUBJECTS.iter().find(|subject| {
+                        let is_it = place < subject.share;
+                        place = place.saturating_sub(subject.share);
+                        is_it
+                    });
+                    let subject = subject.unwrap();
+                    subject.explore(seed, BATCH);
+                    *by_subject.lock().unwrap().entry(subject.name).or_default() += BATCH;
+                    done.fetch_add(BATCH, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    let (schedules, by_subject) = (done.into_inner(), by_subject.into_inner().unwrap());
+    proof.end(json!({ "schedules": schedules, "violations": 0, "by subject": by_subject }));
+}
+
+#[test]
+fn planted_bugs_are_found() {
+    let proof = Proof::begin("schedules: planted bugs");
+    let (mut planted, mut found_after) = (0, BTreeMap::new());
+    for subject in &SUBJECTS {
+        for bug in subject.bugs {
+            planted += 1;
+            let found = subject.find(*bug, 1, PATIENCE);
+            let after = found.unwrap_or_else(|| panic!("{}: {bug:?} is not found", subject.name));
+            found_after.insert(format!("{}: {bug:?}", subject.name), after);
+        }
+    }
+    proof.end(json!({ "planted": planted, "found": found_after.len(), "after": found_after }));
+}

@@ -1,0 +1,132 @@
+//! What is planted below a controller: ledgers and volumes with bugs.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::dawdle;
+use crate::error::Result;
+use crate::key::Key;
+use crate::ledger::{Durability, SessionId, State};
+use crate::ledgers::{Ledgers, Turn};
+use crate::route::Route;
+use crate::sync::spawn;
+use crate::volume::{MemoryVolume, Near, Part, Reservation, Volume, split};
+
+/// Ledgers whose turns are not waited for: what is saved replaces whatever was saved meanwhile.
+pub(super) struct Hasty(pub(super) Arc<dyn Ledgers>);
+
+#[async_trait]
+impl Ledgers for Hasty {
+    async fn state(&self, key: &Key) -> Result<Arc<State>> {
+        self.0.state(key).await
+    }
+
+    async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
+        let state = self.0.state(key).await?;
+        Ok(Box::new(HastyTurn { ledgers: self.0.clone(), key: key.clone(), state }))
+    }
+
+    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+        self.0.session(id).await
+    }
+
+    async fn has_ended(&self, id: SessionId) -> Result<bool> {
+        self.0.has_ended(id).await
+    }
+
+    async fn keys(&self) -> Result<Vec<Key>> {
+        self.0.keys().await
+    }
+
+    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
+        self.0.changed(key, seen, patience).await;
+    }
+}
+
+struct HastyTurn {
+    ledgers: Arc<dyn Ledgers>,
+    key: Key,
+    state: Arc<State>,
+}
+
+#[async_trait]
+impl Turn for HastyTurn {
+    fn state(&self) -> &State {
+        &self.state
+    }
+
+    async fn settle(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    async fn save(&mut self, next: State) -> Result<()> {
+        self.ledgers.turn(&self.key).await?.save(next).await
+    }
+}
+
+/// A volume whose blobs have their names before their bytes.
+#[derive(Clone, Default)]
+pub(super) struct Torn(MemoryVolume);
+
+struct Reserved {
+    volume: MemoryVolume,
+    name: String,
+    bytes: Vec<u8>,
+}
+
+fn write(volume: &MemoryVolume, name: &str, bytes: &[u8]) -> Result<bool> {
+    let len = u64::try_from(bytes.len()).unwrap();
+    let mut reservation = volume.reserve(name, len, Durability::Memory)?;
+    for part in &mut reservation.parts(&[len]) {
+        part.write(bytes)?;
+    }
+    reservation.seal()
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        split(&mut self.bytes, lens)
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        let is_new = write(&self.volume, &self.name, &vec![0; self.bytes.len()])?;
+        if is_new {
+            drop(spawn(async move {
+                dawdle().await;
+                self.volume.delete(&self.name).unwrap();
+                write(&self.volume, &self.name, &self.bytes).unwrap();
+            }));
+        }
+        Ok(is_new)
+    }
+}
+
+impl Volume for Torn {
+    fn reserve(&self, name: &str, len: u64, _: Durability) -> Result<Box<dyn Reservation>> {
+        let bytes = vec![0; usize::try_from(len).unwrap()];
+        Ok(Box::new(Reserved { volume: self.0.clone(), name: name.to_owned(), bytes }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Near>> {
+        self.0.open(name)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.0.delete(name)
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        self.0.list(name)
+    }
+
+    fn route(&self) -> Route {
+        self.0.route()
+    }
+
+    fn remove_folder(&self, name: &str) -> Result<()> {
+        self.0.remove_folder(name)
+    }
+}

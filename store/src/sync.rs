@@ -1,0 +1,26 @@
+//! What tasks wait for each other with: the standard library's and tokio's, or, for `schedules`, the same by
+//! shuttle, which decides at each of them who goes on.
+
+#[cfg(not(feature = "shuttle"))]
+pub(crate) use std::sync::{Mutex, MutexGuard};
+#[cfg(all(target_os = "linux", not(feature = "shuttle")))]
+pub(crate) use tokio::sync::{Notify, mpsc};
+#[cfg(not(feature = "shuttle"))]
+pub(crate) use tokio::{
+    runtime::Handle,
+    select, spawn,
+    sync::{Mutex as AsyncMutex, OnceCell, OwnedMutexGuard, watch},
+    task::spawn_blocking,
+    time::sleep,
+};
+
+#[cfg(feature = "shuttle")]
+pub(crate) use shuttle::sync::{Mutex, MutexGuard};
+#[cfg(feature = "shuttle")]
+pub(crate) use shuttle_tokio::{
+    runtime::Handle,
+    select, spawn,
+    sync::{Mutex as AsyncMutex, Notify, OnceCell, OwnedMutexGuard, mpsc, watch},
+    task::spawn_blocking,
+    time::sleep,
+};

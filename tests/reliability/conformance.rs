@@ -164,6 +164,7 @@ fn the_store_does_what_its_model_does() {
         "mismatches": 0,
         "by name": tally.operations,
         "errors": tally.faults,
+        "not answered": tally.unanswered,
     }));
 }
 
@@ -183,6 +184,8 @@ fn a_model_that_is_wrong_is_found_out() {
         (Deviation::CountsSuccesses, Kind::Directory),
         (Deviation::RewindsNothing, Kind::Memory),
         (Deviation::RemembersAll, Kind::Process),
+        (Deviation::ForgetsUnanswered, Kind::Process),
+        (Deviation::BelievesUnanswered, Kind::Process),
     ] {
         let tally = RefCell::new(Tally::default());
         let mut seed = 0;

@@ -50,6 +50,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 use tssd_tests::proof::Proof;
 
 use self::checker::{Violation, check};
@@ -67,10 +68,11 @@ fn what_processes_see_of_a_key_has_an_order() {
     let mut dice = Dice::new(0x5EED);
     let (mut checked, mut rounds, mut histories) = (0, 0, 0);
     let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
-    let mut all: Vec<Faults> = Vec::new();
+    let (mut all, mut growth) = (Vec::<Faults>::new(), Growth::default());
     while proof.goes_on(checked, 100_000) {
         let mut stage = Stage::new();
-        all.push(stage.torment(&mut dice, ROUND));
+        // Every second daemon lives long enough to be seen growing.
+        all.push(stage.torment(&mut dice, ROUND, rounds % 2 == 1, &mut growth));
         let (operations, ends) = stage.end();
         checked += operations.len() as u64;
         for operation in &operations {
@@ -104,6 +106,7 @@ fn what_processes_see_of_a_key_has_an_order() {
         "daemons stopped": sum(|faults| faults.daemons_stopped),
         "connections cut": sum(|faults| faults.connections_cut),
         "delays": sum(|faults| faults.delays),
+        "daemon": growth.end(50),
     }));
 }
 

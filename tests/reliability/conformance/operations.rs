@@ -266,14 +266,17 @@ pub(crate) fn sequences(can_be_killed: bool) -> impl Strategy<Value = Vec<Operat
     prop::collection::vec(steps, 1..24).prop_map(|steps| steps.concat())
 }
 
-/// Soon enough that most operations are not over.
+/// A call, which the store is killed in if it takes as long: mostly one that makes a version that lasts.
 fn doomed() -> impl Strategy<Value = Vec<Operation>> {
     let doom =
-        (0..1500_u64).prop_map(|after| Operation::Doom { after: Duration::from_micros(after) });
+        (0..2500_u64).prop_map(|after| Operation::Doom { after: Duration::from_micros(after) });
+    let alone = |wish: Wish| Wish { writer: 0, of: 1, durable: true, flaw: None, ..wish };
+    let put = (0..CLIENTS, 0..KEYS, any_wish())
+        .prop_map(move |(client, key, wish)| Operation::Put { client, key, wish: alone(wish) });
     // Who leaves is waited for.
     let is_call = |operation: &Operation| !matches!(operation, Operation::Leave { .. });
-    let operation = any_operation().prop_filter("no call", is_call);
-    (doom, operation).prop_map(|(doom, operation)| vec![doom, operation])
+    let other = any_operation().prop_filter("no call", is_call);
+    (doom, prop_oneof![2 => put, 1 => other]).prop_map(|(doom, call)| vec![doom, call])
 }
 
 /// All writers of a version, one after the other, each by the client that comes next.

@@ -38,6 +38,8 @@ pub(crate) struct Tally {
     pub(crate) sequences: u64,
     pub(crate) operations: BTreeMap<&'static str, u64>,
     pub(crate) faults: BTreeMap<String, u64>,
+    /// What has become of operations that were not answered.
+    pub(crate) unanswered: BTreeMap<&'static str, u64>,
 }
 
 /// A model that is wrong on purpose: a test of the test.
@@ -59,6 +61,10 @@ pub(crate) enum Deviation {
     RewindsNothing,
     /// What is in memory outlives its process.
     RemembersAll,
+    /// What was not answered was not done.
+    ForgetsUnanswered,
+    /// What was not answered was done.
+    BelievesUnanswered,
 }
 
 /// A contribution that has begun.
@@ -101,6 +107,8 @@ pub(crate) struct World {
     at_rest: usize,
     /// How long after the next operation has begun the store is killed.
     doom: Option<Duration>,
+    /// What has become of the last operation, if it was not answered.
+    unanswered: Option<&'static str>,
 }
 
 /// What the store has said of a key, and of which version; and what each model that is possible says.
@@ -136,6 +144,7 @@ impl World {
             calls,
             at_rest,
             doom: None,
+            unanswered: None,
         }
     }
 
@@ -149,6 +158,9 @@ impl World {
             *tally.operations.entry(operation.name()).or_default() += 1;
             let said = self.step(operation);
             let said = said.map_err(|text| format!("step {at}, {operation:?}: {text}"))?;
+            if let Some(outcome) = self.unanswered.take() {
+                *tally.unanswered.entry(outcome).or_default() += 1;
+            }
             if let Some(Err(fault)) = said {
                 let name = fault.split([',', '{']).next().unwrap_or_default();
                 let name = name.replace(['(', ')'], " ").trim().to_owned();
@@ -226,7 +238,9 @@ impl World {
         let killed = process.kill_after(after);
         let said = self.act(operation)?;
         killed.join().unwrap();
-        if said == Some(Err(LOST.to_owned())) {
+        let is_lost = said == Some(Err(LOST.to_owned()));
+        let done = self.models.clone();
+        if is_lost {
             let mut begun = before.clone();
             if let Operation::Put { key, wish, .. } = operation {
                 let id = self.next_id();
@@ -235,14 +249,30 @@ impl World {
                     let _ = model.begin(&wish.ask(), id);
                 }
             }
-            for (key, (before, begun)) in before.into_iter().zip(begun).enumerate() {
-                self.models[key].extend([before, begun].concat());
-            }
+            let possible = |key: usize| match self.deviation {
+                Some(Deviation::ForgetsUnanswered) => before[key].clone(),
+                Some(Deviation::BelievesUnanswered) => done[key].clone(),
+                _ => [&before[key][..], &begun[key], &done[key]].concat(),
+            };
+            self.models = (0..KEYS).map(possible).collect();
         }
         self.doom = None;
         self.kill();
         // From here on all models that are possible have the same versions.
-        (0..KEYS).try_for_each(|key| self.list(0, key).map(drop))?;
+        for key in 0..KEYS {
+            self.list(0, key).map(drop)?;
+        }
+        let is_possible = |left: Vec<Vec<Model>>| {
+            let mut keys = crashed(left).into_iter().zip(&self.models);
+            keys.all(|(left, now)| left.iter().any(|model| now.contains(model)))
+        };
+        let outcome = is_lost.then(|| match (is_possible(before), is_possible(done)) {
+            (true, true) => "no difference is seen",
+            (true, false) => "not done",
+            (false, true) => "done",
+            (false, false) => "begun",
+        });
+        self.unanswered = outcome;
         Ok(said)
     }
 
@@ -622,7 +652,8 @@ impl World {
         for key in 0..KEYS {
             let expected = self.each(key, |model| Ok((model.find(None).is_ok(), None)));
             let at = self.key(key);
-            self.compare(key, expected, real(keys.as_ref().map(|keys| keys.contains(&at))))?;
+            let said = real(keys.as_ref().map(|keys| keys.contains(&at)));
+            self.compare(key, expected, said).map(drop)?;
         }
         Ok(said)
     }
@@ -682,20 +713,21 @@ impl World {
         });
         self.calls.clear();
         if self.deviation != Some(Deviation::RemembersAll) {
-            for models in &mut self.models {
-                models.iter_mut().for_each(Model::crash);
-                let mut different: Vec<Model> = Vec::new();
-                for model in models.drain(..) {
-                    if !different.contains(&model) {
-                        different.push(model);
-                    }
-                }
-                *models = different;
-            }
+            self.models = crashed(std::mem::take(&mut self.models));
         }
         let home = self.home.as_ref().unwrap();
         self.clients = (0..CLIENTS).map(|client| home.connect(client, runtime())).collect();
     }
+}
+
+/// What may be left of each key when the process has ended that holds what is in memory.
+fn crashed(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
+    let different = |mut of: Vec<Model>| {
+        of.iter_mut().for_each(Model::crash);
+        let is_first = |(at, model): &(usize, &Model)| !of[..*at].contains(*model);
+        of.iter().enumerate().filter(is_first).map(|(_, model)| model.clone()).collect()
+    };
+    models.into_iter().map(different).collect()
 }
 
 /// The model's begin. A store in memory finds out that nothing lasts there when it makes room.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tempfile::TempDir;
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 
 use super::client::Told;
 use super::history::{Operation, now, read};
@@ -72,12 +73,20 @@ impl Stage {
         client(&Told { url, folder: self.log(), number: self.started, threads: THREADS })
     }
 
-    /// Does something to them for so long, every now and then.
-    pub(crate) fn torment(&mut self, dice: &mut Dice, span: Duration) -> Faults {
+    /// Does something to them for so long, every now and then; maybe not all to the daemon, which does not grow.
+    pub(crate) fn torment(
+        &mut self,
+        dice: &mut Dice,
+        span: Duration,
+        spares_daemon: bool,
+        growth: &mut Growth,
+    ) -> Faults {
         let mut faults = Faults::default();
         let until = Instant::now() + span;
+        growth.begin();
         while Instant::now() < until {
             dice.pause(150);
+            growth.sample(self.serve().process.id());
             let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
             match dice.below(16) {
                 0..4 => {
@@ -99,8 +108,9 @@ impl Stage {
                     self.serve().process.signal(Signal::CONT);
                     faults.daemons_stopped += 1;
                 }
-                9 => {
+                9 if !spares_daemon => {
                     self.serve_anew();
+                    growth.begin();
                     faults.daemons_killed += 1;
                 }
                 10..13 => {

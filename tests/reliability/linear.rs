@@ -38,6 +38,7 @@ mod history;
 mod nemesis;
 mod object;
 mod oracle;
+mod pins;
 mod planted;
 mod processes;
 mod proxy;
@@ -81,7 +82,8 @@ fn what_processes_see_of_a_key_has_an_order() {
         for key in 0..KEYS {
             let is_put =
                 |it: &&Operation| it.key == key && matches!(it.answer, Some(Answer::Put(_)));
-            assert!(operations.iter().filter(is_put).count() > 10, "nobody has put key {key}");
+            let puts = operations.iter().filter(is_put).count();
+            assert!(puts > 10, "nobody has put key {key}: {puts}");
         }
         for (keep, object) in objects(operations, &ends) {
             if let Err(violation) = check(keep, &object) {
@@ -121,6 +123,11 @@ fn name(operation: &Operation) -> &'static str {
         (Call::Wait(..), _) => "waits",
         (Call::Delete(_), None) => "deletes of unknown outcome",
         (Call::Delete(_), _) => "deletes",
+        (Call::Part { .. }, None) => "parts of unknown outcome",
+        (Call::Part { .. }, Some(Answer::Failed)) => "parts refused",
+        (Call::Part { .. }, _) => "parts",
+        (Call::Pin(..), _) => "pins",
+        (Call::Unpin(_), _) => "unpins",
     }
 }
 

@@ -70,7 +70,8 @@ impl Stage {
         let is_far = place % 2 == 1;
         let url = if is_far { self.proxy.url() } else { self.serve().url() };
         self.started += 1;
-        client(&Told { url, folder: self.log(), number: self.started, threads: THREADS })
+        let (number, writer) = (self.started, u32::try_from(place).unwrap());
+        client(&Told { url, folder: self.log(), number, threads: THREADS, writer })
     }
 
     /// Does something to them for so long, every now and then; maybe not all to the daemon, which does not grow.

@@ -9,9 +9,34 @@ use tssd_store::{Durability, Key, Result};
 use super::history::Operation;
 
 /// How many keys there are.
-pub(crate) const KEYS: u8 = 8;
+pub(crate) const KEYS: u8 = 12;
 
-/// How many versions of a key are kept. Where it is one, clients delete versions too.
+/// What clients do with a key besides putting and reading.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Custom {
+    /// Where one version is kept, they delete it.
+    Alone,
+    /// So many writers put each version together.
+    Together(u32),
+    /// They hold versions by labels.
+    Pinned,
+}
+
+pub(crate) fn custom(key: u8) -> Custom {
+    match key {
+        8 => Custom::Together(2),
+        11 => Custom::Together(3),
+        9 | 10 => Custom::Pinned,
+        _ => Custom::Alone,
+    }
+}
+
+/// How many writers put a version.
+pub(crate) fn writers(key: u8) -> u32 {
+    if let Custom::Together(of) = custom(key) { of } else { 1 }
+}
+
+/// How many versions of a key are kept.
 pub(crate) fn keep(key: u8) -> usize {
     if key & 2 == 0 { 1 } else { 3 }
 }

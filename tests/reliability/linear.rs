@@ -11,16 +11,21 @@
 //! - A **wait** for a number finds the newest, when that number or a higher one is visible; it finds nothing
 //!   when its time is over, and not before.
 //! - A **delete** of a number takes it away, and says whether it was there. The number does not come back.
+//! - A **part** of a version that several processes put together is there; the version is visible with the last one.
+//!   Whoever is told to wait puts before that, and whoever is told that it is visible after it.
+//! - A **pin** of a number holds it under a label if it is there: it is not displaced until the label is taken away.
+//! - A put that **rewinds** makes a version of a lower number in a new epoch, which is above all versions of the
+//!   epochs before. (Here one version of such a key is kept; it displaces all others.)
 //!
 //! What is put with `durability="disk"` has one such history, whoever is killed. What is put in memory has one
 //! for each life of its daemon: it ends with it, and its numbers may come again. When a call is not answered,
 //! because its client or the daemon was killed or the connection cut, it is done at one moment in that life of
 //! the daemon, or never.
 //!
-//! Not part of this: calls of several keys, which have no common order; versions of several writers, jobs, pins
-//! and rewinds; the delete of a number that is still open, which may drop that put or come before it. A key of
-//! which several versions are kept is not deleted from here: then the order of the changes would not be known,
-//! and `checker` needs it.
+//! Not part of this: calls of several keys, which have no common order; jobs that fence others; what a rewind
+//! leaves of several versions that are kept; whether a part that waits is lost with its daemon; the delete of a
+//! number that is still open, which may drop that put or come before it. A key of which several versions are kept
+//! is not deleted from here: then the order of the changes would not be known, and `checker` needs it.
 //!
 //! # How it is proven
 //!

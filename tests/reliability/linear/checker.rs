@@ -14,6 +14,10 @@
 //! than it must. Any other right walk is at each moment as far or farther, and what it passes during a read,
 //! the lazy one has passed as well or still can. So if the lazy walk fails, every walk does.
 //!
+//! A version that several writers put together is a put that is asked as soon as its last part may have been. One
+//! that a label holds (`pins`) is there after it was displaced: no step of the walk, but two moments that the reads
+//! between them are compared with.
+//!
 //! A delete whose outcome is unknown is a change that the walk may pass by. A put whose outcome is unknown and
 //! whose contents nobody has ever seen may still have displaced older versions. It is taken into account where
 //! a number is missing from the line and a version is gone too early; how many of them there are is counted,

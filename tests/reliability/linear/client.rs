@@ -14,8 +14,8 @@ use tssd_store::{Error, ErrorKind, GetOptions, JobId, PutOptions, VersionInfo, W
 use tssd_tests::dice::Dice;
 
 use super::contents::{dict, part, put_of};
-use super::history::{Answer, Call, Recorder, name_of};
-use super::object::{KEYS, custom, durability, keep, name, writers};
+use super::history::{Answer, Call, Recorder, name_of, number_at, place};
+use super::object::{Custom, KEYS, TOGETHER, custom, durability, keep, name, writers};
 use super::workload;
 
 /// Names what a client is told.
@@ -117,6 +117,15 @@ struct Client<'a> {
 }
 
 impl Client<'_> {
+    /// The next key. Whoever is one of several writers is often awaited.
+    fn key(&mut self) -> u8 {
+        let together = TOGETHER[usize::try_from(self.dice.below(2)).unwrap()];
+        if self.writer < writers(together) && self.dice.hits(2) {
+            return together;
+        }
+        u8::try_from(self.dice.below(KEYS.into())).unwrap()
+    }
+
     fn run(mut self) {
         loop {
             let (generation, store) = self.line.store();
@@ -126,7 +135,7 @@ impl Client<'_> {
                 self.pinned = [None; KEYS as usize];
                 self.generation = generation;
             }
-            let key = u8::try_from(self.dice.below(KEYS.into())).unwrap();
+            let key = self.key();
             let seen = self.seen[usize::from(key)];
             let client = workload::Client {
                 custom: custom(key),
@@ -138,12 +147,17 @@ impl Client<'_> {
                 pinned: self.pinned[usize::from(key)],
             };
             let call = client.call(&mut self.dice);
-            let version = self.dice.hits(4).then(|| seen + 1 + self.dice.below(2));
+            let number = number_at(seen);
+            let rewinds = custom(key) == Custom::Rewound && number > 0 && self.dice.hits(4);
+            let version = match rewinds {
+                true => Some(1 + self.dice.below(number)),
+                false => self.dice.hits(4).then(|| number + 1 + self.dice.below(2)),
+            };
             let is_head = self.dice.hits(3);
             let mut is_lost = false;
             let answer = self.recorder.record(key, call, || {
                 let answer = match call {
-                    Call::Put(put) => put_once(&store, key, put, version),
+                    Call::Put(put) => put_once(&store, key, put, version, rewinds),
                     Call::Newest if is_head => head(&store, key),
                     Call::Newest => get(&store, key, None),
                     Call::Numbered(number) => get(&store, key, Some(number)),
@@ -179,16 +193,23 @@ impl Client<'_> {
 }
 
 /// Puts; none if nobody knows whether it was done.
-pub(crate) fn put_once(store: &Store, key: u8, put: u32, version: Option<u64>) -> Option<Answer> {
+pub(crate) fn put_once(
+    store: &Store,
+    key: u8,
+    put: u32,
+    version: Option<u64>,
+    rewind: bool,
+) -> Option<Answer> {
     let options = PutOptions {
         version,
+        rewind,
         writer: Some(put),
         writers: Some(WriterSet::from_iter([put])),
         durability: durability(key),
         ..PutOptions::default()
     };
     match store.put_state_dict(&name(key), &dict(key, put), &options) {
-        Ok(report) => Some(Answer::Put(report.version)),
+        Ok(report) => Some(Answer::Put(place(report.epoch, report.version))),
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
             ErrorKind::Overtaken | ErrorKind::Refused => Some(Answer::Failed),
@@ -223,8 +244,9 @@ fn put_part(store: &Store, key: u8, number: u64, writer: u32, of: u32) -> Option
 pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Answer> {
     let options = GetOptions { version, ..GetOptions::default() };
     read(store.get_state_dict(&name(key), &options).map(|(dict, report)| {
-        put_of(key, writers(key), &dict)
-            .map_or(Answer::Torn(report.version), |put| Answer::Found(report.version, put))
+        let place = place(report.epoch, report.version);
+        let put = put_of(key, writers(key), &dict);
+        put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
     }))
 }
 
@@ -239,8 +261,8 @@ fn told_by(key: u8, version: &VersionInfo) -> Answer {
     if of > 1 && version.writers == (0..of).collect() {
         return Answer::Found(version.number, name_of(version.number));
     }
-    let put = version.writers.to_string().parse();
-    put.map_or(Answer::Torn(version.number), |put| Answer::Found(version.number, put))
+    let (put, place) = (version.writers.to_string().parse(), place(version.epoch, version.number));
+    put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
 }
 
 fn read(answer: Result<Answer, Error>) -> Option<Answer> {

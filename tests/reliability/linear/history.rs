@@ -19,7 +19,20 @@ pub(crate) struct Operation {
     pub(crate) answer: Option<Answer>,
 }
 
-/// What is asked. A put is named by its one writer, which no other put has.
+/// The place of a version, as one number: each epoch is above all before it.
+pub(crate) fn place(epoch: u32, number: u64) -> u64 {
+    u64::from(epoch) << EPOCH | number
+}
+
+/// The number of a version that is at a place.
+pub(crate) fn number_at(place: u64) -> u64 {
+    place & ((1 << EPOCH) - 1)
+}
+
+const EPOCH: u32 = 32;
+
+/// What is asked. Versions are named by their places, which are their numbers as long as nobody rewinds the key.
+/// A put is named by its one writer, which no other put has.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Call {
     Put(u32),

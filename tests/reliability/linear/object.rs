@@ -9,7 +9,10 @@ use tssd_store::{Durability, Key, Result};
 use super::history::Operation;
 
 /// How many keys there are.
-pub(crate) const KEYS: u8 = 12;
+pub(crate) const KEYS: u8 = 14;
+
+/// Those whose versions several writers put together.
+pub(crate) const TOGETHER: [u8; 2] = [8, 11];
 
 /// What clients do with a key besides putting and reading.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,6 +23,8 @@ pub(crate) enum Custom {
     Together(u32),
     /// They hold versions by labels.
     Pinned,
+    /// They go back to lower numbers.
+    Rewound,
 }
 
 pub(crate) fn custom(key: u8) -> Custom {
@@ -27,6 +32,7 @@ pub(crate) fn custom(key: u8) -> Custom {
         8 => Custom::Together(2),
         11 => Custom::Together(3),
         9 | 10 => Custom::Pinned,
+        12 | 13 => Custom::Rewound,
         _ => Custom::Alone,
     }
 }

@@ -25,7 +25,9 @@ impl Client {
     pub(crate) fn call(&self, dice: &mut Dice) -> Call {
         let Self { custom, keep, seen, put, patience, writer, pinned } = *self;
         match (dice.below(100), custom) {
-            (0..12, Custom::Alone | Custom::Pinned) => Call::Put(put),
+            (0..12, Custom::Alone | Custom::Pinned | Custom::Rewound) => Call::Put(put),
+            // A number says less than a place there.
+            (_, Custom::Rewound) => Call::Newest,
             (0..12 | 44..80, Custom::Together(of)) if writer < of => {
                 Call::Part { number: seen + 1, writer, of }
             }

@@ -78,7 +78,7 @@ fn what_processes_see_of_a_key_has_an_order() {
     while proof.goes_on(checked, 100_000) {
         let mut stage = Stage::new();
         // Every second daemon lives long enough to be seen growing.
-        all.push(stage.torment(&mut dice, ROUND, rounds % 2 == 1, &mut growth));
+        all.push(stage.torment(&mut dice, ROUND, rounds % 2 == 0, &mut growth));
         let (operations, ends) = stage.end();
         checked += operations.len() as u64;
         for operation in &operations {

@@ -181,7 +181,7 @@ impl Model {
             let place = (epoch, *number);
             !self.is_taken(place) && self.all(&Open).iter().all(|open| open.place < place)
         };
-        let next = || (lowest.max(1)..).find(is_free).expect("numbers do not end");
+        let next = || (lowest.max(1)..=u64::MAX).find(is_free).expect("numbers do not end");
         let number = ask.number.unwrap_or_else(next);
         if number >= lowest {
             return Ok(((epoch, number), rewinds));

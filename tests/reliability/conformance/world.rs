@@ -207,7 +207,7 @@ impl World {
         for model in self.models.iter_mut().flatten() {
             match self.deviation {
                 Some(Deviation::FencesNobody) => {
-                    model.jobs = model.jobs.pop().into_iter().collect()
+                    model.jobs = model.jobs.pop().into_iter().collect();
                 }
                 Some(Deviation::SupersedesNothing) => {
                     for version in model.versions.values_mut() {

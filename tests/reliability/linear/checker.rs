@@ -374,11 +374,10 @@ impl Walk<'_> {
     /// Whether a version that newer ones have displaced is there all the same: a label has held it from a moment on
     /// at which it was there.
     fn is_held(&self, index: usize, read: &Operation, from: impl Fn(usize) -> usize) -> bool {
-        let number = match (read.call, read.answer) {
-            (Call::Numbered(number), Some(Answer::Found(..)))
-            | (Call::Pin(number, _), Some(Answer::Done)) => number,
-            _ => return false,
-        };
+        let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return false };
+        if read.answer == Some(Answer::Nothing) {
+            return false;
+        }
         let Some(version) = self.line.version(number) else { return false };
         let is_gone = self.gone.get(&number).is_some_and(|gone| *gone < read.asked);
         let end = self.line.end(version);

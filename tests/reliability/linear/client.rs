@@ -132,7 +132,6 @@ impl Client<'_> {
             if generation != self.generation {
                 // The daemon may be another one, which numbers what is in memory anew.
                 self.seen = [0; KEYS as usize];
-                self.pinned = [None; KEYS as usize];
                 self.generation = generation;
             }
             let key = self.key();
@@ -149,9 +148,10 @@ impl Client<'_> {
             let call = client.call(&mut self.dice);
             let number = number_at(seen);
             let rewinds = custom(key) == Custom::Rewound && number > 0 && self.dice.hits(4);
-            let version = match rewinds {
-                true => Some(1 + self.dice.below(number)),
-                false => self.dice.hits(4).then(|| number + 1 + self.dice.below(2)),
+            let version = if rewinds {
+                Some(1 + self.dice.below(number))
+            } else {
+                self.dice.hits(4).then(|| number + 1 + self.dice.below(2))
             };
             let is_head = self.dice.hits(3);
             let mut is_lost = false;
@@ -182,8 +182,7 @@ impl Client<'_> {
             if is_lost {
                 self.line.lost(generation);
             }
-            let is_done = answer == Some(Answer::Done);
-            self.pinned[usize::from(key)] = client.pinned_after(call, is_done);
+            self.pinned[usize::from(key)] = client.pinned_after(call, answer);
             if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
                 let seen = &mut self.seen[usize::from(key)];
                 *seen = number.max(*seen);

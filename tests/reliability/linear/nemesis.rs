@@ -74,12 +74,13 @@ impl Stage {
         client(&Told { url, folder: self.log(), number, threads: THREADS, writer })
     }
 
-    /// Does something to them for so long, every now and then; maybe not all to the daemon, which does not grow.
+    /// Does something to them for so long, every now and then; maybe nobody is killed. Then the daemon
+    /// does not grow: whoever is killed leaves labels that hold versions for good.
     pub(crate) fn torment(
         &mut self,
         dice: &mut Dice,
         span: Duration,
-        spares_daemon: bool,
+        kills: bool,
         growth: &mut Growth,
     ) -> Faults {
         let mut faults = Faults::default();
@@ -90,7 +91,7 @@ impl Stage {
             growth.sample(self.serve().process.id());
             let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
             match dice.below(16) {
-                0..4 => {
+                0..4 if kills => {
                     // It dies before its successor is there.
                     self.clients.remove(place);
                     let successor = self.client(place);
@@ -109,7 +110,7 @@ impl Stage {
                     self.serve().process.signal(Signal::CONT);
                     faults.daemons_stopped += 1;
                 }
-                9 if !spares_daemon => {
+                9 if kills => {
                     self.serve_anew();
                     growth.begin();
                     faults.daemons_killed += 1;

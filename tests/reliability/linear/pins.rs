@@ -27,7 +27,9 @@ impl Pins {
         for operation in operations {
             if let Call::Unpin(label) = operation.call {
                 let answered = operation.answer.map_or(u64::MAX, |_| operation.answered);
-                released.insert(label, (operation.asked, answered));
+                // Whoever was cut off may ask again.
+                let moments = released.entry(label).or_insert((u64::MAX, u64::MAX));
+                *moments = (operation.asked.min(moments.0), answered.min(moments.1));
             }
         }
         let mut pins: BTreeMap<u64, Vec<Pin>> = BTreeMap::new();

@@ -34,7 +34,7 @@ fn history(custom: Custom, keep: usize, bug: Option<Bug>, seed: u64) -> Vec<Oper
             if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
                 seen = seen.max(number);
             }
-            pinned = client.pinned_after(call, answer == Some(Answer::Done));
+            pinned = client.pinned_after(call, answer);
             // Whoever is fast lets the others ask in between.
             thread::yield_now();
         }

@@ -86,11 +86,9 @@ fn spoil(dice: &mut Dice, operations: &mut [Operation]) {
         _ => None,
     });
     match (spoiled.call, &mut spoiled.answer) {
-        (Call::Pin(..) | Call::Unpin(_), answer) => {
-            if *answer == Some(Answer::Done) && matches!(spoiled.call, Call::Pin(..)) {
-                *answer = Some(Answer::Nothing);
-            }
-        }
+        (Call::Pin(..), Some(answer @ Answer::Done)) => *answer = Answer::Nothing,
+        // The moments of a label have an order.
+        (Call::Pin(..) | Call::Unpin(_), _) => {}
         (Call::Part { number, .. }, Some(answer)) if dice.hits(2) => {
             *answer = if *answer == Answer::Waits { Answer::Put(number) } else { Answer::Waits };
         }

@@ -2,7 +2,7 @@
 
 use tssd_tests::dice::Dice;
 
-use super::history::Call;
+use super::history::{Answer, Call};
 use super::object::Custom;
 
 /// A client that is about to ask for a key.
@@ -45,11 +45,11 @@ impl Client {
         }
     }
 
-    /// What it has pinned after a call.
-    pub(crate) fn pinned_after(&self, call: Call, is_done: bool) -> Option<(u64, u32)> {
+    /// What it has pinned after a call, or may have: that it takes away too.
+    pub(crate) fn pinned_after(&self, call: Call, answer: Option<Answer>) -> Option<(u64, u32)> {
         match call {
-            Call::Pin(number, label) if is_done => Some((number, label)),
-            Call::Unpin(_) => None,
+            Call::Pin(number, label) if answer != Some(Answer::Nothing) => Some((number, label)),
+            Call::Unpin(_) if answer.is_some() => None,
             _ => self.pinned,
         }
     }

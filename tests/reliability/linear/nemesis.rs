@@ -74,8 +74,8 @@ impl Stage {
         client(&Told { url, folder: self.log(), number, threads: THREADS, writer })
     }
 
-    /// Does something to them for so long, every now and then; maybe nobody is killed. Then the daemon
-    /// does not grow: whoever is killed leaves labels that hold versions for good.
+    /// Does something to them for so long, every now and then; maybe nobody is killed: whoever is
+    /// leaves labels that hold versions for good, and the daemon grows by them.
     pub(crate) fn torment(
         &mut self,
         dice: &mut Dice,

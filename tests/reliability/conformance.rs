@@ -7,6 +7,8 @@
 mod fit;
 /// Stores in memory, in directories, at daemons.
 mod home;
+/// Between the words of the model and those of the store.
+mod interpreter;
 /// What a store promises, as the simplest program that keeps it.
 mod model;
 /// What is asked of a store and of its model.
@@ -40,7 +42,7 @@ const WANTED: [(Kind, u64); 5] = [
 
 /// Errors that must have occurred, in the model's words. (To commit what another try of the same writer has taken
 /// back, `NotBegun`, needs luck.)
-const FAULTS: [&str; 19] = [
+const FAULTS: [&str; 20] = [
     "Busy",
     "Differs",
     "Dropped Aborted",
@@ -54,6 +56,7 @@ const FAULTS: [&str; 19] = [
     "JobRequired",
     "JobsDisagree",
     "LateCall",
+    "Lost",
     "NoLeaf",
     "NotAWriter",
     "NotCome",
@@ -161,6 +164,7 @@ fn the_store_does_what_its_model_does() {
         "mismatches": 0,
         "by name": tally.operations,
         "errors": tally.faults,
+        "not answered": tally.unanswered,
     }));
 }
 
@@ -180,6 +184,8 @@ fn a_model_that_is_wrong_is_found_out() {
         (Deviation::CountsSuccesses, Kind::Directory),
         (Deviation::RewindsNothing, Kind::Memory),
         (Deviation::RemembersAll, Kind::Process),
+        (Deviation::ForgetsUnanswered, Kind::Process),
+        (Deviation::BelievesUnanswered, Kind::Process),
     ] {
         let tally = RefCell::new(Tally::default());
         let mut seed = 0;

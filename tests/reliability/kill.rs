@@ -13,6 +13,7 @@ use tssd_store::blocking::Store;
 use tssd_store::{Durability, GetOptions, Key, PutOptions};
 use tssd_tests::command::{Serve, quick_folder};
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 use tssd_tests::proof::Proof;
 use tssd_tests::served::Served;
 
@@ -32,14 +33,17 @@ const VERSIONS: u64 = 10_000;
 fn whoever_is_killed_takes_nothing_along_that_was_durable() {
     let proof = Proof::begin("kills");
     let (mut dice, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
+    let mut growth = Growth::default();
     for session in 0.. {
         if !proof.goes_on(rounds, ROUNDS) {
             break;
         }
         // Every fourth has no daemon: all share a directory.
         let mut troupe = Troupe::new(session % 4 != 3);
+        growth.begin();
         for _ in 0..SESSION {
             troupe.round(&mut dice);
+            troupe.sample(&mut growth);
             rounds += 1;
         }
         counts = counts.and(&troupe.end());
@@ -50,7 +54,7 @@ fn whoever_is_killed_takes_nothing_along_that_was_durable() {
         "durable versions acknowledged": counts.durable, "versions acknowledged": counts.acknowledged,
         "tensors read": counts.tensors, "lost": 0, "left behind": 0,
         "most MiB of a daemon at rest": counts.resident >> 20,
-        "slowest restart in ms": counts.slowest.as_millis(),
+        "slowest restart in ms": counts.slowest.as_millis(), "daemon": growth.end(10),
     }));
 }
 

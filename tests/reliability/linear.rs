@@ -11,16 +11,21 @@
 //! - A **wait** for a number finds the newest, when that number or a higher one is visible; it finds nothing
 //!   when its time is over, and not before.
 //! - A **delete** of a number takes it away, and says whether it was there. The number does not come back.
+//! - A **part** of a version that several processes put together is there; the version is visible with the last one.
+//!   Whoever is told to wait puts before that, and whoever is told that it is visible after it.
+//! - A **pin** of a number holds it under a label if it is there: it is not displaced until the label is taken away.
+//! - A put that **rewinds** makes a version of a lower number in a new epoch, which is above all versions of the
+//!   epochs before. (Here one version of such a key is kept; it displaces all others.)
 //!
 //! What is put with `durability="disk"` has one such history, whoever is killed. What is put in memory has one
 //! for each life of its daemon: it ends with it, and its numbers may come again. When a call is not answered,
 //! because its client or the daemon was killed or the connection cut, it is done at one moment in that life of
 //! the daemon, or never.
 //!
-//! Not part of this: calls of several keys, which have no common order; versions of several writers, jobs, pins
-//! and rewinds; the delete of a number that is still open, which may drop that put or come before it. A key of
-//! which several versions are kept is not deleted from here: then the order of the changes would not be known,
-//! and `checker` needs it.
+//! Not part of this: calls of several keys, which have no common order; jobs that fence others; what a rewind
+//! leaves of several versions that are kept; whether a part that waits is lost with its daemon; the delete of a
+//! number that is still open, which may drop that put or come before it. A key of which several versions are kept
+//! is not deleted from here: then the order of the changes would not be known, and `checker` needs it.
 //!
 //! # How it is proven
 //!
@@ -38,6 +43,7 @@ mod history;
 mod nemesis;
 mod object;
 mod oracle;
+mod pins;
 mod planted;
 mod processes;
 mod proxy;
@@ -50,6 +56,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 use tssd_tests::proof::Proof;
 
 use self::checker::{Violation, check};
@@ -67,10 +74,11 @@ fn what_processes_see_of_a_key_has_an_order() {
     let mut dice = Dice::new(0x5EED);
     let (mut checked, mut rounds, mut histories) = (0, 0, 0);
     let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
-    let mut all: Vec<Faults> = Vec::new();
+    let (mut all, mut growth) = (Vec::<Faults>::new(), Growth::default());
     while proof.goes_on(checked, 100_000) {
         let mut stage = Stage::new();
-        all.push(stage.torment(&mut dice, ROUND));
+        // Every second daemon lives long enough to be seen growing.
+        all.push(stage.torment(&mut dice, ROUND, rounds % 2 == 0, &mut growth));
         let (operations, ends) = stage.end();
         checked += operations.len() as u64;
         for operation in &operations {
@@ -79,7 +87,8 @@ fn what_processes_see_of_a_key_has_an_order() {
         for key in 0..KEYS {
             let is_put =
                 |it: &&Operation| it.key == key && matches!(it.answer, Some(Answer::Put(_)));
-            assert!(operations.iter().filter(is_put).count() > 10, "nobody has put key {key}");
+            let puts = operations.iter().filter(is_put).count();
+            assert!(puts > 10, "nobody has put key {key}: {puts}");
         }
         for (keep, object) in objects(operations, &ends) {
             if let Err(violation) = check(keep, &object) {
@@ -104,6 +113,7 @@ fn what_processes_see_of_a_key_has_an_order() {
         "daemons stopped": sum(|faults| faults.daemons_stopped),
         "connections cut": sum(|faults| faults.connections_cut),
         "delays": sum(|faults| faults.delays),
+        "daemon": growth.end(50),
     }));
 }
 
@@ -118,6 +128,11 @@ fn name(operation: &Operation) -> &'static str {
         (Call::Wait(..), _) => "waits",
         (Call::Delete(_), None) => "deletes of unknown outcome",
         (Call::Delete(_), _) => "deletes",
+        (Call::Part { .. }, None) => "parts of unknown outcome",
+        (Call::Part { .. }, Some(Answer::Failed)) => "parts refused",
+        (Call::Part { .. }, _) => "parts",
+        (Call::Pin(..), _) => "pins",
+        (Call::Unpin(_), _) => "unpins",
     }
 }
 

@@ -8,6 +8,8 @@ pub mod damage;
 pub mod dice;
 pub mod fuzz;
 pub mod generate;
+#[cfg(target_os = "linux")]
+pub mod growth;
 pub mod proof;
 #[cfg(target_os = "linux")]
 pub mod served;

@@ -8,45 +8,39 @@ use super::words::{Array, Dict, Extent, Part};
 pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
     let parts: Vec<&Part> = parts.values().flatten().collect();
     let lowest = parts.first()?.lowest;
-    if parts.iter().any(|part| part.lowest != lowest) {
-        return None;
-    }
     let leaves = || parts.iter().flat_map(|part| &part.leaves);
     let mut dict = Dict::new();
-    for (name, ..) in leaves() {
+    for (name, first, extent) in leaves() {
         if dict.iter().all(|(other, _)| other != name) {
             let held: Vec<_> = leaves().filter(|(other, ..)| other == name).collect();
-            let arrays: Vec<&Array> = held.iter().map(|(_, array, _)| array).collect();
-            let whole = held.iter().filter(|(.., extent)| *extent == Extent::Whole).count();
-            let array = match whole {
-                0 => tiled(&arrays)?,
-                _ if whole < held.len() => return None,
-                _ if lowest || arrays.iter().all(|array| *array == arrays[0]) => arrays[0].clone(),
-                _ => return None,
+            let is_alike = held.iter().all(|(_, array, _)| array == first);
+            let array = match extent {
+                _ if held.iter().any(|(.., other)| other != extent) => return None,
+                Extent::Slice => tiled(&held)?,
+                Extent::Whole if lowest || is_alike => first.clone(),
+                Extent::Whole => return None,
             };
             dict.push((name.clone(), array));
         }
     }
-    Some(dict)
+    parts.iter().all(|part| part.lowest == lowest).then_some(dict)
 }
 
-/// Slices of one array put together: equal ones are replicas, others have no element in common, and no
+/// Slices of one array put together: those of one box are replicas, others have no element in common, and no
 /// element is missing.
-fn tiled(slices: &[&Array]) -> Option<Array> {
-    let mut whole = Array { elements: BTreeMap::new(), ..slices[0].clone() };
-    for (at, slice) in slices.iter().enumerate() {
-        let is_same = |other: &&&Array| other.elements.keys().eq(slice.elements.keys());
-        if (slice.kind, slice.shape) != (whole.kind, whole.shape) {
+fn tiled(slices: &[&(String, Array, Extent)]) -> Option<Array> {
+    let first = &slices[0].1;
+    let mut boxes: Vec<&BTreeMap<_, _>> = Vec::new();
+    for (_, Array { kind, shape, elements }, _) in slices {
+        if (*kind, *shape) != (first.kind, first.shape) {
             return None;
         }
-        if slices[..at].iter().any(|other| is_same(&other)) {
-            continue;
+        if boxes.iter().all(|other| !other.keys().eq(elements.keys())) {
+            boxes.push(elements);
         }
-        if slice.elements.keys().any(|place| whole.elements.contains_key(place)) {
-            return None;
-        }
-        whole.elements.extend(&slice.elements);
     }
-    let all = usize::try_from(whole.shape.0 * whole.shape.1).expect("small");
-    (whole.elements.len() == all).then_some(whole)
+    let count: usize = boxes.iter().map(|elements| elements.len()).sum();
+    let elements: BTreeMap<_, _> = boxes.into_iter().flatten().map(|(at, it)| (*at, *it)).collect();
+    let all = usize::try_from(first.shape.0 * first.shape.1).expect("small");
+    (count == all && elements.len() == all).then_some(Array { elements, ..first.clone() })
 }

@@ -3,8 +3,10 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tssd_store::Store;
@@ -120,6 +122,15 @@ impl Process {
         Self { child, folder, near: format!("unix:{}", socket.display()), far }
     }
 
+    /// It dies, so long from now.
+    pub(crate) fn kill_after(&self, after: Duration) -> JoinHandle<()> {
+        let process = Pid::from_raw(self.child.id().cast_signed()).unwrap();
+        thread::spawn(move || {
+            thread::sleep(after);
+            kill_process(process, Signal::KILL).unwrap();
+        })
+    }
+
     /// It dies, and another one comes in its place.
     pub(crate) fn kill(self) -> Self {
         let folder = self.end();
@@ -151,6 +162,6 @@ pub(crate) fn eventually(what: &str, is_so: impl Fn() -> bool) {
             "{what}: not after {:?}",
             started.elapsed()
         );
-        std::thread::sleep(Duration::from_micros(200));
+        thread::sleep(Duration::from_micros(200));
     }
 }

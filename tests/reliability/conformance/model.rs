@@ -1,261 +1,205 @@
 //! What a store promises of a key, as the simplest program that keeps it: a list of versions, one step after the
 //! other. No bytes, files, connections or time, and nothing of the store.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::fit::merged;
-use super::version::{Stage, Version, gone};
+use super::version::Stage::{self, Ended, Open, Visible};
+use super::version::{Place, Version};
 use super::words::{Ask, End, Fault, Id, Job, Part, Progress, Writers};
 
-/// The newest job.
-#[derive(Clone, Debug)]
-pub(crate) struct Newest {
-    pub(crate) job: Job,
-    /// The writers of the version that it opened last.
-    pub(crate) writers: Option<Writers>,
-    pub(crate) last_call: Option<u64>,
-}
-
 /// All of one key.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Model {
     pub(crate) keep: usize,
-    pub(crate) epoch: u32,
-    /// The highest number ever visible in the epoch, and the newest place of what was durable.
-    pub(crate) highest: Option<u64>,
-    pub(crate) lasting: Option<(u32, u64)>,
-    pub(crate) newest: Option<Newest>,
-    pub(crate) fenced: BTreeSet<Job>,
-    /// By epoch and number, also those whose data is gone.
-    pub(crate) versions: Vec<Version>,
+    /// The epoch, and one above the highest number ever visible in it; and the same of what was durable.
+    pub(crate) next: Place,
+    lasting: Place,
+    /// All jobs, as they came. Only the last one may go on.
+    pub(crate) jobs: Vec<Job>,
+    /// Of the last one: the writers of the version that it opened last, and its last call that opened one.
+    writers: Option<Writers>,
+    last_call: Option<u64>,
+    /// Also those whose data is gone.
+    pub(crate) versions: BTreeMap<Id, Version>,
     pub(crate) pins: BTreeMap<String, Id>,
+    /// What readers hold, though it may be retired.
+    pub(crate) leases: Vec<Id>,
+    /// Places of dropped versions whose data is still to be deleted.
+    owed: Vec<Place>,
 }
 
 impl Model {
     pub(crate) fn new() -> Self {
-        let (versions, pins, fenced) = (Vec::new(), BTreeMap::new(), BTreeSet::new());
-        let (epoch, highest, lasting, newest) = (0, None, None, None);
-        Self { keep: 1, epoch, highest, lasting, newest, fenced, versions, pins }
+        Self { keep: 1, ..Self::default() }
     }
 
-    pub(crate) fn get(&self, id: Id) -> Option<&Version> {
-        self.versions.iter().find(|version| version.id == id)
+    /// The versions that have come so far, by place.
+    pub(crate) fn all(&self, stage: &Stage) -> Vec<&Version> {
+        let mut all: Vec<_> = self.versions.values().filter(|it| it.stage == *stage).collect();
+        all.sort_by_key(|version| version.place);
+        all
     }
 
-    fn each(&mut self, is_meant: impl Fn(&Version) -> bool, change: impl Fn(&mut Version)) {
-        self.versions.iter_mut().filter(|version| is_meant(version)).for_each(change);
-    }
-
-    pub(crate) fn visible(&self) -> Vec<&Version> {
-        self.versions.iter().filter(|it| matches!(it.stage, Stage::Visible(_))).collect()
-    }
-
-    fn open(&self) -> Vec<&Version> {
-        self.versions.iter().filter(|it| it.stage == Stage::Open).collect()
-    }
-
-    /// Whether its bytes are there: what is retired stays for its labels and readers.
-    fn is_there(&self, version: &Version) -> bool {
-        match version.stage {
-            Stage::Open | Stage::Visible(_) => true,
-            Stage::Retired => {
-                version.readers > 0 || self.pins.values().any(|pinned| *pinned == version.id)
-            }
-            Stage::Dropped(_) => version.owed,
+    /// Its bytes are there, or why not. What has ended stays for its labels and readers.
+    fn there(&self, version: &Version) -> Result<(), Fault> {
+        let mut held = self.pins.values().chain(&self.leases);
+        match &version.stage {
+            Ended(fault) if held.all(|id| *id != version.id) => Err(fault.clone()),
+            _ => Ok(()),
         }
     }
 
-    fn is_taken(&self, epoch: u32, number: u64) -> bool {
-        let mut versions = self.versions.iter();
-        versions.any(|it| (it.epoch, it.number) == (epoch, number) && self.is_there(it))
+    fn is_taken(&self, place: Place) -> bool {
+        let mut versions = self.versions.values();
+        self.owed.contains(&place) || versions.any(|it| it.place == place && self.there(it).is_ok())
+    }
+
+    /// Ends some versions. What was visible is retired.
+    fn end(&mut self, is_meant: impl Fn(&Version) -> bool, why: &Fault) {
+        let live = self.versions.values_mut().filter(|it| !matches!(it.stage, Ended(_)));
+        for version in live.filter(|it| is_meant(it)) {
+            version.stage = Ended(if version.stage == Open { why.clone() } else { Fault::Gone });
+            self.owed.push(version.place);
+        }
+    }
+
+    /// After every change, also of what is kept and held: of all versions the newest ones stay, and of those on disk
+    /// as many; and what has a label. What is owed is deleted.
+    pub(crate) fn settle(&mut self) {
+        let visible = self.all(&Visible);
+        let newest = visible.iter().rev().take(self.keep);
+        let durable = visible.iter().rev().filter(|it| it.ask.durable).take(self.keep);
+        let kept = newest.chain(durable).map(|it| &it.id).chain(self.pins.values());
+        let kept: Vec<Id> = kept.copied().collect();
+        self.end(|it| it.stage == Visible && !kept.contains(&it.id), &Fault::Gone);
+        self.owed.clear();
     }
 
     /// The version that a reader gets: of a number, or the newest.
     pub(crate) fn find(&self, number: Option<u64>) -> Result<&Version, Fault> {
-        let visible = self.visible();
-        let found = match number {
-            None => visible.last(),
-            Some(number) => visible.iter().find(|version| version.number == number),
-        };
+        let visible = self.all(&Visible);
+        let found = visible.iter().rfind(|it| number.is_none_or(|number| it.number() == number));
         found.copied().ok_or_else(|| Fault::NotFound {
-            newest: visible.last().map(|version| version.number),
-            coming: self.open().last().map(|version| (version.number, version.missing())),
+            newest: visible.last().map(|version| version.number()),
+            coming: self.all(&Open).last().map(|version| (version.number(), version.missing())),
         })
     }
 
     /// A writer begins to contribute to a version, which has this id if it opens with it.
     pub(crate) fn begin(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
-        if !ask.writers.contains(&ask.writer) {
-            return Err(Fault::NotAWriter);
-        }
-        if ask.writers.len() > 1 && ask.job.is_none() {
-            return Err(Fault::JobRequired);
-        }
-        let mut next = self.clone();
-        let begun = next.take_part(ask, id);
+        Fault::NotAWriter.when(!ask.writers.contains(&ask.writer))?;
+        Fault::JobRequired.when(ask.writers.len() > 1 && ask.job.is_none())?;
+        let before = self.clone();
+        let begun = self.take_part(ask, id);
         // What is refused changes nothing; who has to wait has taken the key over all the same.
-        if matches!(begun, Ok(_) | Err(Fault::Busy)) {
-            *self = next;
+        if !matches!(begun, Ok(_) | Err(Fault::Busy)) {
+            *self = before;
         }
         begun
     }
 
     fn take_part(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
-        if let Some(job) = ask.job {
-            self.take_over(job)?;
-        }
-        let meant = match (ask.number, ask.call) {
-            (Some(number), _) => self.numbered(number, ask),
-            (None, Some(call)) => self.called(ask.job, call)?,
-            (None, None) => None,
-        };
-        let Some(meant) = meant else { return self.start(ask, id) };
-        let version = self.versions.iter_mut().find(|version| version.id == meant);
-        let version = version.expect("it was just found");
-        if let Stage::Dropped(_) = version.stage {
-            return Err(gone(version));
-        }
-        if version.job != ask.job {
-            return Err(Fault::JobsDisagree);
-        }
-        if version.writers != ask.writers {
-            return Err(Fault::WritersDisagree);
-        }
-        if version.durable != ask.durable {
-            return Err(Fault::DurabilityDisagrees);
-        }
-        version.parts.entry(ask.writer).or_insert(None);
-        Ok(meant)
+        self.take_over(ask.job)?;
+        let Some(version) = self.meant(ask) else { return self.start(ask, id) };
+        self.there(version)?;
+        Fault::JobsDisagree.when(version.ask.job != ask.job)?;
+        Fault::WritersDisagree.when(version.ask.writers != ask.writers)?;
+        Fault::DurabilityDisagrees.when(version.ask.durable != ask.durable)?;
+        let id = version.id;
+        self.versions.get_mut(&id).expect("it was found").parts.entry(ask.writer).or_insert(None);
+        Ok(id)
     }
 
     /// A job that is new ends the one before for good.
-    fn take_over(&mut self, job: Job) -> Result<(), Fault> {
-        if self.fenced.contains(&job) {
-            return Err(Fault::Fenced);
-        }
-        let older = self.newest.as_ref().map(|newest| newest.job);
-        if older != Some(job) {
-            self.newest = Some(Newest { job, writers: None, last_call: None });
-            self.fenced.extend(older);
-            let is_ended =
-                |it: &Version| it.stage == Stage::Open && older.is_some() && it.job == older;
-            self.each(is_ended, |it| (it.stage, it.owed) = (Stage::Dropped(End::Fenced), true));
+    fn take_over(&mut self, job: Option<Job>) -> Result<(), Fault> {
+        self.refuse_fenced(job)?;
+        let older = self.jobs.last().copied();
+        if job.is_some() && job != older {
+            self.jobs.extend(job);
+            (self.writers, self.last_call) = (None, None);
+            self.end(|it| it.stage == Open && it.ask.job.is_some(), &Fault::Fenced);
         }
         Ok(())
     }
 
-    /// The open version of a number, or the one that is complete and that this repeats.
-    fn numbered(&self, number: u64, ask: &Ask) -> Option<Id> {
-        if let Some(open) = self.open().iter().find(|version| version.number == number) {
-            return Some(open.id);
-        }
-        let (_, floor, _) = self.timeline();
-        let is_repeated = |it: &&Version| {
-            let is_complete = matches!(it.stage, Stage::Visible(_) | Stage::Retired);
-            let is_current = matches!(it.stage, Stage::Visible(_)) || it.epoch == self.epoch;
-            let is_meant = !ask.rewind || it.rewinds.is_some() && it.job.is_some();
-            let is_same = it.number == number && it.job == ask.job && it.writers == ask.writers;
-            self.is_there(it) && is_complete && is_current && is_meant && is_same
-        };
-        let is_old = floor.is_some_and(|floor| number <= floor);
-        let mut complete = self.versions.iter().rev().filter(|_| is_old);
-        complete.find(is_repeated).map(|version| version.id)
+    fn refuse_fenced(&self, job: Option<Job>) -> Result<(), Fault> {
+        let mut older = self.jobs.iter().rev().skip(1);
+        Fault::Fenced.when(older.any(|older| Some(*older) == job))
     }
 
-    /// The version of a job's call. A call that has passed opens none.
-    fn called(&self, job: Option<Job>, call: u64) -> Result<Option<Id>, Fault> {
-        let mut versions = self.versions.iter();
-        match versions.find(|version| version.job == job && version.call == Some(call)) {
-            Some(version) if self.is_there(version) => Ok(Some(version.id)),
-            Some(version) => Err(gone(version)),
-            None => match self.newest.as_ref().and_then(|newest| newest.last_call) {
-                Some(last) if call <= last => Err(Fault::LateCall),
-                _ => Ok(None),
-            },
-        }
-    }
-
-    /// The epoch that new versions are in, what their numbers must be above, and where it begins if readers
-    /// have not reached it.
-    fn timeline(&self) -> (u32, Option<u64>, Option<u64>) {
-        match self.open().last() {
-            Some(open) if open.epoch > self.epoch => {
-                let floor = open.rewinds.and_then(|number| number.checked_sub(1));
-                (open.epoch, floor, open.rewinds)
+    /// The version of its job's call, or of its number: an open one, or one that is complete and that this
+    /// repeats.
+    fn meant(&self, ask: &Ask) -> Option<&Version> {
+        let is_meant = |it: &&Version| {
+            let is_same = it.ask.job == ask.job && it.ask.writers == ask.writers;
+            let is_current = it.stage == Visible || it.place.0 == self.next.0;
+            let is_whole = !ask.rewind || it.rewinds.is_some() && it.ask.job.is_some();
+            let is_repeated = is_same && is_current && is_whole && self.there(it).is_ok();
+            match ask.number {
+                None => ask.call.is_some() && (it.ask.job, it.ask.call) == (ask.job, ask.call),
+                Some(number) if number != it.number() => false,
+                Some(number) => it.stage == Open || number < self.line().1 && is_repeated,
             }
-            _ => (self.epoch, self.highest, None),
-        }
+        };
+        self.versions.values().filter(is_meant).max_by_key(|version| version.place)
     }
 
-    /// Deletes what is owed.
-    pub(crate) fn sweep(&mut self) {
-        self.each(|_| true, |version| version.owed = false);
+    /// The epoch that new versions are in, and the lowest number that they may have there: those of a rewind that
+    /// is open, or those that readers have reached.
+    fn line(&self) -> Place {
+        let rewinds = self.all(&Open).into_iter().filter_map(|it| Some((it.place.0, it.rewinds?)));
+        rewinds.fold(self.next, Place::max)
     }
 
     fn start(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
-        let before = self.newest.as_ref().filter(|_| ask.job.is_some() && ask.found);
-        let before = before.and_then(|newest| newest.writers.as_ref());
-        if before.is_some_and(|writers| *writers != ask.writers) {
-            return Err(Fault::WritersDisagree);
+        // A call that has passed opens none.
+        Fault::LateCall.when(ask.call.is_some() && ask.call <= self.last_call)?;
+        let is_other = self.writers.as_ref().is_some_and(|writers| *writers != ask.writers);
+        Fault::WritersDisagree.when(ask.job.is_some() && ask.found && is_other)?;
+        let (place, rewinds) = self.place(ask)?;
+        Fault::Busy.when(self.all(&Open).len() >= 2)?;
+        // What is in the way is deleted first, if it can be.
+        if self.is_taken(place) {
+            self.owed.clear();
         }
-        let (epoch, number, rewinds) = self.place(ask)?;
-        if self.open().len() >= 2 {
-            return Err(Fault::Busy);
+        Fault::Busy.when(self.is_taken(place))?;
+        if ask.job.is_some() {
+            self.writers = Some(ask.writers.clone());
+            self.last_call = ask.call.or(self.last_call);
         }
-        if self.is_taken(epoch, number) {
-            // What is in the way is deleted first, if it can be.
-            self.sweep();
-            if self.is_taken(epoch, number) {
-                return Err(Fault::Busy);
-            }
-        }
-        let call = ask.call.filter(|_| ask.number.is_none());
-        if let Some(newest) = self.newest.as_mut().filter(|_| ask.job.is_some()) {
-            newest.writers = Some(ask.writers.clone());
-            newest.last_call = call.or(newest.last_call);
-        }
-        let (job, writers, durable) = (ask.job, ask.writers.clone(), ask.durable);
-        let (parts, stage) = (BTreeMap::from([(ask.writer, None)]), Stage::Open);
-        self.versions.push(Version {
-            id,
-            epoch,
-            number,
-            rewinds,
-            job,
-            call,
-            writers,
-            durable,
-            parts,
-            stage,
-            readers: 0,
-            owed: false,
-        });
-        self.versions.sort_by_key(|version| (version.epoch, version.number));
+        let (ask, parts, stage) = (ask.clone(), BTreeMap::from([(ask.writer, None)]), Open);
+        self.versions.insert(id, Version { id, place, rewinds, ask, parts, stage });
         Ok(id)
     }
 
-    fn place(&self, ask: &Ask) -> Result<(u32, u64, Option<u64>), Fault> {
-        let (epoch, floor, rewinds) = self.timeline();
-        let Some(number) = ask.number else {
-            let open = self.open().into_iter().filter(|version| version.epoch == epoch);
-            let highest = open.map(|version| version.number).max().max(floor).unwrap_or(0);
-            let next = (highest + 1..=u64::MAX).find(|number| !self.is_taken(epoch, *number));
-            return Ok((epoch, next.expect("numbers do not end"), rewinds));
+    /// Where a version opens, and which number the key goes back to with it.
+    fn place(&self, ask: &Ask) -> Result<(Place, Option<u64>), Fault> {
+        let (epoch, lowest) = self.line();
+        let rewinds = (epoch > self.next.0).then_some(lowest);
+        let is_free = |number: &u64| {
+            let place = (epoch, *number);
+            !self.is_taken(place) && self.all(&Open).iter().all(|open| open.place < place)
         };
-        if floor.is_none_or(|floor| number > floor) {
-            return Ok((epoch, number, rewinds));
+        let next = || (lowest.max(1)..=u64::MAX).find(is_free).expect("numbers do not end");
+        let number = ask.number.unwrap_or_else(next);
+        if number >= lowest {
+            return Ok(((epoch, number), rewinds));
         }
         if ask.rewind {
-            let there = self.versions.iter().filter(|version| self.is_there(version));
-            let newest = there.map(|version| version.epoch).max().max(Some(self.epoch));
-            return Ok((newest.unwrap_or(0) + 1, number, Some(number)));
+            let there =
+                self.versions.values().filter(|it| self.there(it).is_ok()).map(|it| it.place);
+            let newest = there.chain(self.owed.iter().copied()).map(|(epoch, _)| epoch).max();
+            return Ok(((newest.unwrap_or(0).max(epoch) + 1, number), Some(number)));
         }
-        let mut own = self.versions.iter().rev();
-        let superseded = own.find(|version| {
-            let is_own = ask.job.is_some() && version.job == ask.job && version.number == number;
-            is_own && matches!(version.stage, Stage::Dropped(End::Superseded { .. }))
-        });
-        Err(superseded.map_or(Fault::NotNewer { highest: floor.unwrap_or(0) }, gone))
+        let is_own =
+            |it: &&Version| ask.job.is_some() && it.ask.job == ask.job && it.number() == number;
+        let superseded =
+            self.versions.values().rev().filter(is_own).find_map(|it| match &it.stage {
+                Ended(fault @ Fault::Dropped(End::Superseded { .. })) => Some(fault.clone()),
+                _ => None,
+            });
+        Err(superseded.unwrap_or(Fault::NotNewer { highest: lowest - 1 }))
     }
 
     /// A contribution is complete. The last one of its version makes that visible, or ends it.
@@ -268,128 +212,75 @@ impl Model {
     }
 
     fn give(&mut self, id: Id, ask: &Ask, part: &Part) -> Result<Progress, Fault> {
-        let mut version = self.get(id).expect("it has begun").clone();
-        if ask.job.is_some_and(|job| self.fenced.contains(&job)) {
-            return Err(Fault::Fenced);
-        }
-        if !self.is_there(&version) || version.owed {
-            return Err(gone(&version));
-        }
+        self.refuse_fenced(ask.job)?;
+        self.there(&self.versions[&id])?;
+        let version = self.versions.get_mut(&id).expect("it has begun");
         match version.parts.get_mut(&ask.writer) {
             None => return Err(Fault::NotBegun),
             Some(Some(other)) if other != part => return Err(Fault::Differs),
             Some(given) => *given = Some(part.clone()),
         }
         let missing = version.missing();
-        let is_last = missing.is_empty() && version.stage == Stage::Open;
-        if is_last {
-            self.sweep();
-            version.stage = match merged(&version.parts) {
-                Some(dict) => Stage::Visible(dict),
-                None => Stage::Dropped(End::Rejected),
-            };
+        if version.stage == Open && missing.is_empty() {
+            let is_whole = merged(&version.parts).is_some();
+            version.stage = if is_whole { Visible } else { Ended(Fault::Dropped(End::Rejected)) };
+            self.there(&self.versions[&id])?;
+            self.reach(id);
         }
-        self.each(|it| it.id == id, |it| *it = version.clone());
-        match version.stage {
-            Stage::Dropped(_) => Err(gone(&version)),
-            Stage::Visible(_) if is_last => {
-                self.reach(&version);
-                Ok(Progress { visible: true, missing })
-            }
-            _ => Ok(Progress { visible: version.stage != Stage::Open, missing }),
-        }
+        Ok(Progress { visible: self.versions[&id].stage != Open, missing })
     }
 
     /// Readers see a new version: what is older and open ends, what it takes back is retired.
-    fn reach(&mut self, version: &Version) {
-        let Version { epoch, number, rewinds, .. } = *version;
-        self.each(
-            |it| (it.epoch, it.number) < (epoch, number),
-            |it| it.end(End::Superseded { by: number }),
-        );
-        self.each(
-            |it| it.epoch < epoch && rewinds.is_some_and(|from| it.number >= from),
-            Version::retire,
-        );
-        (self.epoch, self.highest) = (epoch, Some(number));
-        if version.durable {
-            self.lasting = Some((epoch, number));
+    fn reach(&mut self, id: Id) {
+        let Version { place, rewinds, ask: Ask { durable, .. }, .. } = self.versions[&id];
+        let (epoch, number) = place;
+        let superseded = Fault::Dropped(End::Superseded { by: number });
+        self.end(|it| it.stage == Open && it.place < place, &superseded);
+        let is_back = |it: &Version| rewinds.is_some_and(|lowest| it.number() >= lowest);
+        self.end(|it| it.place.0 < epoch && is_back(it), &Fault::Gone);
+        self.next = (epoch, number + 1);
+        if durable {
+            self.lasting = self.next;
         }
-        self.thin();
-    }
-
-    /// Of all versions the newest ones stay, and of those on disk as many; and what has a label.
-    fn thin(&mut self) {
-        let newest = |ids: Vec<Id>| ids.into_iter().rev().take(self.keep).collect::<Vec<_>>();
-        let all = self.visible().iter().map(|version| version.id).collect();
-        let durable = self.visible().iter().filter(|it| it.durable).map(|it| it.id).collect();
-        let mut kept = [newest(all), newest(durable)].concat();
-        kept.extend(self.pins.values());
-        self.each(|version| !kept.contains(&version.id), Version::retire);
+        self.settle();
     }
 
     /// A contribution is taken back. A version that others cannot complete ends with it.
     pub(crate) fn abort(&mut self, id: Id, writer: u32) {
-        self.sweep();
-        let has_begun =
-            |it: &Version| it.stage == Stage::Open && it.parts.get(&writer) == Some(&None);
-        self.each(
-            |it| it.id == id && has_begun(it),
-            |it| {
-                it.parts.remove(&writer);
-                if it.call.is_some() || it.parts.is_empty() {
-                    it.end(End::Aborted);
-                }
-            },
-        );
-    }
-
-    pub(crate) fn retain(&mut self, keep: usize) {
-        self.sweep();
-        self.keep = keep;
-        self.thin();
+        let version = self.versions.get_mut(&id).expect("it has begun");
+        if version.stage == Open && version.parts.get(&writer) == Some(&None) {
+            version.parts.remove(&writer);
+            if version.ask.call.is_some() || version.parts.is_empty() {
+                version.stage = Ended(Fault::Dropped(End::Aborted));
+            }
+        }
+        self.settle();
     }
 
     pub(crate) fn pin(&mut self, number: Option<u64>, label: &str) -> Result<u64, Fault> {
-        let Version { id, number, .. } = *self.find(number)?;
-        self.sweep();
+        let Version { id, place, .. } = *self.find(number)?;
         self.pins.insert(label.to_owned(), id);
-        self.thin();
-        Ok(number)
-    }
-
-    pub(crate) fn unpin(&mut self, label: &str) {
-        self.sweep();
-        self.pins.remove(label);
-        self.thin();
+        self.settle();
+        Ok(place.1)
     }
 
     /// Deletes a number, or all; says how many there were.
-    pub(crate) fn delete(&mut self, number: Option<u64>) -> u64 {
-        let is_meant = |it: &Version| {
-            let is_live = matches!(it.stage, Stage::Open | Stage::Visible(_));
-            is_live && number.is_none_or(|number| it.number == number)
-        };
-        let count = self.versions.iter().filter(|version| is_meant(version)).count();
-        self.sweep();
-        let delete = |version: &mut Version| {
-            version.end(End::Deleted);
-            version.retire();
-        };
-        self.each(is_meant, delete);
-        u64::try_from(count).expect("few")
+    pub(crate) fn delete(&mut self, number: Option<u64>) -> usize {
+        self.owed.clear();
+        let is_meant = |it: &Version| number.is_none_or(|number| it.number() == number);
+        self.end(is_meant, &Fault::Dropped(End::Deleted));
+        let count = self.owed.len();
+        self.settle();
+        count
     }
 
     /// The process ends that holds what is in memory: what is durable is left, and the key's own story.
     pub(crate) fn crash(&mut self) {
-        let is_left = |it: &Version| it.durable && it.stage != Stage::Open && self.is_there(it);
-        let left: Vec<Version> = self.versions.iter().filter(|it| is_left(it)).cloned().collect();
-        self.versions = left.into_iter().map(|it| Version { readers: 0, ..it }).collect();
-        let there: Vec<Id> = self.versions.iter().map(|version| version.id).collect();
-        self.pins.retain(|_, id| there.contains(id));
-        self.epoch = self.lasting.map_or(0, |(epoch, _)| epoch);
-        self.highest = self.lasting.map(|(_, number)| number);
-        let newest = self.newest.as_ref().map(|newest| newest.job);
-        self.newest = newest.map(|job| Newest { job, writers: None, last_call: None });
+        let Self { keep, lasting, .. } = *self;
+        let (mut versions, mut pins) = (self.versions.clone(), self.pins.clone());
+        versions.retain(|_, it| it.ask.durable && it.stage != Open && self.there(it).is_ok());
+        pins.retain(|_, id| versions.contains_key(id));
+        let jobs = std::mem::take(&mut self.jobs);
+        *self = Self { keep, next: lasting, lasting, jobs, versions, pins, ..Self::default() };
     }
 }

@@ -1,6 +1,7 @@
 //! What is asked of a store and of its model: operations as plain values, and random sequences of them.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use proptest::prelude::*;
 
@@ -80,6 +81,10 @@ pub(crate) enum Operation {
     },
     /// The process that serves the store is killed, and another one takes its place.
     Kill,
+    /// It is killed so long after the next operation has begun.
+    Doom {
+        after: Duration,
+    },
 }
 
 impl Operation {
@@ -104,12 +109,13 @@ impl Operation {
             Self::Unpin { .. } => "unpin",
             Self::Leave { .. } => "leave",
             Self::Kill => "kill",
+            Self::Doom { .. } => "kill meanwhile",
         }
     }
 }
 
 /// All names of operations, those of a real process last.
-pub(crate) const NAMES: [&str; 19] = [
+pub(crate) const NAMES: [&str; 20] = [
     "put",
     "begin",
     "finish",
@@ -129,6 +135,7 @@ pub(crate) const NAMES: [&str; 19] = [
     "unpin",
     "leave",
     "kill",
+    "kill meanwhile",
 ];
 
 /// A box: first row and column, rows and columns.
@@ -249,13 +256,27 @@ fn filled(shape: (u64, u64), seed: u32) -> Array {
 
 /// Sequences of operations; with those of a process if it can be killed.
 pub(crate) fn sequences(can_be_killed: bool) -> impl Strategy<Value = Vec<Operation>> {
-    let kill = if can_be_killed { 3 } else { 0 };
+    let (kill, doom) = if can_be_killed { (2, 6) } else { (0, 0) };
     let steps = prop_oneof![
         40 => any_operation().prop_map(|operation| vec![operation]),
         12 => together(),
         kill => Just(vec![Operation::Kill]),
+        doom => doomed(),
     ];
     prop::collection::vec(steps, 1..24).prop_map(|steps| steps.concat())
+}
+
+/// A call, which the store is killed in if it takes as long: mostly one that makes a version that lasts.
+fn doomed() -> impl Strategy<Value = Vec<Operation>> {
+    let doom =
+        (0..2500_u64).prop_map(|after| Operation::Doom { after: Duration::from_micros(after) });
+    let alone = |wish: Wish| Wish { writer: 0, of: 1, durable: true, flaw: None, ..wish };
+    let put = (0..CLIENTS, 0..KEYS, any_wish())
+        .prop_map(move |(client, key, wish)| Operation::Put { client, key, wish: alone(wish) });
+    // Who leaves is waited for.
+    let is_call = |operation: &Operation| !matches!(operation, Operation::Leave { .. });
+    let other = any_operation().prop_filter("no call", is_call);
+    (doom, prop_oneof![2 => put, 1 => other]).prop_map(|(doom, call)| vec![doom, call])
 }
 
 /// All writers of a version, one after the other, each by the client that comes next.

@@ -44,14 +44,14 @@ pub(crate) enum Extent {
 }
 
 /// What a writer says of its contribution.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Ask {
     pub(crate) writer: u32,
     pub(crate) writers: Writers,
     /// Whether nobody has said the writers: they are those of the dict's mesh, or one.
     pub(crate) found: bool,
     pub(crate) job: Option<Job>,
-    /// The how-manieth put of the job to the key by the writer it is.
+    /// Without a number: the how-manieth put of the job to the key by the writer it is.
     pub(crate) call: Option<u64>,
     pub(crate) number: Option<u64>,
     pub(crate) rewind: bool,
@@ -86,12 +86,18 @@ pub(crate) enum Fault {
     NotCome,
 }
 
+impl Fault {
+    /// Refuses something for this, when it is so.
+    pub(crate) fn when(self, is_so: bool) -> Result<(), Self> {
+        if is_so { Err(self) } else { Ok(()) }
+    }
+}
+
 /// How a version ends that never became visible.
 #[derive(Clone, Debug, PartialEq, PartialOrd, Eq, Ord)]
 pub(crate) enum End {
     Superseded { by: u64 },
     Rejected,
-    Fenced,
     Aborted,
     Deleted,
 }

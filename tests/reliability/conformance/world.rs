@@ -1,33 +1,32 @@
 //! A store and its model side by side: each operation is done by both, and their answers are compared.
+//!
+//! When the store is killed while it does something, nobody knows whether it was done. Then there are several
+//! models that it may be, and each answer rules out those that would have given another one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
-use tssd_format::{
-    DeviceMesh, Dtype, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice, Value,
-};
-use tssd_store::ledger::Reason;
-use tssd_store::{
-    Divergent, Durability, Error, ErrorKind, GetOptions, JobId, Key, Opened, Publisher, PutOptions,
-    PutReport, Refusal, Store, Target, VersionId, WriterSet,
-};
+use tssd_store::{Error, GetOptions, Key, Opened, Publisher, Store, VersionId, VersionInfo};
 
 use super::home::{Home, Kind as HomeKind, eventually};
+use super::interpreter::{
+    LOST, Put, Said, array_of, model, options, put_of, read, real, state_dict, wanted, writers_of,
+};
 use super::model::Model;
-use super::operations::{Box, CLIENTS, COLUMNS, KEYS, LEAVES, Operation, ROWS, Read, Wish};
-use super::version::{Stage, gone};
-use super::words::{Array, Ask, Dict, End, Extent, Fault, Id, Job, Kind, Part, Progress, Writers};
+use super::operations::{CLIENTS, KEYS, Operation, Read, Wish};
+use super::version::{Stage, Version};
+use super::words::{Array, Ask, Dict, End, Fault, Id, Job, Kind, Part, Progress};
 
 /// What all stores of a test run on, and nothing else: when they are at rest is seen by its tasks.
 fn runtime() -> &'static Runtime {
     thread_local! {
         static RUNTIME: &'static Runtime = {
             let mut builder = tokio::runtime::Builder::new_multi_thread();
-            std::boxed::Box::leak(builder.worker_threads(1).enable_all().build().unwrap().into())
+            Box::leak(builder.worker_threads(1).enable_all().build().unwrap().into())
         };
     }
     RUNTIME.with(|runtime| *runtime)
@@ -39,6 +38,8 @@ pub(crate) struct Tally {
     pub(crate) sequences: u64,
     pub(crate) operations: BTreeMap<&'static str, u64>,
     pub(crate) faults: BTreeMap<String, u64>,
+    /// What has become of operations that were not answered.
+    pub(crate) unanswered: BTreeMap<&'static str, u64>,
 }
 
 /// A model that is wrong on purpose: a test of the test.
@@ -60,6 +61,10 @@ pub(crate) enum Deviation {
     RewindsNothing,
     /// What is in memory outlives its process.
     RemembersAll,
+    /// What was not answered was not done.
+    ForgetsUnanswered,
+    /// What was not answered was done.
+    BelievesUnanswered,
 }
 
 /// A contribution that has begun.
@@ -91,7 +96,8 @@ pub(crate) struct World {
     held: Vec<Held>,
     /// What killed processes have left, as far as it is memory of this one.
     dead: Vec<Publisher>,
-    models: Vec<Model>,
+    /// Of each key all that it may be.
+    models: Vec<Vec<Model>>,
     next: Id,
     /// Which version of the store is which one of the model.
     ids: BTreeMap<Id, VersionId>,
@@ -99,10 +105,19 @@ pub(crate) struct World {
     calls: BTreeMap<(usize, usize, Job, u32), u64>,
     /// How many tasks there are when nothing is under way.
     at_rest: usize,
+    /// How long after the next operation has begun the store is killed.
+    doom: Option<Duration>,
+    /// What has become of the last operation, if it was not answered.
+    unanswered: Option<&'static str>,
 }
 
-/// An answer as text: what is compared.
-type Said = Result<String, String>;
+/// What the store has said of a key, and of which version; and what each model that is possible says.
+struct Answers {
+    key: usize,
+    expected: Vec<(Said, Option<Id>)>,
+    said: Said,
+    of: Option<VersionId>,
+}
 
 impl World {
     pub(crate) fn new(kind: HomeKind, home: Home, deviation: Option<Deviation>) -> Self {
@@ -110,7 +125,7 @@ impl World {
         let prefix = format!("{}/", NEXT.fetch_add(1, Ordering::Relaxed));
         let at_rest = runtime().metrics().num_alive_tasks();
         let clients = (0..CLIENTS).map(|client| home.connect(client, runtime())).collect();
-        let models = (0..KEYS).map(|_| Model::new()).collect();
+        let models = (0..KEYS).map(|_| vec![Model::new()]).collect();
         let (begun, held, dead) = (Vec::new(), Vec::new(), Vec::new());
         let (ids, calls) = (BTreeMap::new(), BTreeMap::new());
         let home = Some(home);
@@ -128,6 +143,8 @@ impl World {
             ids,
             calls,
             at_rest,
+            doom: None,
+            unanswered: None,
         }
     }
 
@@ -139,20 +156,15 @@ impl World {
     ) -> Result<(), String> {
         for (at, operation) in operations.iter().enumerate() {
             *tally.operations.entry(operation.name()).or_default() += 1;
-            let answers = self.step(operation).map_err(|text| format!("step {at}: {text}"))?;
-            if let Some((expected, said)) = answers {
-                if expected != said {
-                    return Err(format!(
-                        "step {at}, {operation:?}: the store says\n  {said:?}\nand the model\n  {expected:?}"
-                    ));
-                }
-                if let Err(fault) = &said {
-                    let name = fault.split([',', '{']).next().unwrap_or_default();
-                    *tally
-                        .faults
-                        .entry(name.replace(['(', ')'], " ").trim().to_owned())
-                        .or_default() += 1;
-                }
+            let said = self.step(operation);
+            let said = said.map_err(|text| format!("step {at}, {operation:?}: {text}"))?;
+            if let Some(outcome) = self.unanswered.take() {
+                *tally.unanswered.entry(outcome).or_default() += 1;
+            }
+            if let Some(Err(fault)) = said {
+                let name = fault.split([',', '{']).next().unwrap_or_default();
+                let name = name.replace(['(', ')'], " ").trim().to_owned();
+                *tally.faults.entry(name).or_default() += 1;
             }
         }
         Ok(())
@@ -179,82 +191,239 @@ impl World {
         Key::new(format!("{}{key}", self.prefix)).unwrap()
     }
 
-    /// Does an operation; gives the answers of the model and of the store, unless there is none.
-    fn step(&mut self, operation: &Operation) -> Result<Option<(Said, Said)>, String> {
-        let answers = match operation {
-            Operation::Put { client, key, wish } => Some(self.put(*client, *key, wish)?),
-            Operation::Begin { client, key, wish } => Some(self.begin(*client, *key, wish)),
-            Operation::Finish { back } => self.finish(*back)?,
-            Operation::Abort { back } => self.abort(*back),
-            Operation::Get { client, key, number, read } => {
-                Some(self.get(*client, *key, *number, read)?)
+    /// Does an operation, and maybe kills the store meanwhile; gives what the store says.
+    fn step(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
+        let doom = match operation {
+            Operation::Doom { after } => {
+                self.doom = Some(*after);
+                return Ok(None);
             }
-            Operation::Hold { client, key, number } => Some(self.hold(*client, *key, *number)?),
-            Operation::Release => self.release(),
-            Operation::List { client, key } => Some(self.list(*client, *key)),
-            Operation::Wait { client, key, number } => {
-                let newest = self.models[*key].visible().last().map(|version| version.number);
-                let expected = newest.filter(|newest| newest >= number).ok_or(Fault::NotCome);
-                let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.wait_for_version(&at, *number, Duration::ZERO));
-                Some((model(expected), real(said.map(|info| info.number))))
-            }
-            Operation::Delete { client, key, number } => {
-                let expected = self.models[*key].delete(*number);
-                if self.deviation == Some(Deviation::ForgetsHighest) {
-                    self.models[*key].highest = None;
-                }
-                let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.delete(&at, *number));
-                Some((model(Ok(expected)), real(said)))
-            }
-            Operation::Retain { client, key, keep } => {
-                let more = usize::from(self.deviation == Some(Deviation::KeepsOneMore));
-                self.models[*key].retain(usize::try_from(*keep).unwrap() + more);
-                let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.retain(&at, NonZeroU32::new(*keep).unwrap()));
-                Some((model(Ok(())), real(said)))
-            }
-            Operation::Pin { client, key, number, label } => {
-                let label = label.to_string();
-                let expected = self.models[*key].pin(*number, &label);
-                if self.deviation == Some(Deviation::PinsNothing) {
-                    self.models[*key].pins.clear();
-                }
-                let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.pin(&at, *number, &label));
-                Some((model(expected), real(said)))
-            }
-            Operation::Unpin { client, key, label } => {
-                let label = label.to_string();
-                self.models[*key].unpin(&label);
-                let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.unpin(&at, &label));
-                Some((model(Ok(())), real(said)))
-            }
-            Operation::Leave { client } => {
-                self.leave(*client);
-                None
-            }
-            Operation::Kill => {
-                self.kill();
-                None
-            }
+            _ => self.doom,
         };
-        for model in &mut self.models {
+        let said = match doom {
+            Some(after) => self.be_killed(operation, after)?,
+            None => self.act(operation)?,
+        };
+        for model in self.models.iter_mut().flatten() {
             match self.deviation {
-                Some(Deviation::FencesNobody) => model.fenced.clear(),
+                Some(Deviation::FencesNobody) => {
+                    model.jobs = model.jobs.pop().into_iter().collect();
+                }
                 Some(Deviation::SupersedesNothing) => {
-                    model.versions.iter_mut().for_each(|version| {
-                        if matches!(version.stage, Stage::Dropped(End::Superseded { .. })) {
+                    for version in model.versions.values_mut() {
+                        let is_superseded = matches!(
+                            version.stage,
+                            Stage::Ended(Fault::Dropped(End::Superseded { .. }))
+                        );
+                        if is_superseded {
                             version.stage = Stage::Open;
                         }
-                    });
+                    }
                 }
                 _ => {}
             }
         }
-        Ok(answers)
+        Ok(said)
+    }
+
+    /// Does an operation, and kills the store so long after it has begun. If there is no answer, it was done, or it
+    /// was not; or of a put only that its job has taken over.
+    fn be_killed(
+        &mut self,
+        operation: &Operation,
+        after: Duration,
+    ) -> Result<Option<Said>, String> {
+        let before = self.models.clone();
+        let Some(Home::Process(process)) = &self.home else { unreachable!("it is a process") };
+        let killed = process.kill_after(after);
+        let said = self.act(operation)?;
+        killed.join().unwrap();
+        let is_lost = said == Some(Err(LOST.to_owned()));
+        let done = self.models.clone();
+        if is_lost {
+            let mut begun = before.clone();
+            if let Operation::Put { key, wish, .. } = operation {
+                let id = self.next_id();
+                for model in &mut begun[*key] {
+                    // Whether it is refused is not known either.
+                    let _ = model.begin(&wish.ask(), id);
+                }
+            }
+            let possible = |key: usize| match self.deviation {
+                Some(Deviation::ForgetsUnanswered) => before[key].clone(),
+                Some(Deviation::BelievesUnanswered) => done[key].clone(),
+                _ => [&before[key][..], &begun[key], &done[key]].concat(),
+            };
+            self.models = (0..KEYS).map(possible).collect();
+        }
+        self.doom = None;
+        self.kill();
+        // From here on all models that are possible have the same versions.
+        for key in 0..KEYS {
+            self.list(0, key).map(drop)?;
+        }
+        let is_possible = |left: Vec<Vec<Model>>| {
+            let mut keys = crashed(left).into_iter().zip(&self.models);
+            keys.all(|(left, now)| left.iter().any(|model| now.contains(model)))
+        };
+        let outcome = is_lost.then(|| match (is_possible(before), is_possible(done)) {
+            (true, true) => "no difference is seen",
+            (true, false) => "not done",
+            (false, true) => "done",
+            (false, false) => "begun",
+        });
+        self.unanswered = outcome;
+        Ok(said)
+    }
+
+    /// Does an operation; gives what the store says, if it is asked.
+    fn act(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
+        let said = match operation {
+            Operation::Put { client, key, wish } => self.put(*client, *key, wish)?,
+            Operation::Begin { client, key, wish } => self.begin(*client, *key, wish)?,
+            Operation::Finish { back } => return self.finish(*back),
+            Operation::Abort { back } => return self.abort(*back),
+            Operation::Get { client, key, number, read } => {
+                self.get(*client, *key, *number, read)?
+            }
+            Operation::Hold { client, key, number } => self.hold(*client, *key, *number)?,
+            Operation::Release => return self.release(),
+            Operation::List { client, key } => self.list(*client, *key)?,
+            Operation::Wait { client, key, number } => {
+                let expected = self.each(*key, |model| {
+                    let newest = model.find(None).map_or(0, Version::number);
+                    if newest >= *number && model.find(None).is_ok() {
+                        Ok((newest, None))
+                    } else {
+                        Err(Fault::NotCome)
+                    }
+                });
+                let (store, at) = (&self.clients[*client], self.key(*key));
+                let said = runtime().block_on(store.wait_for_version(&at, *number, Duration::ZERO));
+                self.compare(*key, expected, real(said.map(|info| info.number)))?
+            }
+            Operation::Delete { client, key, number } => {
+                let forgets = self.deviation == Some(Deviation::ForgetsHighest);
+                let expected = self.each(*key, |model| {
+                    let count = model.delete(*number);
+                    model.next.1 *= u64::from(!forgets);
+                    Ok((count, None))
+                });
+                let (store, at) = (&self.clients[*client], self.key(*key));
+                let said = runtime().block_on(store.delete(&at, *number));
+                self.compare(*key, expected, real(said))?
+            }
+            Operation::Retain { client, key, keep } => {
+                let more = usize::from(self.deviation == Some(Deviation::KeepsOneMore));
+                let expected = self.each(*key, |model| {
+                    model.keep = usize::try_from(*keep).unwrap() + more;
+                    model.settle();
+                    Ok(((), None))
+                });
+                let (store, at) = (&self.clients[*client], self.key(*key));
+                let said = runtime().block_on(store.retain(&at, NonZeroU32::new(*keep).unwrap()));
+                self.compare(*key, expected, real(said))?
+            }
+            Operation::Pin { client, key, number, label } => {
+                let label = label.to_string();
+                let forgets = self.deviation == Some(Deviation::PinsNothing);
+                let expected = self.each(*key, |model| {
+                    let pinned = model.pin(*number, &label);
+                    model.pins.retain(|_, _| !forgets);
+                    Ok((pinned?, None))
+                });
+                let (store, at) = (&self.clients[*client], self.key(*key));
+                let said = runtime().block_on(store.pin(&at, *number, &label));
+                self.compare(*key, expected, real(said))?
+            }
+            Operation::Unpin { client, key, label } => {
+                let label = label.to_string();
+                let expected = self.each(*key, |model| {
+                    model.pins.remove(&label);
+                    model.settle();
+                    Ok(((), None))
+                });
+                let (store, at) = (&self.clients[*client], self.key(*key));
+                let said = runtime().block_on(store.unpin(&at, &label));
+                self.compare(*key, expected, real(said))?
+            }
+            Operation::Leave { client } => {
+                self.leave(*client)?;
+                return Ok(None);
+            }
+            Operation::Kill => {
+                self.kill();
+                return Ok(None);
+            }
+            Operation::Doom { .. } => unreachable!("it is told to what comes next"),
+        };
+        Ok(Some(said))
+    }
+
+    fn next_id(&mut self) -> Id {
+        self.next += 1;
+        self.next
+    }
+
+    /// Asks all models that are possible: for an answer, and for the version that it is about.
+    fn each<T: Debug>(
+        &mut self,
+        key: usize,
+        ask: impl Fn(&mut Model) -> Result<(T, Option<Id>), Fault>,
+    ) -> Vec<(Said, Option<Id>)> {
+        let answer = |it: &mut Model| match ask(it) {
+            Ok((answer, id)) => (model(Ok(answer)), id),
+            Err(fault) => (model(Err::<T, _>(fault)), None),
+        };
+        self.models[key].iter_mut().map(answer).collect()
+    }
+
+    fn compare(
+        &mut self,
+        key: usize,
+        expected: Vec<(Said, Option<Id>)>,
+        said: Said,
+    ) -> Result<Said, String> {
+        self.settle(&Answers { key, expected, said: said.clone(), of: None })?;
+        Ok(said)
+    }
+
+    /// Rules out the models that say something else. Gives the version that the others mean.
+    fn settle(&mut self, answers: &Answers) -> Result<Option<Id>, String> {
+        let Answers { key, expected, said, of } = answers;
+        if self.doom.is_some() && said.as_ref().is_err_and(|fault| fault == LOST) {
+            return Ok(None);
+        }
+        let is_right = |(expected, id): &(Said, Option<Id>)| {
+            expected == said && id.zip(*of).is_none_or(|(id, of)| self.is_same(id, of))
+        };
+        let is_right: Vec<bool> = expected.iter().map(is_right).collect();
+        if !is_right.contains(&true) {
+            let ids = &self.ids;
+            return Err(format!(
+                "the store says\n  {said:?} of {of:?}\nand the model\n  {expected:?} of {ids:?}"
+            ));
+        }
+        let mut each = is_right.iter();
+        self.models[*key].retain(|_| *each.next().unwrap());
+        let right = expected.iter().zip(is_right).filter(|(_, is_right)| *is_right);
+        let ids: BTreeSet<Id> = right.filter_map(|((_, id), _)| *id).collect();
+        assert!(ids.len() <= 1, "the models mean different versions: {ids:?}");
+        let id = ids.first().copied();
+        self.ids.extend(id.zip(*of));
+        Ok(id)
+    }
+
+    /// Whether a version of the store may be one of the model: what it is called stays so.
+    fn is_same(&self, id: Id, of: VersionId) -> bool {
+        match self.ids.get(&id) {
+            Some(known) => *known == of,
+            None => self.is_new(of),
+        }
+    }
+
+    fn is_new(&self, of: VersionId) -> bool {
+        self.ids.values().all(|known| *known != of)
     }
 
     /// What a writer says, its call counted.
@@ -266,7 +435,7 @@ impl World {
             let client = if self.kind == HomeKind::Memory { 0 } else { client };
             let calls = self.calls.entry((client, key, job, ask.writer)).or_default();
             *calls += 1;
-            ask.call = Some(*calls);
+            ask.call = Some(*calls).filter(|_| ask.number.is_none());
         }
         ask
     }
@@ -278,50 +447,31 @@ impl World {
         }
     }
 
-    /// The model's begin. A store in memory finds out that nothing lasts there when it makes room.
-    fn model_begin(&mut self, key: usize, ask: &Ask) -> Result<Id, Fault> {
-        if ask.durable && self.kind == HomeKind::Daemon {
-            return Err(Fault::Invalid);
-        }
-        self.next += 1;
-        let id = self.models[key].begin(ask, self.next)?;
-        if ask.durable && self.kind == HomeKind::Memory {
-            self.models[key].abort(id, ask.writer);
-            return Err(Fault::Invalid);
-        }
-        Ok(id)
-    }
-
-    /// The model's answer to a put: number, epoch, visible, missing.
-    fn progress(&self, key: usize, id: Id, progress: Progress) -> Put {
-        let version = self.models[key].get(id).expect("it was put");
-        (version.number, version.epoch, progress.visible, progress.missing)
-    }
-
-    fn put(&mut self, client: usize, key: usize, wish: &Wish) -> Result<(Said, Said), String> {
+    fn put(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
         let (ask, part) = (self.ask(client, key, wish), wish.part(false));
-        let begun = self.model_begin(key, &ask);
-        let expected = begun.clone().and_then(|id| {
-            let progress = self.models[key].commit(id, &ask, &part)?;
-            Ok(self.progress(key, id, progress))
+        let (id, kind) = (self.next_id(), self.kind);
+        let expected = self.each(key, |model| {
+            let id = begin(model, kind, &ask, id)?;
+            commit(model, id, &ask, &part)
         });
-        let options = options(wish, &expected);
+        let options = options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let said =
-            runtime().block_on(store.put_state_dict(&at, &state_dict(&part, wish), &options));
-        if said.is_err() {
+        let dict = state_dict(&part, wish);
+        let put = runtime().block_on(store.put_state_dict(&at, &dict, &options));
+        if put.is_err() {
             self.uncount(client, key, &ask);
         }
-        if let (Ok(id), Ok(report)) = (begun, &said) {
-            self.same_version(id, report.id)?;
-        }
-        Ok((model(expected), real(said.map(|report| put_of(&report)))))
+        let of = put.as_ref().ok().map(|report| report.id);
+        let said = real(put.map(|report| put_of(&report)));
+        self.settle(&Answers { key, expected, said: said.clone(), of })?;
+        Ok(said)
     }
 
-    fn begin(&mut self, client: usize, key: usize, wish: &Wish) -> (Said, Said) {
+    fn begin(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
         let (ask, part) = (self.ask(client, key, wish), wish.part(true));
-        let expected = self.model_begin(key, &ask);
-        let options = options(wish, &expected);
+        let (id, kind) = (self.next_id(), self.kind);
+        let expected = self.each(key, |model| Ok(((), Some(begin(model, kind, &ask, id)?))));
+        let options = options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let dict = state_dict(&part, wish);
         let publisher = runtime().block_on(async {
@@ -340,10 +490,11 @@ impl World {
         if publisher.is_err() {
             self.uncount(client, key, &ask);
         }
-        if let (Ok(id), Ok(publisher)) = (&expected, publisher) {
-            self.begun.push(Begun { client, key, id: *id, ask, part, publisher });
+        let id = self.settle(&Answers { key, expected, said: said.clone(), of: None })?;
+        if let (Some(id), Ok(publisher)) = (id, publisher) {
+            self.begun.push(Begun { client, key, id, ask, part, publisher });
         }
-        (model(expected.map(drop)), said)
+        Ok(said)
     }
 
     fn take(&mut self, back: usize) -> Option<Begun> {
@@ -351,44 +502,38 @@ impl World {
         Some(self.begun.remove(at))
     }
 
-    fn finish(&mut self, back: usize) -> Result<Option<(Said, Said)>, String> {
+    fn finish(&mut self, back: usize) -> Result<Option<Said>, String> {
         let Some(Begun { client, key, id, ask, part, publisher }) = self.take(back) else {
             return Ok(None);
         };
-        let committed = self.models[key].commit(id, &ask, &part);
-        let expected = committed.map(|progress| self.progress(key, id, progress));
-        let said = runtime().block_on(publisher.finish());
-        if said.is_err() {
+        let expected = self.each(key, |model| commit(model, id, &ask, &part));
+        let put = runtime().block_on(publisher.finish());
+        if put.is_err() {
             self.uncount(client, key, &ask);
         }
-        if let Ok(report) = &said {
-            self.same_version(id, report.id)?;
-        }
-        Ok(Some((model(expected), real(said.map(|report| put_of(&report))))))
+        let of = put.as_ref().ok().map(|report| report.id);
+        let said = real(put.map(|report| put_of(&report)));
+        self.settle(&Answers { key, expected, said: said.clone(), of })?;
+        Ok(Some(said))
     }
 
     /// What is published twice cannot be: the contribution is taken back, and why is what has become of the
     /// version, if it is gone already.
-    fn abort(&mut self, back: usize) -> Option<(Said, Said)> {
-        let Begun { key, id, ask, mut publisher, .. } = self.take(back)?;
-        let expected = match self.models[key].get(id) {
-            Some(version) if matches!(version.stage, Stage::Dropped(_)) => gone(version),
-            _ => Fault::Invalid,
+    fn abort(&mut self, back: usize) -> Result<Option<Said>, String> {
+        let Some(Begun { key, id, ask, mut publisher, .. }) = self.take(back) else {
+            return Ok(None);
         };
-        self.models[key].abort(id, ask.writer);
-        let said = runtime().block_on(publisher.add("matrix", 0_i64));
+        let expected = self.each::<()>(key, |model| {
+            let stage = model.versions[&id].stage.clone();
+            model.abort(id, ask.writer);
+            match stage {
+                Stage::Ended(fault) if fault != Fault::Gone => Err(fault),
+                _ => Err(Fault::Invalid),
+            }
+        });
+        let said = real(runtime().block_on(publisher.add("matrix", 0_i64)));
         drop(publisher);
-        Some((model(Err::<(), _>(expected)), real(said)))
-    }
-
-    /// What a version is called in the store stays so.
-    fn same_version(&mut self, id: Id, found: VersionId) -> Result<(), String> {
-        let known = *self.ids.entry(id).or_insert(found);
-        let other = self.ids.iter().find(|(other, version)| **version == found && **other != id);
-        if known == found && other.is_none() {
-            return Ok(());
-        }
-        Err(format!("version {id} of the model was {known} and is {found} now, as is {other:?}"))
+        self.compare(key, expected, said).map(Some)
     }
 
     fn get(
@@ -397,122 +542,128 @@ impl World {
         key: usize,
         number: Option<u64>,
         read: &Read,
-    ) -> Result<(Said, Said), String> {
-        let found = self.models[key].find(number);
-        let id = found.as_ref().ok().map(|version| version.id);
-        let expected = found.and_then(|version| {
-            let Stage::Visible(dict) = &version.stage else { unreachable!("it was found") };
-            wanted(dict, read)
-        });
-        let dict = id.and_then(|id| match &self.models[key].get(id)?.stage {
-            Stage::Visible(dict) => Some(dict.clone()),
-            _ => None,
+    ) -> Result<Said, String> {
+        let is_leased = self.kind.is_daemon();
+        let dict = self.models[key].iter().find_map(|model| model.find(number).ok());
+        let dict = dict.map(Version::dict).unwrap_or_default();
+        let expected = self.each(key, |model| {
+            let version = model.find(number)?;
+            let (id, dict) = (version.id, version.dict());
+            if is_leased {
+                // A lease that ends deletes what is owed.
+                model.settle();
+            }
+            Ok((wanted(&dict, read)?, Some(id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
-        let said =
-            runtime().block_on(self::read(&store, &at, &options, read, &dict.unwrap_or_default()));
-        let found = said.as_ref().ok().and_then(|(_, id)| *id);
-        if let (Some(id), Some(found)) = (id, found) {
-            self.same_version(id, found)?;
-        }
-        let said = real(said.map(|(arrays, _)| arrays));
-        if id.is_some() && self.kind.is_daemon() {
-            // A lease that ends deletes what is owed.
-            self.models[key].sweep();
-            self.let_go(client, key);
-        }
-        Ok((model(expected), said))
+        let got = runtime().block_on(self::read(&store, &at, &options, read, &dict));
+        let of = got.as_ref().ok().and_then(|(_, id)| *id);
+        let said = real(got.map(|(arrays, _)| arrays));
+        self.let_go(client, key);
+        self.settle(&Answers { key, expected, said: said.clone(), of })?;
+        Ok(said)
     }
 
     /// A daemon hears that somebody has let go of a version before it answers what comes next.
     fn let_go(&self, client: usize, key: usize) {
-        let key = self.key(key);
-        let head = runtime().block_on(self.clients[client].head(&key));
-        assert!(head.is_ok(), "the daemon is there");
+        if self.kind.is_daemon() {
+            let head = runtime().block_on(self.clients[client].head(&self.key(key)));
+            assert!(head.is_ok() || self.doom.is_some(), "the daemon is there");
+        }
     }
 
-    fn hold(
-        &mut self,
-        client: usize,
-        key: usize,
-        number: Option<u64>,
-    ) -> Result<(Said, Said), String> {
-        let is_leased = self.kind.is_daemon();
+    fn hold(&mut self, client: usize, key: usize, number: Option<u64>) -> Result<Said, String> {
+        let expected = self.each(key, |model| {
+            let version = model.find(number)?;
+            Ok((version.number(), Some(version.id)))
+        });
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
         let opened = runtime().block_on(store.open(&at, &options));
         let said = real(opened.as_ref().map(Opened::version));
-        let found = self.models[key].find(number).cloned();
-        let expected = model(found.clone().map(|version| version.number));
-        if let (Ok(version), Ok(opened)) = (found, opened) {
-            let id = version.id;
-            self.same_version(id, opened.id())?;
-            let Stage::Visible(dict) = version.stage else { unreachable!("it was found") };
-            let mut versions = self.models[key].versions.iter_mut();
-            versions.find(|version| version.id == id).unwrap().readers += usize::from(is_leased);
+        let of = opened.as_ref().ok().map(Opened::id);
+        let id = self.settle(&Answers { key, expected, said: said.clone(), of })?;
+        if let (Some(id), Ok(opened)) = (id, opened) {
+            let dict = self.models[key][0].versions[&id].dict();
+            if self.kind.is_daemon() {
+                self.models[key].iter_mut().for_each(|model| model.leases.push(id));
+            }
             self.held.push(Held { client, key, id, dict, opened });
         }
-        Ok((expected, said))
+        Ok(said)
     }
 
     /// What somebody has held is as it was, whatever has become of the version.
-    fn release(&mut self) -> Option<(Said, Said)> {
-        let Held { client, key, id, dict, opened } = self.held.pop()?;
+    fn release(&mut self) -> Result<Option<Said>, String> {
+        let Some(Held { client, key, id, dict, opened }) = self.held.pop() else {
+            return Ok(None);
+        };
+        let is_leased = self.kind.is_daemon();
         let arrays = dict.iter().filter(|(_, array)| array.kind != Kind::Number);
-        let expected: Vec<&Array> = arrays.clone().map(|(_, array)| array).collect();
+        let held: Vec<&Array> = arrays.clone().map(|(_, array)| array).collect();
+        let expected = self.each(key, |model| {
+            if let Some(at) = model.leases.iter().position(|lease| *lease == id) {
+                model.leases.remove(at);
+            }
+            if is_leased {
+                model.settle();
+            }
+            Ok((&held, None))
+        });
         let said = runtime().block_on(async {
             let mut said = Vec::new();
-            for (name, array) in arrays.clone() {
+            for (name, array) in arrays {
                 said.push(array_of(&opened.tensor(name, None).await?, (0, 0), array.shape));
             }
             Ok::<_, Error>(said)
         });
         drop(opened);
-        if self.kind.is_daemon() {
-            self.models[key].sweep();
-            self.let_go(client, key);
-        }
-        let mut versions = self.models[key].versions.iter_mut();
-        if let Some(version) = versions.find(|version| version.id == id) {
-            version.readers = version.readers.saturating_sub(1);
-        }
-        Some((model(Ok(expected)), real(said)))
+        self.let_go(client, key);
+        self.compare(key, expected, real(said)).map(Some)
     }
 
-    /// All that can be seen of a key without reading it.
-    fn list(&self, client: usize, key: usize) -> (Said, Said) {
-        let of = &self.models[key];
-        let versions: Vec<_> = of.visible().into_iter().collect();
-        let labels = of.pins.iter().map(|(label, id)| (label.clone(), of.get(*id).unwrap().number));
-        let labels: BTreeMap<String, u64> = labels.collect();
-        let visible = versions.iter().map(|it| (it.number, it.epoch, it.writers.clone()));
-        let visible: Vec<(u64, u32, Writers)> = visible.collect();
-        let has_one = |key: &usize| !self.models[*key].visible().is_empty();
-        let keys: Vec<Key> = (0..KEYS).filter(has_one).map(|key| self.key(key)).collect();
-        let expected = (visible, labels, keys, !versions.is_empty());
-        let (store, at) = (&self.clients[client], self.key(key));
+    /// All that can be seen of a key without reading it; and which keys there are.
+    fn list(&mut self, client: usize, key: usize) -> Result<Said, String> {
+        let ids = self.ids.clone();
+        let expected = self.each(key, |model| {
+            let visible = model.all(&Stage::Visible);
+            let seen = |it: &&Version| (it.place, it.ask.writers.clone(), ids.get(&it.id).copied());
+            let labels = model.pins.iter();
+            let labels = labels.map(|(label, id)| (label.clone(), model.versions[id].number()));
+            let labels: BTreeMap<String, u64> = labels.collect();
+            let visible: Vec<_> = visible.iter().map(seen).collect();
+            let exists = !visible.is_empty();
+            Ok(((visible, labels, exists), None))
+        });
+        let (store, at) = (self.clients[client].clone(), self.key(key));
         let said = runtime().block_on(async {
             let versions = store.versions(&at).await?;
-            let visible = versions.iter().map(|it| (it.number, it.epoch, writers_of(&it.writers)));
-            let visible: Vec<(u64, u32, Writers)> = visible.collect();
-            let keys = store.keys(Some(&self.prefix)).await?;
-            let exists = store.exists(&at, None).await?;
-            Ok::<_, Error>((visible, store.pins(&at).await?, keys, exists))
+            let seen = |it: &VersionInfo| {
+                let id = Some(it.id).filter(|id| !self.is_new(*id));
+                ((it.epoch, it.number), writers_of(&it.writers), id)
+            };
+            let visible: Vec<_> = versions.iter().map(seen).collect();
+            let labels: BTreeMap<String, u64> = store.pins(&at).await?;
+            Ok::<_, Error>((visible, labels, store.exists(&at, None).await?))
         });
-        (model(Ok(expected)), real(said))
+        let said = self.compare(key, expected, real(said))?;
+        let keys = runtime().block_on(store.keys(Some(&self.prefix)));
+        for key in 0..KEYS {
+            let expected = self.each(key, |model| Ok((model.find(None).is_ok(), None)));
+            let at = self.key(key);
+            let said = real(keys.as_ref().map(|keys| keys.contains(&at)));
+            self.compare(key, expected, said).map(drop)?;
+        }
+        Ok(said)
     }
 
     /// A client dies. What it has not finished is taken back if somebody sees that it is gone, and else stays.
-    fn leave(&mut self, client: usize) {
+    fn leave(&mut self, client: usize) -> Result<(), String> {
         while let Some(at) = self.held.iter().position(|held| held.client == client) {
             let held = self.held.remove(at);
             self.held.push(held);
-            let released = self.release();
-            assert!(
-                released.is_some_and(|(expected, said)| expected == said),
-                "a view has changed"
-            );
+            self.release()?;
         }
         let (gone, left) =
             std::mem::take(&mut self.begun).into_iter().partition(|it| it.client == client);
@@ -522,7 +673,7 @@ impl World {
         let is_seen = self.kind != HomeKind::Directory || client == 0;
         for Begun { key, id, ask, publisher, .. } in gone {
             if is_seen {
-                self.models[key].abort(id, ask.writer);
+                self.models[key].iter_mut().for_each(|model| model.abort(id, ask.writer));
                 runtime().block_on(async { drop(publisher) });
             } else {
                 self.dead.push(publisher);
@@ -530,14 +681,14 @@ impl World {
         }
         if self.kind == HomeKind::Memory {
             self.come_to_rest();
-            return;
+            return Ok(());
         }
         self.calls.retain(|(of, ..), _| *of != client);
         let home = self.home.as_ref().unwrap();
         if !self.kind.is_daemon() {
             self.come_to_rest();
             self.clients[client] = home.connect(client, runtime());
-            return;
+            return Ok(());
         }
         let other = self.clients[1 - client].clone();
         self.clients[client] = other.clone();
@@ -547,6 +698,7 @@ impl World {
             status.peers.iter().all(|peer| peer.address.is_some() == (client == 0))
         });
         self.clients[client] = home.connect(client, runtime());
+        Ok(())
     }
 
     fn kill(&mut self) {
@@ -561,320 +713,44 @@ impl World {
         });
         self.calls.clear();
         if self.deviation != Some(Deviation::RemembersAll) {
-            self.models.iter_mut().for_each(Model::crash);
+            self.models = crashed(std::mem::take(&mut self.models));
         }
         let home = self.home.as_ref().unwrap();
         self.clients = (0..CLIENTS).map(|client| home.connect(client, runtime())).collect();
     }
 }
 
-/// What a put is told: number, epoch, visible, missing.
-type Put = (u64, u32, bool, Writers);
-
-fn put_of(report: &PutReport) -> Put {
-    (report.version, report.epoch, report.visible, writers_of(&report.missing))
-}
-
-fn writers_of(writers: &WriterSet) -> Writers {
-    writers.iter().collect()
-}
-
-fn model<T: Debug>(answer: Result<T, Fault>) -> Said {
-    match answer {
-        Ok(answer) => Ok(format!("{answer:?}")),
-        Err(fault) => Err(format!("{fault:?}, {}", kind_of(&fault).name())),
-    }
-}
-
-fn real<T: Debug, E: std::borrow::Borrow<Error>>(answer: Result<T, E>) -> Said {
-    let answer = match answer {
-        Ok(answer) => return Ok(format!("{answer:?}")),
-        Err(error) => error,
+/// What may be left of each key when the process has ended that holds what is in memory.
+fn crashed(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
+    let different = |mut of: Vec<Model>| {
+        of.iter_mut().for_each(Model::crash);
+        let is_first = |(at, model): &(usize, &Model)| !of[..*at].contains(*model);
+        of.iter().enumerate().filter(is_first).map(|(_, model)| model.clone()).collect()
     };
-    let error = answer.borrow();
-    Err(match fault_of(error) {
-        Some(fault) => format!("{fault:?}, {}", error.kind().name()),
-        None => format!("{}: {error}", error.kind().name()),
-    })
+    models.into_iter().map(different).collect()
 }
 
-/// What a caller can do about it.
-fn kind_of(fault: &Fault) -> ErrorKind {
-    match fault {
-        Fault::Invalid => ErrorKind::Invalid,
-        Fault::Busy => ErrorKind::Busy,
-        Fault::NotFound { .. } | Fault::Gone | Fault::NoLeaf | Fault::NotCome => {
-            ErrorKind::NotFound
-        }
-        Fault::Dropped(End::Rejected) => ErrorKind::Rejected,
-        Fault::Dropped(End::Superseded { .. } | End::Deleted) => ErrorKind::Overtaken,
-        _ => ErrorKind::Refused,
-    }
-}
-
-/// An error of the store in the model's words; none if the model has none for it.
-fn fault_of(error: &Error) -> Option<Fault> {
-    let Some(refusal) = error.refusal() else {
-        return match error.kind() {
-            ErrorKind::Invalid => Some(Fault::Invalid),
-            ErrorKind::Busy => Some(Fault::Busy),
-            ErrorKind::NotFound if error.to_string().contains("has not come") => {
-                Some(Fault::NotCome)
-            }
-            ErrorKind::NotFound => Some(Fault::NoLeaf),
-            _ => None,
-        };
-    };
-    Some(match refusal {
-        Refusal::NotAWriter { .. } => Fault::NotAWriter,
-        Refusal::JobRequired { .. } => Fault::JobRequired,
-        Refusal::JobsDisagree { .. } => Fault::JobsDisagree,
-        Refusal::WritersDisagree { .. } => Fault::WritersDisagree,
-        Refusal::DurabilityDisagrees { .. } => Fault::DurabilityDisagrees,
-        Refusal::VersionNotNewer { highest, .. } => Fault::NotNewer { highest: *highest },
-        Refusal::LateCall { .. } => Fault::LateCall,
-        Refusal::NotBegun { .. } => Fault::NotBegun,
-        Refusal::ContributionDiffers { .. } => Fault::Differs,
-        Refusal::Gone { .. } => Fault::Gone,
-        Refusal::NotFound { newest, coming, .. } => Fault::NotFound {
-            newest: *newest,
-            coming: coming.as_ref().map(|(number, missing)| (*number, writers_of(missing))),
-        },
-        // Whether the job or the version was looked at first.
-        Refusal::Fenced { .. } | Refusal::Dropped { reason: Reason::Fenced { .. }, .. } => {
-            Fault::Fenced
-        }
-        Refusal::Dropped { reason, .. } => Fault::Dropped(match reason {
-            Reason::Superseded { by } => End::Superseded { by: *by },
-            Reason::Rejected { .. } => End::Rejected,
-            Reason::Aborted { .. } => End::Aborted,
-            Reason::Deleted => End::Deleted,
-            _ => return None,
-        }),
-        _ => return None,
-    })
-}
-
-/// Whoever has to wait does not here: others do nothing meanwhile.
-fn options<T>(wish: &Wish, expected: &Result<T, Fault>) -> PutOptions {
-    let is_busy = matches!(expected, Err(Fault::Busy));
-    PutOptions {
-        version: wish.number,
-        writer: Some(wish.writer),
-        writers: (!wish.found).then(|| (0..wish.of).collect()),
-        job: wish.job.map(|job| JobId(format!("job-{job}"))),
-        divergent: if wish.lowest { Divergent::Lowest } else { Divergent::Error },
-        rewind: wish.rewind,
-        durability: if wish.durable { Durability::Disk } else { Durability::Memory },
-        timeout: if is_busy { Duration::ZERO } else { Duration::from_secs(20) },
-        ..PutOptions::default()
-    }
-}
-
-fn words(array: &Array) -> Vec<u32> {
-    array.elements.values().copied().collect()
-}
-
-fn tensor(array: &Array, shape: &[u64]) -> Tensor {
-    match array.kind {
-        Kind::Int32 => {
-            let words: Vec<i32> = words(array).into_iter().map(u32::cast_signed).collect();
-            Tensor::from_slice(&words, shape).unwrap()
-        }
-        _ => Tensor::from_slice(&words(array), shape).unwrap(),
-    }
-}
-
-/// What is put, as the store takes it.
-fn state_dict(part: &Part, wish: &Wish) -> StateDict {
-    let mut dict = StateDict::new();
-    for (name, array, extent) in &part.leaves {
-        let (rows, columns) = array.shape;
-        let value: Value = match (extent, array.kind) {
-            (Extent::Whole, Kind::Number) => i64::from(words(array)[0]).into(),
-            (Extent::Whole, _) => tensor(array, &[rows, columns]).into(),
-            (Extent::Slice, _) => {
-                let (first, after) = wish.rows();
-                let local = [after - first, columns];
-                let mut slice = TensorSlice::new(&[first, 0], &local, &[rows, columns]).unwrap();
-                let of = u64::from(wish.of);
-                if wish.found {
-                    slice = slice.on_mesh(&[of], Some(&[wish.writer.into()])).unwrap();
-                }
-                let mut place = ShardPlace::new(slice);
-                if wish.found {
-                    place = place.on_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
-                }
-                Shard::new(tensor(array, &local), place).unwrap().into()
-            }
-        };
-        dict.insert(name.as_str(), value);
-    }
-    dict
-}
-
-/// The box of an array, if it has one there.
-fn cut(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault> {
-    if row + rows > array.shape.0 || column + columns > array.shape.1 {
+/// The model's begin. A store in memory finds out that nothing lasts there when it makes room.
+fn begin(model: &mut Model, kind: HomeKind, ask: &Ask, id: Id) -> Result<Id, Fault> {
+    if ask.durable && kind == HomeKind::Daemon {
         return Err(Fault::Invalid);
     }
-    let is_in = |place: &(u64, u64)| {
-        (row..row + rows).contains(&place.0) && (column..column + columns).contains(&place.1)
-    };
-    let elements = array.elements.iter().filter(|(place, _)| is_in(place));
-    Ok(Array { elements: elements.map(|(place, word)| (*place, *word)).collect(), ..array.clone() })
-}
-
-/// What a reader of a dict gets: names, and what they have.
-type Arrays = Vec<(String, Vec<Array>)>;
-
-fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
-    let leaf = |leaf: usize| {
-        let found = dict.iter().find(|(name, _)| name == LEAVES[leaf]);
-        found.map(|(_, array)| array).ok_or(Fault::NoLeaf)
-    };
-    let one = |at: usize, array: Array| (LEAVES[at].to_owned(), vec![array]);
-    match read {
-        Read::Whole => {
-            Ok(dict.iter().map(|(name, array)| (name.clone(), vec![array.clone()])).collect())
-        }
-        Read::Tensor(at) => Ok(vec![one(*at, leaf(*at)?.clone())]),
-        Read::Slice(at, part) => Ok(vec![one(*at, cut(leaf(*at)?, *part)?)]),
-        Read::Into(targets) => {
-            let target = |(at, part): &(usize, Option<Box>)| {
-                let array = leaf(*at)?;
-                let array = part.map_or_else(|| Ok(array.clone()), |part| cut(array, part))?;
-                Ok(one(*at, array))
-            };
-            targets.iter().map(target).collect()
-        }
-        Read::Resharded(parts) => dict
-            .iter()
-            .map(|(name, array)| {
-                let cuts = parts.iter().map(|part| cut(array, *part));
-                let is_cut = name == LEAVES[0];
-                let arrays =
-                    if is_cut { cuts.collect::<Result<_, _>>()? } else { vec![array.clone()] };
-                Ok((name.clone(), arrays))
-            })
-            .collect(),
+    let id = model.begin(ask, id)?;
+    if ask.durable && kind == HomeKind::Memory {
+        model.abort(id, ask.writer);
+        return Err(Fault::Invalid);
     }
+    Ok(id)
 }
 
-/// The place of a box in an array of this shape, or of a shape that it is in: then it fits no leaf.
-fn place(part: Box, shape: (u64, u64)) -> ShardPlace {
-    let (row, column, rows, columns) = part;
-    let global = [shape.0.max(row + rows), shape.1.max(column + columns)];
-    ShardPlace::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
+/// The model's commit: what its writer is told, and the version.
+fn commit(model: &mut Model, id: Id, ask: &Ask, part: &Part) -> Result<(Put, Option<Id>), Fault> {
+    let Progress { visible, missing } = model.commit(id, ask, part)?;
+    let (epoch, number) = model.versions[&id].place;
+    Ok(((number, epoch, visible, missing), Some(id)))
 }
 
-/// Reads from the store what the model says is wanted; and the version's identity, where the store says it.
-async fn read(
-    store: &Store,
-    key: &Key,
-    options: &GetOptions,
-    read: &Read,
-    dict: &Dict,
-) -> Result<(Arrays, Option<VersionId>), Error> {
-    let of = |at: usize| dict.iter().find(|(name, _)| name == LEAVES[at]).map(|(_, array)| array);
-    let shape = |at: usize| of(at).map_or((ROWS, COLUMNS), |array| array.shape);
-    let one = |at: usize, array: Array| vec![(LEAVES[at].to_owned(), vec![array])];
-    match read {
-        Read::Whole => {
-            let (dict, report) = store.get_state_dict(key, options).await?;
-            Ok((arrays_of(&dict), Some(report.id)))
-        }
-        Read::Tensor(at) => {
-            let tensor = store.get(key, LEAVES[*at], options).await?;
-            Ok((one(*at, array_of(&tensor, (0, 0), shape(*at))), None))
-        }
-        Read::Slice(at, (row, column, rows, columns)) => {
-            let region = Region::new(&[*row, *column], &[*rows, *columns]).unwrap();
-            let tensor = store.get_slice(key, LEAVES[*at], &region, options).await?;
-            Ok((one(*at, array_of(&tensor, (*row, *column), shape(*at))), None))
-        }
-        Read::Into(targets) => {
-            let metas = targets.iter().map(|(at, part)| {
-                let kind = of(*at).map_or(Kind::Uint32, |array| array.kind);
-                let dtype = if kind == Kind::Int32 { Dtype::Int32 } else { Dtype::Uint32 };
-                let (rows, columns) =
-                    part.map_or(shape(*at), |(_, _, rows, columns)| (rows, columns));
-                TensorMeta::new(dtype, &[rows, columns]).unwrap()
-            });
-            let metas: Vec<TensorMeta> = metas.collect();
-            let mut memory: Vec<Vec<u8>> = metas
-                .iter()
-                .map(|meta| vec![0xEE; usize::try_from(meta.nbytes()).unwrap()])
-                .collect();
-            let places = targets.iter().map(|(at, part)| part.map(|part| place(part, shape(*at))));
-            let mut into: Vec<Target<'_>> = places
-                .zip(&metas)
-                .zip(&mut memory)
-                .zip(targets)
-                .map(|(((place, meta), bytes), (at, _))| Target {
-                    fqn: LEAVES[*at].to_owned(),
-                    place,
-                    meta: meta.clone(),
-                    bytes,
-                })
-                .collect();
-            let filled = store.get_state_dict_into(key, &mut into, options).await;
-            let is_touched = memory.iter().flatten().any(|byte| *byte != 0xEE);
-            let report = filled
-                .inspect_err(|error| assert!(!is_touched, "{error}, and memory is touched"))?;
-            let mut arrays = Arrays::new();
-            for (((at, part), meta), bytes) in targets.iter().zip(metas).zip(memory) {
-                let tensor = Tensor::new(meta, bytes.into(), 0).unwrap();
-                let offset = part.map_or((0, 0), |(row, column, ..)| (row, column));
-                arrays.extend(one(*at, array_of(&tensor, offset, shape(*at))));
-            }
-            Ok((arrays, Some(report.id)))
-        }
-        Read::Resharded(parts) => {
-            let places = parts.iter().map(|part| place(*part, shape(0))).collect();
-            let slices = BTreeMap::from([(LEAVES[0].to_owned(), places)]);
-            let options = GetOptions { slices, ..options.clone() };
-            let (dict, report) = store.get_state_dict(key, &options).await?;
-            Ok((arrays_of(&dict), Some(report.id)))
-        }
-    }
-}
-
-fn arrays_of(dict: &StateDict) -> Arrays {
-    let arrays = |value: &Value| match value {
-        Value::Tensor(tensor) => {
-            let shape = tensor.meta().shape();
-            vec![array_of(tensor, (0, 0), (shape[0], shape[1]))]
-        }
-        Value::Shards(shards) => {
-            let array = |shard: &Shard| {
-                let (offsets, shape) = (shard.slice().offsets(), shard.slice().global_shape());
-                array_of(shard.tensor(), (offsets[0], offsets[1]), (shape[0], shape[1]))
-            };
-            shards.iter().map(array).collect()
-        }
-        Value::Int(number) => {
-            let number = u32::try_from(number.as_i64().unwrap()).unwrap();
-            let elements = BTreeMap::from([((0, 0), number)]);
-            vec![Array { kind: Kind::Number, shape: (1, 1), elements }]
-        }
-        other => panic!("nobody put {other:?}"),
-    };
-    let leaves = dict.leaves();
-    leaves.iter().map(|(path, value)| (path.fqn(), arrays(value))).collect()
-}
-
-/// A tensor as the part of an array that begins at a place.
-fn array_of(tensor: &Tensor, offset: (u64, u64), shape: (u64, u64)) -> Array {
-    let kind = match tensor.meta().dtype() {
-        Dtype::Int32 => Kind::Int32,
-        Dtype::Uint32 => Kind::Uint32,
-        other => panic!("nobody put {other}"),
-    };
-    let bytes = tensor.view().to_contiguous(1 << 20).unwrap();
-    let words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
-    let local = tensor.meta().shape();
-    let places = (0..local[0]).flat_map(|row| (0..local[1]).map(move |column| (row, column)));
-    let places = places.map(|(row, column)| (offset.0 + row, offset.1 + column));
-    Array { kind, shape, elements: places.zip(words).collect() }
+fn is_busy(expected: &[(Said, Option<Id>)]) -> bool {
+    let busy = model(Err::<(), _>(Fault::Busy));
+    expected.iter().any(|(expected, _)| *expected == busy)
 }

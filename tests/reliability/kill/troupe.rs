@@ -12,6 +12,7 @@ use tssd_store::blocking::Store;
 use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
 use tssd_tests::command::{Serve, quick_folder};
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 
 use super::actor::{Actor, KEYS, WRITERS, check, contents};
 use crate::folder;
@@ -173,6 +174,13 @@ impl Troupe {
         }
         self.check(&self.acknowledged(), false);
         self.goes_on(&before);
+    }
+
+    /// Whatever the daemon has, its successors over the same root have no more.
+    pub(super) fn sample(&self, growth: &mut Growth) {
+        if let Some(serve) = &self.serve {
+            growth.sample(serve.process.id());
+        }
     }
 
     fn kill_all(&mut self) {

@@ -14,6 +14,10 @@
 //! than it must. Any other right walk is at each moment as far or farther, and what it passes during a read,
 //! the lazy one has passed as well or still can. So if the lazy walk fails, every walk does.
 //!
+//! A version that several writers put together is a put that is asked as soon as its last part may have been. One
+//! that a label holds (`pins`) is there after it was displaced: no step of the walk, but two moments that the reads
+//! between them are compared with.
+//!
 //! A delete whose outcome is unknown is a change that the walk may pass by. A put whose outcome is unknown and
 //! whose contents nobody has ever seen may still have displaced older versions. It is taken into account where
 //! a number is missing from the line and a version is gone too early; how many of them there are is counted,
@@ -22,7 +26,8 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{Answer, Call, Operation};
+use super::history::{Answer, Call, Operation, name_of};
+use super::pins::Pins;
 
 /// What cannot have come from a store that does one thing at a time.
 #[derive(Debug)]
@@ -44,20 +49,61 @@ pub(crate) fn check(keep: usize, operations: &[Operation]) -> Result<(), Violati
 }
 
 /// Which put each visible version is.
-struct Puts<'a> {
-    by_name: BTreeMap<u32, &'a Operation>,
+struct Puts {
+    by_name: BTreeMap<u32, Put>,
     by_number: BTreeMap<u64, u32>,
     numbers: BTreeMap<u32, u64>,
 }
 
-impl<'a> Puts<'a> {
+/// What would make a version visible.
+struct Put {
+    asked: u64,
+    answer: Option<Answer>,
+}
+
+/// Versions that several writers put together: as if one put each, asked when no part was missing any more.
+///
+/// A part that waits may be lost with its daemon, and be put again. One that fails has done nothing.
+fn together(operations: &[Operation]) -> BTreeMap<u32, Put> {
+    let mut parts: BTreeMap<u64, Vec<&Operation>> = BTreeMap::new();
+    let mut puts = BTreeMap::new();
+    for operation in operations.iter().filter(|it| it.answer != Some(Answer::Failed)) {
+        if let Call::Part { number, .. } = operation.call {
+            parts.entry(number).or_default().push(operation);
+        }
+    }
+    for (number, parts) in parts {
+        // Whoever is told that it is visible was not there before.
+        let came = parts.iter().filter(|it| matches!(it.answer, None | Some(Answer::Waits)));
+        let first = |other: u32| {
+            let own = came.clone().filter(|it| it.call.writer() == Some(other));
+            own.map(|it| it.asked).min().unwrap_or(u64::MAX)
+        };
+        let asked = |it: &&Operation| {
+            let Call::Part { writer, of, .. } = it.call else { unreachable!("it is a part") };
+            let others = (0..of).filter(|other| *other != writer).map(first);
+            others.fold(it.asked, u64::max)
+        };
+        let last = parts.iter().filter(|it| it.answer != Some(Answer::Waits)).map(asked).min();
+        if let Some(asked) = last.filter(|asked| *asked != u64::MAX) {
+            puts.insert(name_of(number), Put { asked, answer: None });
+        }
+    }
+    puts
+}
+
+impl Puts {
     /// From what is seen of them, each answer by itself.
-    fn of(operations: &'a [Operation]) -> Result<Self, Violation> {
-        let mut puts =
-            Self { by_name: BTreeMap::new(), by_number: BTreeMap::new(), numbers: BTreeMap::new() };
+    fn of(operations: &[Operation]) -> Result<Self, Violation> {
+        let mut puts = Self {
+            by_name: together(operations),
+            by_number: BTreeMap::new(),
+            numbers: BTreeMap::new(),
+        };
         for operation in operations {
-            if let Call::Put(put) = operation.call
-                && puts.by_name.insert(put, operation).is_some()
+            let Operation { call, asked, answer, .. } = *operation;
+            if let Call::Put(put) = call
+                && puts.by_name.insert(put, Put { asked, answer }).is_some()
             {
                 return violation("two puts have one name", operation);
             }
@@ -65,7 +111,10 @@ impl<'a> Puts<'a> {
         for operation in operations {
             match (operation.call, operation.answer) {
                 (_, Some(Answer::Torn(_))) => return violation("what is read is torn", operation),
-                (Call::Numbered(wanted), Some(Answer::Found(number, _))) if number != wanted => {
+                (Call::Part { number: wanted, .. }, Some(Answer::Put(number)))
+                | (Call::Numbered(wanted), Some(Answer::Found(number, _)))
+                    if number != wanted =>
+                {
                     return violation("another number is found than was asked for", operation);
                 }
                 (Call::Wait(wanted, _), Some(Answer::Found(number, _))) if number < wanted => {
@@ -105,10 +154,11 @@ impl<'a> Puts<'a> {
 
     /// When the puts were asked that may be versions that nobody has seen.
     fn unseen(&self) -> Vec<u64> {
-        let unseen = self.by_name.iter().filter(|(put, operation)| {
-            operation.answer.is_none() && !self.numbers.contains_key(put)
-        });
-        let mut asked: Vec<u64> = unseen.map(|(_, operation)| operation.asked).collect();
+        let unseen = self
+            .by_name
+            .iter()
+            .filter(|(name, put)| put.answer.is_none() && !self.numbers.contains_key(name));
+        let mut asked: Vec<u64> = unseen.map(|(_, put)| put.asked).collect();
         asked.sort_unstable();
         asked
     }
@@ -127,6 +177,7 @@ struct Line {
     /// The numbers that puts are seen under.
     numbers: BTreeMap<u32, u64>,
     unseen: Vec<u64>,
+    pins: Pins,
 }
 
 /// One change: a version becomes visible, or is deleted.
@@ -138,7 +189,7 @@ struct Step {
 }
 
 impl Line {
-    fn of(keep: usize, operations: &[Operation], puts: Puts<'_>) -> Result<Self, Violation> {
+    fn of(keep: usize, operations: &[Operation], puts: Puts) -> Result<Self, Violation> {
         // Of each number: when a delete was asked, and whether it is known to have deleted it.
         let mut deletes: BTreeMap<u64, (u64, bool)> = BTreeMap::new();
         for operation in operations {
@@ -184,8 +235,8 @@ impl Line {
             }
             empty[position] = next;
         }
-        let unseen = puts.unseen();
-        Ok(Self { keep, steps, versions, come, empty, numbers: puts.numbers, unseen })
+        let (unseen, pins) = (puts.unseen(), Pins::of(operations));
+        Ok(Self { keep, steps, versions, come, empty, numbers: puts.numbers, unseen, pins })
     }
 
     /// The place of a version among all, if it is one.
@@ -200,21 +251,33 @@ impl Line {
             (Call::Newest | Call::Wait(..), Answer::Found(number, _)) => {
                 not_before(self.versions[self.version(number)?].1)
             }
-            (Call::Numbered(_), Answer::Found(number, _)) => {
+            (Call::Pin(number, _), Answer::Done)
+            | (Call::Numbered(_), Answer::Found(number, _)) => {
                 let version = self.version(number)?;
                 let first = self.versions[version].1.max(from);
                 (first < self.end(version)).then_some(first)
             }
             (Call::Newest, Answer::Nothing) => self.empty[from],
+            // Its version has not come, nor a higher one.
+            (Call::Part { number, .. }, Answer::Waits) => {
+                let newest = self.come[from].checked_sub(1).map(|version| self.versions[version].0);
+                newest.is_none_or(|newest| newest < number).then_some(from)
+            }
+            (Call::Unpin(_), Answer::Done) => Some(from),
             (Call::Wait(number, _), Answer::Nothing) => {
                 let newest = self.come[from].checked_sub(1).map(|version| self.versions[version].0);
                 let is_old = newest.is_none_or(|newest| newest < number);
                 if is_old { Some(from) } else { self.empty[from] }
             }
-            (Call::Numbered(number) | Call::Delete(number), Answer::Nothing) => {
+            (
+                Call::Numbered(number) | Call::Delete(number) | Call::Pin(number, _),
+                Answer::Nothing,
+            ) => {
                 let Some(version) = self.version(number) else { return Some(from) };
+                let is_released = self.pins.are_released(number, read.answered);
                 let is_true = |at: &usize| {
-                    *at < self.versions[version].1 || self.is_gone(version, *at, read.answered)
+                    *at < self.versions[version].1
+                        || is_released && self.is_gone(version, *at, read.answered)
                 };
                 (from..self.come.len()).find(is_true)
             }
@@ -247,6 +310,9 @@ impl Line {
     /// The position that a change leads to, if it is known to have been made.
     fn reached_by(&self, change: &Operation) -> Option<usize> {
         match (change.call, change.answer) {
+            (Call::Part { number, .. }, Some(Answer::Put(_))) => {
+                Some(self.versions[self.version(number)?].1)
+            }
             (Call::Put(put), _) => {
                 let version = self.version(*self.numbers.get(&put)?)?;
                 Some(self.versions[version].1)
@@ -266,7 +332,8 @@ impl Line {
         }
         // What happens in the same moment overlaps.
         moments.sort_unstable();
-        let mut walk = Walk { line: self, at: 0, passed: vec![false; self.come.len()] };
+        let (passed, gone) = (vec![false; self.come.len()], BTreeMap::new());
+        let mut walk = Walk { line: self, at: 0, passed, gone };
         let mut from = vec![0; operations.len()];
         for (now, is_answer, index) in moments {
             let operation = &operations[index];
@@ -277,12 +344,16 @@ impl Line {
                     return violation("it is done before something older is asked", operation);
                 }
             } else if operation.answer.is_some_and(|answer| answer != Answer::Failed) {
-                let Some(position) = walk.satisfies(operation, from[index], now) else {
+                let from = |index: usize| from[index];
+                let satisfied = walk.satisfies(operation, from(index), now);
+                let held = || walk.is_held(index, operation, from).then_some(walk.at);
+                let Some(position) = satisfied.or_else(held) else {
                     return violation("it was not so at any moment", operation);
                 };
                 if position > walk.at && !walk.go_to(position, now) {
                     return violation("it was so only before it could be", operation);
                 }
+                walk.miss(operation, position);
             }
         }
         Ok(())
@@ -295,9 +366,35 @@ struct Walk<'a> {
     at: usize,
     /// Whether an optional change that lies behind was made.
     passed: Vec<bool>,
+    /// By when versions were gone, by their numbers.
+    gone: BTreeMap<u64, u64>,
 }
 
 impl Walk<'_> {
+    /// Whether a version that newer ones have displaced is there all the same: a label has held it from a moment on
+    /// at which it was there.
+    fn is_held(&self, index: usize, read: &Operation, from: impl Fn(usize) -> usize) -> bool {
+        let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return false };
+        if read.answer == Some(Answer::Nothing) {
+            return false;
+        }
+        let Some(version) = self.line.version(number) else { return false };
+        let is_gone = self.gone.get(&number).is_some_and(|gone| *gone < read.asked);
+        let end = self.line.end(version);
+        !is_gone && self.line.pins.hold(number, index, read, |index| from(index) < end)
+    }
+
+    /// Remembers that a version was not there any more.
+    fn miss(&mut self, read: &Operation, position: usize) {
+        let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return };
+        let version = self.line.version(number);
+        let has_come = version.is_some_and(|version| self.line.versions[version].1 <= position);
+        if has_come && read.answer == Some(Answer::Nothing) {
+            let gone = self.gone.entry(number).or_insert(read.answered);
+            *gone = read.answered.min(*gone);
+        }
+    }
+
     /// The first position that makes a read true, since it began or from now on.
     fn satisfies(&self, read: &Operation, mut from: usize, now: u64) -> Option<usize> {
         loop {

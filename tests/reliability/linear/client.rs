@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tssd_store::blocking::Store;
-use tssd_store::{Error, ErrorKind, GetOptions, PutOptions, VersionInfo, WriterSet};
+use tssd_store::{Error, ErrorKind, GetOptions, JobId, PutOptions, VersionInfo, WriterSet};
 use tssd_tests::dice::Dice;
 
-use super::contents::{dict, put_of};
-use super::history::{Answer, Call, Recorder};
-use super::object::{KEYS, durability, keep, name};
+use super::contents::{dict, part, put_of};
+use super::history::{Answer, Call, Recorder, name_of, number_at, place};
+use super::object::{Custom, KEYS, TOGETHER, custom, durability, keep, name, writers};
 use super::workload;
 
 /// Names what a client is told.
@@ -31,6 +31,8 @@ pub(crate) struct Told {
     pub(crate) folder: PathBuf,
     pub(crate) number: u32,
     pub(crate) threads: u32,
+    /// Its rank, where several writers put a version together.
+    pub(crate) writer: u32,
 }
 
 #[test]
@@ -61,6 +63,9 @@ fn child() {
                 dice: Dice::new(u64::from(told.number) << 8 | u64::from(thread)),
                 generation: 0,
                 seen: [0; KEYS as usize],
+                pinned: [None; KEYS as usize],
+                // No two threads are one writer.
+                writer: if thread == 0 { told.writer } else { u32::MAX },
             };
             scope.spawn(|| client.run());
         }
@@ -107,9 +112,20 @@ struct Client<'a> {
     generation: u64,
     /// The highest number of each key that it has seen on this connection.
     seen: [u64; KEYS as usize],
+    pinned: [Option<(u64, u32)>; KEYS as usize],
+    writer: u32,
 }
 
 impl Client<'_> {
+    /// The next key. Whoever is one of several writers is often awaited.
+    fn key(&mut self) -> u8 {
+        let together = TOGETHER[usize::try_from(self.dice.below(2)).unwrap()];
+        if self.writer < writers(together) && self.dice.hits(2) {
+            return together;
+        }
+        u8::try_from(self.dice.below(KEYS.into())).unwrap()
+    }
+
     fn run(mut self) {
         loop {
             let (generation, store) = self.line.store();
@@ -118,25 +134,47 @@ impl Client<'_> {
                 self.seen = [0; KEYS as usize];
                 self.generation = generation;
             }
-            let key = u8::try_from(self.dice.below(KEYS.into())).unwrap();
+            let key = self.key();
             let seen = self.seen[usize::from(key)];
-            let put = self.number << 20 | self.puts.fetch_add(1, Ordering::Relaxed);
-            let patience = u64::try_from(PATIENCE.as_nanos()).unwrap();
-            let call = workload::call(&mut self.dice, keep(key), seen, put, patience);
-            let version = self.dice.hits(4).then(|| seen + 1 + self.dice.below(2));
+            let client = workload::Client {
+                custom: custom(key),
+                keep: keep(key),
+                seen,
+                put: self.number << 20 | self.puts.fetch_add(1, Ordering::Relaxed),
+                patience: u64::try_from(PATIENCE.as_nanos()).unwrap(),
+                writer: self.writer,
+                pinned: self.pinned[usize::from(key)],
+            };
+            let call = client.call(&mut self.dice);
+            let number = number_at(seen);
+            let rewinds = custom(key) == Custom::Rewound && number > 0 && self.dice.hits(4);
+            let version = if rewinds {
+                Some(1 + self.dice.below(number))
+            } else {
+                self.dice.hits(4).then(|| number + 1 + self.dice.below(2))
+            };
             let is_head = self.dice.hits(3);
             let mut is_lost = false;
             let answer = self.recorder.record(key, call, || {
                 let answer = match call {
-                    Call::Put(put) => put_once(&store, key, put, version),
+                    Call::Put(put) => put_once(&store, key, put, version, rewinds),
                     Call::Newest if is_head => head(&store, key),
                     Call::Newest => get(&store, key, None),
                     Call::Numbered(number) => get(&store, key, Some(number)),
                     Call::Wait(number, _) => {
                         let come = store.wait_for_version(&name(key), number, PATIENCE);
-                        read(come.map(|version| told_by(&version)))
+                        read(come.map(|version| told_by(key, &version)))
                     }
                     Call::Delete(number) => delete(&store, key, number),
+                    Call::Part { number, writer, of } => put_part(&store, key, number, writer, of),
+                    Call::Pin(number, label) => read(
+                        store
+                            .pin(&name(key), Some(number), &label.to_string())
+                            .map(|_| Answer::Done),
+                    ),
+                    Call::Unpin(label) => {
+                        read(store.unpin(&name(key), &label.to_string()).map(|()| Answer::Done))
+                    }
                 };
                 is_lost = answer.is_none();
                 answer
@@ -144,6 +182,7 @@ impl Client<'_> {
             if is_lost {
                 self.line.lost(generation);
             }
+            self.pinned[usize::from(key)] = client.pinned_after(call, answer);
             if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
                 let seen = &mut self.seen[usize::from(key)];
                 *seen = number.max(*seen);
@@ -153,16 +192,23 @@ impl Client<'_> {
 }
 
 /// Puts; none if nobody knows whether it was done.
-pub(crate) fn put_once(store: &Store, key: u8, put: u32, version: Option<u64>) -> Option<Answer> {
+pub(crate) fn put_once(
+    store: &Store,
+    key: u8,
+    put: u32,
+    version: Option<u64>,
+    rewind: bool,
+) -> Option<Answer> {
     let options = PutOptions {
         version,
+        rewind,
         writer: Some(put),
         writers: Some(WriterSet::from_iter([put])),
         durability: durability(key),
         ..PutOptions::default()
     };
     match store.put_state_dict(&name(key), &dict(key, put), &options) {
-        Ok(report) => Some(Answer::Put(report.version)),
+        Ok(report) => Some(Answer::Put(place(report.epoch, report.version))),
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
             ErrorKind::Overtaken | ErrorKind::Refused => Some(Answer::Failed),
@@ -171,23 +217,51 @@ pub(crate) fn put_once(store: &Store, key: u8, put: u32, version: Option<u64>) -
     }
 }
 
+/// Puts a part; none if nobody knows whether it was done. What is put is the same at every try.
+fn put_part(store: &Store, key: u8, number: u64, writer: u32, of: u32) -> Option<Answer> {
+    let options = PutOptions {
+        version: Some(number),
+        writer: Some(writer),
+        writers: Some((0..of).collect()),
+        job: Some(JobId("together".into())),
+        durability: durability(key),
+        timeout: Duration::from_millis(200),
+        ..PutOptions::default()
+    };
+    match store.put_state_dict(&name(key), &part(key, name_of(number), writer), &options) {
+        Ok(report) if report.visible => Some(Answer::Put(report.version)),
+        Ok(_) => Some(Answer::Waits),
+        Err(error) => match error.kind() {
+            ErrorKind::Unreachable => None,
+            ErrorKind::Overtaken | ErrorKind::Refused | ErrorKind::Busy => Some(Answer::Failed),
+            _ => panic!("part {writer} of {number} of {key}: {error}"),
+        },
+    }
+}
+
 /// The contents of a version.
 pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Answer> {
     let options = GetOptions { version, ..GetOptions::default() };
     read(store.get_state_dict(&name(key), &options).map(|(dict, report)| {
-        put_of(key, &dict)
-            .map_or(Answer::Torn(report.version), |put| Answer::Found(report.version, put))
+        let place = place(report.epoch, report.version);
+        let put = put_of(key, writers(key), &dict);
+        put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
     }))
 }
 
 fn head(store: &Store, key: u8) -> Option<Answer> {
+    let told_by = |version: &VersionInfo| told_by(key, version);
     read(store.head(&name(key)).map(|head| head.as_ref().map_or(Answer::Nothing, told_by)))
 }
 
-/// Its writer says which put it is.
-fn told_by(version: &VersionInfo) -> Answer {
-    let put = version.writers.to_string().parse();
-    put.map_or(Answer::Torn(version.number), |put| Answer::Found(version.number, put))
+/// Its writer says which put it is; its number does, if it has several writers.
+fn told_by(key: u8, version: &VersionInfo) -> Answer {
+    let of = writers(key);
+    if of > 1 && version.writers == (0..of).collect() {
+        return Answer::Found(version.number, name_of(version.number));
+    }
+    let (put, place) = (version.writers.to_string().parse(), place(version.epoch, version.number));
+    put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
 }
 
 fn read(answer: Result<Answer, Error>) -> Option<Answer> {

@@ -22,9 +22,15 @@ fn name(tensor: u64) -> String {
 
 /// The state dict of a put.
 pub(crate) fn dict(key: u8, put: u32) -> StateDict {
+    part(key, put, 0)
+}
+
+/// What one of several writers puts.
+pub(crate) fn part(key: u8, put: u32, writer: u32) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("put", i64::from(put));
-    for tensor in 0..TENSORS {
+    let first = u64::from(writer) * TENSORS;
+    for tensor in first..first + TENSORS {
         let elements = vec![word(key, put, tensor); elements(put)];
         let shape = [elements.len() as u64];
         dict.insert(name(tensor), Tensor::from_slice(&elements, &shape).unwrap());
@@ -32,8 +38,8 @@ pub(crate) fn dict(key: u8, put: u32) -> StateDict {
     dict
 }
 
-/// Which put of a key a state dict is; none if it is not one whole put of that key.
-pub(crate) fn put_of(key: u8, dict: &StateDict) -> Option<u32> {
+/// Which put of a key a state dict is; none if it is not one whole put of that key, by so many writers.
+pub(crate) fn put_of(key: u8, of: u32, dict: &StateDict) -> Option<u32> {
     let Ok(Value::Int(put)) = dict.leaf("put") else { return None };
     let put = u32::try_from(put.as_i64()?).ok()?;
     let is_whole = |tensor| {
@@ -44,5 +50,5 @@ pub(crate) fn put_of(key: u8, dict: &StateDict) -> Option<u32> {
             && bytes[..8] == word
             && bytes[8..] == bytes[..bytes.len() - 8]
     };
-    (0..TENSORS).all(is_whole).then_some(put)
+    (0..u64::from(of) * TENSORS).all(is_whole).then_some(put)
 }

@@ -54,7 +54,7 @@ impl Way {
     fn put(&mut self, store: &Store) -> Option<Answer> {
         self.puts += 1;
         let put = self.puts;
-        self.recorder.record(KEY, Call::Put(put), || put_once(store, KEY, put, None))
+        self.recorder.record(KEY, Call::Put(put), || put_once(store, KEY, put, None, false))
     }
 
     fn get(&mut self, store: &Store, version: Option<u64>) -> Option<Answer> {

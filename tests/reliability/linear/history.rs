@@ -19,7 +19,20 @@ pub(crate) struct Operation {
     pub(crate) answer: Option<Answer>,
 }
 
-/// What is asked. A put is named by its one writer, which no other put has.
+/// The place of a version, as one number: each epoch is above all before it.
+pub(crate) fn place(epoch: u32, number: u64) -> u64 {
+    u64::from(epoch) << EPOCH | number
+}
+
+/// The number of a version that is at a place.
+pub(crate) fn number_at(place: u64) -> u64 {
+    place & ((1 << EPOCH) - 1)
+}
+
+const EPOCH: u32 = 32;
+
+/// What is asked. Versions are named by their places, which are their numbers as long as nobody rewinds the key.
+/// A put is named by its one writer, which no other put has.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Call {
     Put(u32),
@@ -31,6 +44,23 @@ pub(crate) enum Call {
     Wait(u64, u64),
     /// Deletes the version of a number that the same client has seen.
     Delete(u64),
+    /// A part of the version of a number, which all writers put together: as which one, of how many.
+    Part {
+        number: u64,
+        writer: u32,
+        of: u32,
+    },
+    /// Holds the version of a number under a label that is used once.
+    Pin(u64, u32),
+    /// By whoever has pinned it.
+    Unpin(u32),
+}
+
+impl Call {
+    /// Of several writers the one that puts its part.
+    pub(crate) fn writer(self) -> Option<u32> {
+        if let Self::Part { writer, .. } = self { Some(writer) } else { None }
+    }
 }
 
 /// What came of it.
@@ -45,6 +75,10 @@ pub(crate) enum Answer {
     /// There is no such version.
     Nothing,
     Deleted,
+    /// The part is there, and others are missing.
+    Waits,
+    /// The label holds the version, or does no longer.
+    Done,
     /// The version of this number is no one's put, but a mixture.
     Torn(u64),
 }
@@ -53,6 +87,7 @@ impl Operation {
     /// The number of a version that it has shown to be there, and which put that is.
     pub(crate) fn seen(&self) -> Option<(u64, u32)> {
         match (self.call, self.answer?) {
+            (Call::Part { .. }, Answer::Put(number)) => Some((number, name_of(number))),
             (Call::Put(put), Answer::Put(number)) | (_, Answer::Found(number, put)) => {
                 Some((number, put))
             }
@@ -62,8 +97,13 @@ impl Operation {
 
     /// Whether it may have an effect though it was never answered.
     fn changes(&self) -> bool {
-        matches!(self.call, Call::Put(_) | Call::Delete(_))
+        !matches!(self.call, Call::Newest | Call::Numbered(_) | Call::Wait(..))
     }
+}
+
+/// What a version is named by that several writers put together.
+pub(crate) fn name_of(number: u64) -> u32 {
+    u32::try_from(number).unwrap()
 }
 
 /// Nanoseconds of the one clock that all processes of a host have.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tempfile::TempDir;
 use tssd_tests::dice::Dice;
+use tssd_tests::growth::Growth;
 
 use super::client::Told;
 use super::history::{Operation, now, read};
@@ -69,18 +70,28 @@ impl Stage {
         let is_far = place % 2 == 1;
         let url = if is_far { self.proxy.url() } else { self.serve().url() };
         self.started += 1;
-        client(&Told { url, folder: self.log(), number: self.started, threads: THREADS })
+        let (number, writer) = (self.started, u32::try_from(place).unwrap());
+        client(&Told { url, folder: self.log(), number, threads: THREADS, writer })
     }
 
-    /// Does something to them for so long, every now and then.
-    pub(crate) fn torment(&mut self, dice: &mut Dice, span: Duration) -> Faults {
+    /// Does something to them for so long, every now and then; maybe nobody is killed: whoever is
+    /// leaves labels that hold versions for good, and the daemon grows by them.
+    pub(crate) fn torment(
+        &mut self,
+        dice: &mut Dice,
+        span: Duration,
+        kills: bool,
+        growth: &mut Growth,
+    ) -> Faults {
         let mut faults = Faults::default();
         let until = Instant::now() + span;
+        growth.begin();
         while Instant::now() < until {
             dice.pause(150);
+            growth.sample(self.serve().process.id());
             let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
             match dice.below(16) {
-                0..4 => {
+                0..4 if kills => {
                     // It dies before its successor is there.
                     self.clients.remove(place);
                     let successor = self.client(place);
@@ -99,8 +110,9 @@ impl Stage {
                     self.serve().process.signal(Signal::CONT);
                     faults.daemons_stopped += 1;
                 }
-                9 => {
+                9 if kills => {
                     self.serve_anew();
+                    growth.begin();
                     faults.daemons_killed += 1;
                 }
                 10..13 => {

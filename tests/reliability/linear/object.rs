@@ -9,9 +9,40 @@ use tssd_store::{Durability, Key, Result};
 use super::history::Operation;
 
 /// How many keys there are.
-pub(crate) const KEYS: u8 = 8;
+pub(crate) const KEYS: u8 = 14;
 
-/// How many versions of a key are kept. Where it is one, clients delete versions too.
+/// Those whose versions several writers put together.
+pub(crate) const TOGETHER: [u8; 2] = [8, 11];
+
+/// What clients do with a key besides putting and reading.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Custom {
+    /// Where one version is kept, they delete it.
+    Alone,
+    /// So many writers put each version together.
+    Together(u32),
+    /// They hold versions by labels.
+    Pinned,
+    /// They go back to lower numbers.
+    Rewound,
+}
+
+pub(crate) fn custom(key: u8) -> Custom {
+    match key {
+        8 => Custom::Together(2),
+        11 => Custom::Together(3),
+        9 | 10 => Custom::Pinned,
+        12 | 13 => Custom::Rewound,
+        _ => Custom::Alone,
+    }
+}
+
+/// How many writers put a version.
+pub(crate) fn writers(key: u8) -> u32 {
+    if let Custom::Together(of) = custom(key) { of } else { 1 }
+}
+
+/// How many versions of a key are kept.
 pub(crate) fn keep(key: u8) -> usize {
     if key & 2 == 0 { 1 } else { 3 }
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::history::{Answer, Call, Operation};
+use super::history::{Answer, Call, Operation, name_of};
 
 /// The most operations that it takes.
 pub(crate) const LONGEST: usize = 128;
@@ -16,6 +16,22 @@ struct Store {
     /// Number and put; none is one that nobody has seen.
     visible: Vec<(u64, Option<u32>)>,
     highest: u64,
+    /// Parts that may be there, by number and writer.
+    parts: BTreeSet<(u64, u32)>,
+    /// Numbers of such versions that have become visible.
+    come: BTreeSet<u64>,
+    /// By label.
+    pins: BTreeMap<u32, u64>,
+}
+
+impl Store {
+    /// As many stay as are kept, and what has a label.
+    fn thin(&mut self, keep: usize) {
+        let surplus = self.visible.len().saturating_sub(keep);
+        let old: Vec<_> = self.visible.drain(..surplus).collect();
+        let is_held = |(number, _): &(u64, _)| self.pins.values().any(|pinned| pinned == number);
+        self.visible = old.into_iter().filter(is_held).chain(self.visible.drain(..)).collect();
+    }
 }
 
 /// Whether there is an order.
@@ -84,9 +100,36 @@ impl Search<'_> {
                 };
                 next.highest = number;
                 next.visible.push((number, put));
-                let surplus = next.visible.len().saturating_sub(self.keep);
-                next.visible.drain(..surplus);
+                next.thin(self.keep);
                 number > store.highest
+            }
+            (Call::Part { number, writer, of }, answer) => {
+                next.parts.insert((number, writer));
+                let is_new = number > store.highest;
+                let is_whole = (0..of).all(|writer| next.parts.contains(&(number, writer)));
+                if is_new && is_whole && answer != Some(Answer::Waits) {
+                    next.highest = number;
+                    next.visible.push((number, Some(name_of(number))));
+                    next.come.insert(number);
+                    next.thin(self.keep);
+                }
+                match answer {
+                    Some(Answer::Waits) => is_new,
+                    Some(answer) => answer == Answer::Put(number) && next.come.contains(&number),
+                    None => true,
+                }
+            }
+            (Call::Pin(number, label), answer) => {
+                let is_there = place(number).is_some();
+                if is_there && answer != Some(Answer::Nothing) {
+                    next.pins.insert(label, number);
+                }
+                answer.is_none_or(|answer| (answer == Answer::Done) == is_there)
+            }
+            (Call::Unpin(label), _) => {
+                next.pins.remove(&label);
+                next.thin(self.keep);
+                true
             }
             (Call::Newest, Some(Answer::Found(number, put))) => {
                 newest == Some(&(number, Some(put)))

@@ -10,27 +10,31 @@ use tssd_tests::proof::Proof;
 
 use super::checker::{Violation, check};
 use super::history::{Answer, Operation, Recorder, read};
+use super::object::Custom;
 use super::toy::{BUGS, Bug, Toy};
-use super::workload::call;
+use super::workload::Client;
 
 const THREADS: u32 = 4;
 const OPERATIONS: u32 = 200;
 
 /// What several threads ask of one toy.
-fn history(keep: usize, bug: Option<Bug>, seed: u64) -> Vec<Operation> {
+fn history(custom: Custom, keep: usize, bug: Option<Bug>, seed: u64) -> Vec<Operation> {
     let toy = Mutex::new(Toy::new(keep, bug));
     let client = |thread: u32| {
         let mut recorder = Recorder(Vec::new());
         let mut dice = Dice::new(seed << 8 | u64::from(thread));
-        let mut seen = 0;
+        let (mut seen, mut pinned) = (0, None);
         for count in 0..OPERATIONS {
             let patience = toy.lock().unwrap().patience();
-            let call = call(&mut dice, keep, seen, thread << 16 | count, patience);
+            let put = (thread + 1) << 16 | count;
+            let client = Client { custom, keep, seen, put, patience, writer: thread, pinned };
+            let call = client.call(&mut dice);
             let is_odd = thread % 2 == 1;
             let answer = recorder.record(0, call, || toy.lock().unwrap().answer(call, is_odd));
             if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
                 seen = seen.max(number);
             }
+            pinned = client.pinned_after(call, answer);
             // Whoever is fast lets the others ask in between.
             thread::yield_now();
         }
@@ -43,7 +47,9 @@ fn history(keep: usize, bug: Option<Bug>, seed: u64) -> Vec<Operation> {
 }
 
 fn checked(bug: Option<Bug>, seed: u64) -> Result<(), Violation> {
-    [1, 3].into_iter().try_for_each(|keep| check(keep, &history(keep, bug, seed)))
+    let all = [Custom::Alone, Custom::Together(2), Custom::Together(3), Custom::Pinned];
+    let mut kinds = all.into_iter().flat_map(|custom| [(custom, 1), (custom, 3)]);
+    kinds.try_for_each(|(custom, keep)| check(keep, &history(custom, keep, bug, seed)))
 }
 
 #[test]

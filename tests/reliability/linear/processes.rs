@@ -20,6 +20,10 @@ impl Process {
         kill_process(pid, signal).unwrap();
     }
 
+    pub(crate) fn id(&self) -> u32 {
+        self.0.id()
+    }
+
     /// Whether it has not ended by itself.
     pub(crate) fn is_running(&mut self) -> bool {
         self.0.try_wait().unwrap().is_none()

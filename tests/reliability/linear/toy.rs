@@ -1,10 +1,12 @@
 //! A store in a few lines, which does one thing at a time; and ways in which it does not.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use tssd_format::StateDict;
 use tssd_tests::dice::Dice;
 
-use super::contents::{dict, put_of};
-use super::history::{Answer, Call};
+use super::contents::{dict, part, put_of};
+use super::history::{Answer, Call, name_of};
 
 /// What can be wrong with a store.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,9 +45,19 @@ pub(crate) enum Bug {
     GoneTooLate,
     /// What is read was never put.
     NeverPut,
+    /// One of several writers' part is that of another version.
+    TornTogether,
+    /// A version is visible before all its writers have put.
+    VisibleTooEarly,
+    /// A part is told to wait when its version is visible.
+    WaitsForNobody,
+    /// A label does not hold its version.
+    PinLost,
+    /// A label holds its version after it was taken away.
+    PinStays,
 }
 
-pub(crate) const BUGS: [Bug; 17] = [
+pub(crate) const BUGS: [Bug; 22] = [
     Bug::StaleRead,
     Bug::LostUpdate,
     Bug::NumbersGoBack,
@@ -63,6 +75,11 @@ pub(crate) const BUGS: [Bug; 17] = [
     Bug::GoneTooEarly,
     Bug::GoneTooLate,
     Bug::NeverPut,
+    Bug::TornTogether,
+    Bug::VisibleTooEarly,
+    Bug::WaitsForNobody,
+    Bug::PinLost,
+    Bug::PinStays,
 ];
 
 type Version = (u64, StateDict);
@@ -77,6 +94,12 @@ pub(crate) struct Toy {
     gone: Vec<Version>,
     /// What is acknowledged and not visible yet.
     late: Option<Version>,
+    /// Parts of versions that several writers put together: by number, who has put.
+    parts: BTreeMap<u64, BTreeSet<u32>>,
+    /// How many put a version together.
+    of: u32,
+    /// By label.
+    pins: BTreeMap<u32, u64>,
     dice: Dice,
 }
 
@@ -84,8 +107,9 @@ const KEY: u8 = 0;
 
 impl Toy {
     pub(crate) fn new(keep: usize, bug: Option<Bug>) -> Self {
-        let (visible, gone) = (Vec::new(), Vec::new());
-        Self { keep, bug, visible, highest: 0, gone, late: None, dice: Dice::new(7) }
+        let (visible, gone, late) = (Vec::new(), Vec::new(), None);
+        let (parts, pins, dice) = (BTreeMap::new(), BTreeMap::new(), Dice::new(7));
+        Self { keep, bug, visible, highest: 0, gone, late, parts, of: 1, pins, dice }
     }
 
     /// Whether this time it does it wrong in this way.
@@ -106,6 +130,21 @@ impl Toy {
             Call::Numbered(number) => Some(self.numbered(number)),
             Call::Wait(number, _) => Some(self.wait(number)),
             Call::Delete(number) => Some(self.delete(number)),
+            Call::Part { number, writer, of } => Some(self.part(number, writer, of)),
+            Call::Pin(number, label) => {
+                let is_there = self.visible.iter().any(|version| version.0 == number);
+                if is_there {
+                    self.pins.insert(label, number);
+                }
+                Some(if is_there { Answer::Done } else { Answer::Nothing })
+            }
+            Call::Unpin(label) => {
+                if !self.is_wrong(Bug::PinStays) {
+                    self.pins.remove(&label);
+                }
+                self.thin();
+                Some(Answer::Done)
+            }
         }
     }
 
@@ -145,12 +184,56 @@ impl Toy {
     fn show(&mut self, number: u64, dict: StateDict) {
         self.highest = self.highest.max(number);
         self.visible.push((number, dict));
+        self.thin();
+    }
+
+    /// What is too old goes, unless a label holds it.
+    fn thin(&mut self) {
         let mut keep = self.keep;
         if self.is_wrong(Bug::GoneTooEarly) {
             keep -= 1;
         }
         let surplus = self.visible.len().saturating_sub(keep);
-        self.gone.extend(self.visible.drain(..surplus));
+        let old: Vec<Version> = self.visible.drain(..surplus).collect();
+        let is_lost = self.is_wrong(Bug::PinLost);
+        let is_held =
+            |version: &Version| !is_lost && self.pins.values().any(|number| *number == version.0);
+        let (held, gone): (Vec<_>, Vec<_>) = old.into_iter().partition(is_held);
+        self.visible.splice(..0, held);
+        self.gone.extend(gone);
+    }
+
+    /// A version is visible when all its parts are there.
+    fn part(&mut self, number: u64, writer: u32, of: u32) -> Answer {
+        self.of = of;
+        let parts = self.parts.entry(number).or_default();
+        let has_come = parts.len() == of as usize;
+        if has_come && !self.is_wrong(Bug::WaitsForNobody) {
+            return Answer::Put(number);
+        }
+        if number <= self.highest {
+            return if has_come { Answer::Waits } else { Answer::Failed };
+        }
+        let is_early = self.is_wrong(Bug::VisibleTooEarly);
+        let parts = self.parts.entry(number).or_default();
+        parts.insert(writer);
+        if is_early {
+            parts.extend(0..of);
+        }
+        if parts.len() < of as usize {
+            return Answer::Waits;
+        }
+        let is_torn = self.is_wrong(Bug::TornTogether);
+        let mut whole = part(KEY, name_of(number), 0);
+        for writer in 1..of {
+            let number = if is_torn { number - 1 } else { number };
+            for (name, value) in part(KEY, name_of(number), writer).leaves() {
+                whole.insert(name.fqn(), value.clone());
+            }
+        }
+        whole.insert("put", i64::from(name_of(number)));
+        self.show(number, whole);
+        Answer::Put(number)
     }
 
     fn newest(&mut self, is_odd: bool) -> Answer {
@@ -163,12 +246,12 @@ impl Toy {
         {
             let mut torn = stored;
             torn.insert("layer.2", other.leaf("layer.2").unwrap().clone());
-            return found(number, &torn);
+            return self.found(number, &torn);
         }
         if self.is_wrong(Bug::NeverPut) {
-            return found(number, &dict(KEY, u32::MAX));
+            return self.found(number, &dict(KEY, u32::MAX));
         }
-        found(number, &stored)
+        self.found(number, &stored)
     }
 
     fn numbered(&mut self, number: u64) -> Answer {
@@ -178,7 +261,7 @@ impl Toy {
         if there.is_none() && is_late {
             there = self.gone.iter().find(is_of).cloned();
         }
-        there.map_or(Answer::Nothing, |(number, dict)| found(number, &dict))
+        there.map_or(Answer::Nothing, |(number, dict)| self.found(number, &dict))
     }
 
     /// It never waits: its clients have no patience.
@@ -187,7 +270,7 @@ impl Toy {
             return self.newest(false);
         }
         match self.visible.last() {
-            Some((number, dict)) if *number >= wanted => found(*number, dict),
+            Some((number, dict)) if *number >= wanted => self.found(*number, dict),
             _ => Answer::Nothing,
         }
     }
@@ -204,8 +287,9 @@ impl Toy {
         }
         if self.is_wrong(Bug::DeletedTwice) { Answer::Deleted } else { Answer::Nothing }
     }
-}
 
-fn found(number: u64, dict: &StateDict) -> Answer {
-    put_of(KEY, dict).map_or(Answer::Torn(number), |put| Answer::Found(number, put))
+    fn found(&self, number: u64, dict: &StateDict) -> Answer {
+        let put = put_of(KEY, self.of, dict);
+        put.map_or(Answer::Torn(number), |put| Answer::Found(number, put))
+    }
 }

@@ -1,0 +1,336 @@
+//! Between the words of the model and those of the store: what is put and asked for, and what is answered.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use tssd_format::{
+    DeviceMesh, Dtype, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice, Value,
+};
+use tssd_store::ledger::Reason;
+use tssd_store::{
+    Divergent, Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
+    Refusal, Store, Target, VersionId, WriterSet,
+};
+
+use super::operations::{Box, COLUMNS, LEAVES, ROWS, Read, Wish};
+use super::words::{Array, Dict, End, Extent, Fault, Kind, Part, Writers};
+
+/// What a put is told: number, epoch, visible, missing.
+pub(crate) type Put = (u64, u32, bool, Writers);
+
+pub(crate) fn put_of(report: &PutReport) -> Put {
+    (report.version, report.epoch, report.visible, writers_of(&report.missing))
+}
+
+pub(crate) fn writers_of(writers: &WriterSet) -> Writers {
+    writers.iter().collect()
+}
+
+/// What is said when the store was killed before it has answered.
+pub(crate) const LOST: &str = "Lost";
+
+/// An answer as text: what is compared.
+pub(crate) type Said = Result<String, String>;
+
+pub(crate) fn model<T: Debug>(answer: Result<T, Fault>) -> Said {
+    match answer {
+        Ok(answer) => Ok(format!("{answer:?}")),
+        Err(fault) => Err(format!("{fault:?}, {}", kind_of(&fault).name())),
+    }
+}
+
+pub(crate) fn real<T: Debug, E: std::borrow::Borrow<Error>>(answer: Result<T, E>) -> Said {
+    let answer = match answer {
+        Ok(answer) => return Ok(format!("{answer:?}")),
+        Err(error) => error,
+    };
+    let error = answer.borrow();
+    Err(match fault_of(error) {
+        Some(fault) => format!("{fault:?}, {}", error.kind().name()),
+        None if error.kind() == ErrorKind::Unreachable => LOST.to_owned(),
+        None => format!("{}: {error}", error.kind().name()),
+    })
+}
+
+/// What a caller can do about it.
+fn kind_of(fault: &Fault) -> ErrorKind {
+    match fault {
+        Fault::Invalid => ErrorKind::Invalid,
+        Fault::Busy => ErrorKind::Busy,
+        Fault::NotFound { .. } | Fault::Gone | Fault::NoLeaf | Fault::NotCome => {
+            ErrorKind::NotFound
+        }
+        Fault::Dropped(End::Rejected) => ErrorKind::Rejected,
+        Fault::Dropped(End::Superseded { .. } | End::Deleted) => ErrorKind::Overtaken,
+        _ => ErrorKind::Refused,
+    }
+}
+
+/// An error of the store in the model's words; none if the model has none for it.
+fn fault_of(error: &Error) -> Option<Fault> {
+    let Some(refusal) = error.refusal() else {
+        return match error.kind() {
+            ErrorKind::Invalid => Some(Fault::Invalid),
+            ErrorKind::Busy => Some(Fault::Busy),
+            ErrorKind::NotFound if error.to_string().contains("has not come") => {
+                Some(Fault::NotCome)
+            }
+            ErrorKind::NotFound => Some(Fault::NoLeaf),
+            _ => None,
+        };
+    };
+    Some(match refusal {
+        Refusal::NotAWriter { .. } => Fault::NotAWriter,
+        Refusal::JobRequired { .. } => Fault::JobRequired,
+        Refusal::JobsDisagree { .. } => Fault::JobsDisagree,
+        Refusal::WritersDisagree { .. } => Fault::WritersDisagree,
+        Refusal::DurabilityDisagrees { .. } => Fault::DurabilityDisagrees,
+        Refusal::VersionNotNewer { highest, .. } => Fault::NotNewer { highest: *highest },
+        Refusal::LateCall { .. } => Fault::LateCall,
+        Refusal::NotBegun { .. } => Fault::NotBegun,
+        Refusal::ContributionDiffers { .. } => Fault::Differs,
+        Refusal::Gone { .. } => Fault::Gone,
+        Refusal::NotFound { newest, coming, .. } => Fault::NotFound {
+            newest: *newest,
+            coming: coming.as_ref().map(|(number, missing)| (*number, writers_of(missing))),
+        },
+        // Whether the job or the version was looked at first.
+        Refusal::Fenced { .. } | Refusal::Dropped { reason: Reason::Fenced { .. }, .. } => {
+            Fault::Fenced
+        }
+        Refusal::Dropped { reason, .. } => Fault::Dropped(match reason {
+            Reason::Superseded { by } => End::Superseded { by: *by },
+            Reason::Rejected { .. } => End::Rejected,
+            Reason::Aborted { .. } => End::Aborted,
+            Reason::Deleted => End::Deleted,
+            _ => return None,
+        }),
+        _ => return None,
+    })
+}
+
+/// Whoever has to wait does not here: others do nothing meanwhile.
+pub(crate) fn options(wish: &Wish, is_busy: bool) -> PutOptions {
+    PutOptions {
+        version: wish.number,
+        writer: Some(wish.writer),
+        writers: (!wish.found).then(|| (0..wish.of).collect()),
+        job: wish.job.map(|job| JobId(format!("job-{job}"))),
+        divergent: if wish.lowest { Divergent::Lowest } else { Divergent::Error },
+        rewind: wish.rewind,
+        durability: if wish.durable { Durability::Disk } else { Durability::Memory },
+        timeout: if is_busy { Duration::ZERO } else { Duration::from_secs(20) },
+        ..PutOptions::default()
+    }
+}
+
+fn words(array: &Array) -> Vec<u32> {
+    array.elements.values().copied().collect()
+}
+
+fn tensor(array: &Array, shape: &[u64]) -> Tensor {
+    match array.kind {
+        Kind::Int32 => {
+            let words: Vec<i32> = words(array).into_iter().map(u32::cast_signed).collect();
+            Tensor::from_slice(&words, shape).unwrap()
+        }
+        _ => Tensor::from_slice(&words(array), shape).unwrap(),
+    }
+}
+
+/// What is put, as the store takes it.
+pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
+    let mut dict = StateDict::new();
+    for (name, array, extent) in &part.leaves {
+        let (rows, columns) = array.shape;
+        let value: Value = match (extent, array.kind) {
+            (Extent::Whole, Kind::Number) => i64::from(words(array)[0]).into(),
+            (Extent::Whole, _) => tensor(array, &[rows, columns]).into(),
+            (Extent::Slice, _) => {
+                let (first, after) = wish.rows();
+                let local = [after - first, columns];
+                let mut slice = TensorSlice::new(&[first, 0], &local, &[rows, columns]).unwrap();
+                let of = u64::from(wish.of);
+                if wish.found {
+                    slice = slice.on_mesh(&[of], Some(&[wish.writer.into()])).unwrap();
+                }
+                let mut place = ShardPlace::new(slice);
+                if wish.found {
+                    place = place.on_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
+                }
+                Shard::new(tensor(array, &local), place).unwrap().into()
+            }
+        };
+        dict.insert(name.as_str(), value);
+    }
+    dict
+}
+
+/// The box of an array, if it has one there.
+fn cut(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault> {
+    if row + rows > array.shape.0 || column + columns > array.shape.1 {
+        return Err(Fault::Invalid);
+    }
+    let is_in = |place: &(u64, u64)| {
+        (row..row + rows).contains(&place.0) && (column..column + columns).contains(&place.1)
+    };
+    let elements = array.elements.iter().filter(|(place, _)| is_in(place));
+    Ok(Array { elements: elements.map(|(place, word)| (*place, *word)).collect(), ..array.clone() })
+}
+
+/// What a reader of a dict gets: names, and what they have.
+pub(crate) type Arrays = Vec<(String, Vec<Array>)>;
+
+pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
+    let leaf = |leaf: usize| {
+        let found = dict.iter().find(|(name, _)| name == LEAVES[leaf]);
+        found.map(|(_, array)| array).ok_or(Fault::NoLeaf)
+    };
+    let one = |at: usize, array: Array| (LEAVES[at].to_owned(), vec![array]);
+    match read {
+        Read::Whole => {
+            Ok(dict.iter().map(|(name, array)| (name.clone(), vec![array.clone()])).collect())
+        }
+        Read::Tensor(at) => Ok(vec![one(*at, leaf(*at)?.clone())]),
+        Read::Slice(at, part) => Ok(vec![one(*at, cut(leaf(*at)?, *part)?)]),
+        Read::Into(targets) => {
+            let target = |(at, part): &(usize, Option<Box>)| {
+                let array = leaf(*at)?;
+                let array = part.map_or_else(|| Ok(array.clone()), |part| cut(array, part))?;
+                Ok(one(*at, array))
+            };
+            targets.iter().map(target).collect()
+        }
+        Read::Resharded(parts) => dict
+            .iter()
+            .map(|(name, array)| {
+                let cuts = parts.iter().map(|part| cut(array, *part));
+                let is_cut = name == LEAVES[0];
+                let arrays =
+                    if is_cut { cuts.collect::<Result<_, _>>()? } else { vec![array.clone()] };
+                Ok((name.clone(), arrays))
+            })
+            .collect(),
+    }
+}
+
+/// The place of a box in an array of this shape, or of a shape that it is in: then it fits no leaf.
+fn place(part: Box, shape: (u64, u64)) -> ShardPlace {
+    let (row, column, rows, columns) = part;
+    let global = [shape.0.max(row + rows), shape.1.max(column + columns)];
+    ShardPlace::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
+}
+
+/// Reads from the store what the model says is wanted; and the version's identity, where the store says it.
+pub(crate) async fn read(
+    store: &Store,
+    key: &Key,
+    options: &GetOptions,
+    read: &Read,
+    dict: &Dict,
+) -> Result<(Arrays, Option<VersionId>), Error> {
+    let of = |at: usize| dict.iter().find(|(name, _)| name == LEAVES[at]).map(|(_, array)| array);
+    let shape = |at: usize| of(at).map_or((ROWS, COLUMNS), |array| array.shape);
+    let one = |at: usize, array: Array| vec![(LEAVES[at].to_owned(), vec![array])];
+    match read {
+        Read::Whole => {
+            let (dict, report) = store.get_state_dict(key, options).await?;
+            Ok((arrays_of(&dict), Some(report.id)))
+        }
+        Read::Tensor(at) => {
+            let tensor = store.get(key, LEAVES[*at], options).await?;
+            Ok((one(*at, array_of(&tensor, (0, 0), shape(*at))), None))
+        }
+        Read::Slice(at, (row, column, rows, columns)) => {
+            let region = Region::new(&[*row, *column], &[*rows, *columns]).unwrap();
+            let tensor = store.get_slice(key, LEAVES[*at], &region, options).await?;
+            Ok((one(*at, array_of(&tensor, (*row, *column), shape(*at))), None))
+        }
+        Read::Into(targets) => {
+            let metas = targets.iter().map(|(at, part)| {
+                let kind = of(*at).map_or(Kind::Uint32, |array| array.kind);
+                let dtype = if kind == Kind::Int32 { Dtype::Int32 } else { Dtype::Uint32 };
+                let (rows, columns) =
+                    part.map_or(shape(*at), |(_, _, rows, columns)| (rows, columns));
+                TensorMeta::new(dtype, &[rows, columns]).unwrap()
+            });
+            let metas: Vec<TensorMeta> = metas.collect();
+            let mut memory: Vec<Vec<u8>> = metas
+                .iter()
+                .map(|meta| vec![0xEE; usize::try_from(meta.nbytes()).unwrap()])
+                .collect();
+            let places = targets.iter().map(|(at, part)| part.map(|part| place(part, shape(*at))));
+            let mut into: Vec<Target<'_>> = places
+                .zip(&metas)
+                .zip(&mut memory)
+                .zip(targets)
+                .map(|(((place, meta), bytes), (at, _))| Target {
+                    fqn: LEAVES[*at].to_owned(),
+                    place,
+                    meta: meta.clone(),
+                    bytes,
+                })
+                .collect();
+            let filled = store.get_state_dict_into(key, &mut into, options).await;
+            let is_touched = memory.iter().flatten().any(|byte| *byte != 0xEE);
+            let report = filled.inspect_err(|error| {
+                let is_lost = error.kind() == ErrorKind::Unreachable;
+                assert!(is_lost || !is_touched, "{error}, and memory is touched");
+            })?;
+            let mut arrays = Arrays::new();
+            for (((at, part), meta), bytes) in targets.iter().zip(metas).zip(memory) {
+                let tensor = Tensor::new(meta, bytes.into(), 0).unwrap();
+                let offset = part.map_or((0, 0), |(row, column, ..)| (row, column));
+                arrays.extend(one(*at, array_of(&tensor, offset, shape(*at))));
+            }
+            Ok((arrays, Some(report.id)))
+        }
+        Read::Resharded(parts) => {
+            let places = parts.iter().map(|part| place(*part, shape(0))).collect();
+            let slices = BTreeMap::from([(LEAVES[0].to_owned(), places)]);
+            let options = GetOptions { slices, ..options.clone() };
+            let (dict, report) = store.get_state_dict(key, &options).await?;
+            Ok((arrays_of(&dict), Some(report.id)))
+        }
+    }
+}
+
+fn arrays_of(dict: &StateDict) -> Arrays {
+    let arrays = |value: &Value| match value {
+        Value::Tensor(tensor) => {
+            let shape = tensor.meta().shape();
+            vec![array_of(tensor, (0, 0), (shape[0], shape[1]))]
+        }
+        Value::Shards(shards) => {
+            let array = |shard: &Shard| {
+                let (offsets, shape) = (shard.slice().offsets(), shard.slice().global_shape());
+                array_of(shard.tensor(), (offsets[0], offsets[1]), (shape[0], shape[1]))
+            };
+            shards.iter().map(array).collect()
+        }
+        Value::Int(number) => {
+            let number = u32::try_from(number.as_i64().unwrap()).unwrap();
+            let elements = BTreeMap::from([((0, 0), number)]);
+            vec![Array { kind: Kind::Number, shape: (1, 1), elements }]
+        }
+        other => panic!("nobody put {other:?}"),
+    };
+    let leaves = dict.leaves();
+    leaves.iter().map(|(path, value)| (path.fqn(), arrays(value))).collect()
+}
+
+/// A tensor as the part of an array that begins at a place.
+pub(crate) fn array_of(tensor: &Tensor, offset: (u64, u64), shape: (u64, u64)) -> Array {
+    let kind = match tensor.meta().dtype() {
+        Dtype::Int32 => Kind::Int32,
+        Dtype::Uint32 => Kind::Uint32,
+        other => panic!("nobody put {other}"),
+    };
+    let bytes = tensor.view().to_contiguous(1 << 20).unwrap();
+    let words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
+    let local = tensor.meta().shape();
+    let places = (0..local[0]).flat_map(|row| (0..local[1]).map(move |column| (row, column)));
+    let places = places.map(|(row, column)| (offset.0 + row, offset.1 + column));
+    Array { kind, shape, elements: places.zip(words).collect() }
+}

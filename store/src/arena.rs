@@ -4,6 +4,7 @@
 //! Nothing has a name in a file system: a segment lives as long as somebody has it open or mapped, so
 //! nothing is left behind whoever dies.
 
+mod extents;
 mod pool;
 mod segment;
 mod volume;

@@ -10,6 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::extents::Extents;
 use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
 use crate::sync::{Mutex, MutexGuard, Notify, mpsc, select};
@@ -88,8 +89,8 @@ struct Segment {
 
 enum Writer {
     Peer(PeerId),
-    /// The daemon, which has written small blobs into it, up to a place.
-    Slab(WriteMap, u64),
+    /// The daemon, which writes small blobs into what is free of it.
+    Slab(WriteMap, Extents),
     /// The daemon, one blob at a time; it has no map while it writes.
     Own(Option<WriteMap>),
     Gone,
@@ -149,6 +150,11 @@ impl Drop for Writing {
         drop(inner);
         self.pool.freed.notify_waiters();
     }
+}
+
+/// How much of a slab a blob of so many bytes takes.
+fn room_for(len: u64) -> u64 {
+    len.max(1).next_multiple_of(PAGE)
 }
 
 /// There is no room now.
@@ -269,14 +275,11 @@ impl Pool {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         let len = u64::try_from(bytes.len()).map_err(io::Error::other)?;
-        let room = len.max(1).next_multiple_of(PAGE);
-        let found = inner.segments.iter_mut().find_map(|(id, segment)| {
-            segment.rewind_slab();
-            let free = segment.capacity - segment.slab_end()?;
-            (free >= room).then_some(*id)
-        });
-        let id = if let Some(id) = found {
-            id
+        let room = room_for(len);
+        let mut segments = inner.segments.iter_mut();
+        let found = segments.find_map(|(id, segment)| Some((*id, segment.take(room)?)));
+        let (id, offset) = if let Some(found) = found {
+            found
         } else {
             let capacity = room.max(SLAB_BYTES);
             if let Err(exhausted) = inner.make_room(capacity, self.limit) {
@@ -285,14 +288,14 @@ impl Pool {
             let memory = segment::create(capacity)?;
             let map = WriteMap::new(&memory, capacity)?;
             segment::seal(&memory)?;
-            inner.add(Segment::new(memory, capacity, Writer::Slab(map, 0)))
+            let mut free = Extents::all(capacity);
+            let offset = free.take(room).expect("it is as long at least");
+            (inner.add(Segment::new(memory, capacity, Writer::Slab(map, free))), offset)
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
-        let Writer::Slab(map, end) = &mut segment.writer else { unreachable!("it is a slab") };
-        let offset = *end;
-        let start = usize::try_from(offset).map_err(io::Error::other)?;
+        let Writer::Slab(map, _) = &mut segment.writer else { unreachable!("it is a slab") };
+        let start = usize::try_from(offset).expect("it lies in the map");
         map.range_mut(start..start + bytes.len()).copy_from_slice(bytes);
-        *end += room;
         segment.blobs += 1;
         inner.blobs.insert(name.to_owned(), Span { segment: id, offset, len });
         Ok(Ok(()))
@@ -507,11 +510,12 @@ impl Inner {
             return Ok(Ok((id, false)));
         }
         // The manifest goes into a slab: there must be room for one.
-        let slab = if self.segments.values().any(|segment| segment.slab_end().is_some()) {
-            0
-        } else {
-            SLAB_BYTES
-        };
+        let slab =
+            if self.segments.values().any(|segment| matches!(segment.writer, Writer::Slab(..))) {
+                0
+            } else {
+                SLAB_BYTES
+            };
         if let Err(exhausted) = self.make_room(capacity.saturating_add(slab), limit) {
             return Ok(Err(exhausted));
         }
@@ -556,6 +560,9 @@ impl Inner {
         let Some(span) = self.blobs.remove(name) else { return };
         let segment = self.segments.get_mut(&span.segment).expect("a blob lies in a segment");
         segment.blobs -= 1;
+        if let Writer::Slab(_, free) = &mut segment.writer {
+            free.give(span.offset, room_for(span.len));
+        }
         if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
             self.retire(span.segment);
         }
@@ -640,20 +647,11 @@ impl Segment {
         self.is_of(peer) && self.is_lent
     }
 
-    /// Up to where the daemon has written it, if it does.
-    fn slab_end(&self) -> Option<u64> {
-        match self.writer {
-            Writer::Slab(_, end) => Some(end),
-            Writer::Peer(_) | Writer::Own(_) | Writer::Gone => None,
-        }
-    }
-
-    /// An empty slab is written from its beginning again.
-    fn rewind_slab(&mut self) {
-        if let Writer::Slab(_, end) = &mut self.writer
-            && self.blobs == 0
-        {
-            *end = 0;
+    /// Takes so many bytes of it, if it is a slab that has them. Who was lost may still read what is free of it.
+    fn take(&mut self, len: u64) -> Option<u64> {
+        match &mut self.writer {
+            Writer::Slab(_, free) if !self.is_suspect => free.take(len),
+            _ => None,
         }
     }
 }
@@ -672,6 +670,25 @@ mod tests {
         pool.delete("a");
         let memory = pool.status();
         assert_eq!(memory.warm, memory.used, "{memory:?}");
+    }
+
+    #[test]
+    fn a_small_blob_that_stays_keeps_no_other_memory() {
+        let pool = Pool::new(1 << 30);
+        let bytes = vec![7; 3 * 4096];
+        for round in 0..100 {
+            for number in 0..100 {
+                pool.write(&format!("{round}/{number}"), &bytes).unwrap().unwrap();
+            }
+            // One of each round stays.
+            (1..100).for_each(|number| pool.delete(&format!("{round}/{number}")));
+        }
+        let memory = pool.status();
+        assert!(memory.used <= 2 * SLAB_BYTES, "{memory:?}");
+        for round in 0..100 {
+            let blob = pool.open(&format!("{round}/0")).unwrap().unwrap().blob;
+            assert_eq!(blob.bytes().unwrap(), &bytes);
+        }
     }
 
     #[test]

@@ -54,7 +54,7 @@ mod version;
 pub mod blocking;
 mod error;
 pub mod file;
-#[cfg(feature = "shuttle")]
+#[cfg(all(target_os = "linux", feature = "shuttle"))]
 pub mod schedules;
 mod store;
 mod sync;

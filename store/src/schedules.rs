@@ -124,7 +124,7 @@ impl Subject {
     /// If one breaks something; says which one.
     pub fn explore(&self, seed: u64, schedules: u64) {
         let run = self.run;
-        self.with(seed, schedules, FailurePersistence::Print, move || run(None));
+        schedule(seed, schedules, FailurePersistence::Print, move || run(None));
     }
 
     /// After how many schedules a planted bug is found, if it is.
@@ -132,29 +132,29 @@ impl Subject {
         let (run, begun) = (self.run, Arc::new(AtomicU64::new(0)));
         let count = begun.clone();
         let explored = catch_unwind(AssertUnwindSafe(|| {
-            self.with(seed, schedules, FailurePersistence::None, move || {
+            schedule(seed, schedules, FailurePersistence::None, move || {
                 count.fetch_add(1, Ordering::Relaxed);
                 run(Some(bug));
             });
         }));
         explored.is_err().then(|| begun.load(Ordering::Relaxed))
     }
+}
 
-    fn with(
-        &self,
-        seed: u64,
-        schedules: u64,
-        failure_persistence: FailurePersistence,
-        run: impl Fn() + Send + Sync + 'static,
-    ) {
-        let schedules = usize::try_from(schedules).unwrap();
-        let mut config = Config::new();
-        (config.stack_size, config.failure_persistence) = (STACK, failure_persistence);
-        if seed % 2 == 0 {
-            Runner::new(PctScheduler::new_from_seed(seed, DEPTH, schedules), config).run(run);
-        } else {
-            Runner::new(RandomScheduler::new_from_seed(seed, schedules), config).run(run);
-        }
+/// Runs so many schedules.
+fn schedule(
+    seed: u64,
+    schedules: u64,
+    failure_persistence: FailurePersistence,
+    run: impl Fn() + Send + Sync + 'static,
+) {
+    let schedules = usize::try_from(schedules).unwrap();
+    let mut config = Config::new();
+    (config.stack_size, config.failure_persistence) = (STACK, failure_persistence);
+    if seed.is_multiple_of(2) {
+        Runner::new(PctScheduler::new_from_seed(seed, DEPTH, schedules), config).run(run);
+    } else {
+        Runner::new(RandomScheduler::new_from_seed(seed, schedules), config).run(run);
     }
 }
 

@@ -133,6 +133,12 @@ impl LocalController {
         Self(Arc::new(Inner { ledgers, volume, environment, opened, proving, swept, session }))
     }
 
+    /// How many use it, those included who were not waited for.
+    #[cfg(feature = "shuttle")]
+    pub(crate) fn users(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
     pub(crate) fn now(&self) -> Timestamp {
         self.0.environment.now()
     }

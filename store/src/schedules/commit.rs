@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shuttle::future::yield_now;
+
 use super::planted::{Hasty, Torn};
 use super::{Bug, Observer, World, archive, below, dawdle, digest_of, once_in, value_of};
 use crate::controller::{Catalog, Controller, LocalController, Proposal};
@@ -32,8 +34,6 @@ struct Seen {
     numbers: BTreeMap<VersionId, (u32, u64)>,
     /// The highest version that was acknowledged.
     acknowledged: (u32, u64),
-    /// Whether somebody has left without a word: he withdraws some time.
-    is_left: bool,
 }
 
 /// A job's version.
@@ -57,8 +57,9 @@ pub(super) fn run(bug: Option<Bug>) {
             Some(Bug::TakesNoTurns) => Arc::new(Hasty(ledgers)),
             _ => ledgers,
         };
+        let torn = Torn::default();
         let volume: Arc<dyn Volume> = match bug {
-            Some(Bug::NamesBeforeItWrites) => Arc::new(Torn::default()),
+            Some(Bug::NamesBeforeItWrites) => Arc::new(torn.clone()),
             _ => Arc::new(MemoryVolume::default()),
         };
         let world = Arc::new(World::default());
@@ -88,6 +89,7 @@ pub(super) fn run(bug: Option<Bug>) {
             task.await.unwrap();
         }
         stage.end().await;
+        torn.end().await;
         stage.observer.end();
     });
 }
@@ -121,7 +123,7 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         rewind: false,
         durability: Durability::Memory,
         file_len: len,
-        timeout: Duration::from_secs(3600),
+        timeout: Duration::from_hours(1),
     };
     let mut begun = stage.controller.begin(&key(), proposal).await?;
     let place = (begun.epoch, begun.number);
@@ -135,7 +137,6 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
     match below(12) {
         // Its future is dropped.
         0 => {
-            stage.observer.seen().is_left = true;
             drop(begun.contribution);
             return Ok(());
         }
@@ -223,7 +224,11 @@ impl Stage {
 
     /// All have ended: nothing is owed, nothing is left but what the ledger has.
     async fn end(&self) {
-        if self.bug.is_some() || self.observer.seen().is_left {
+        // Who was not waited for withdraws some time.
+        while self.controller.users() > 1 {
+            yield_now().await;
+        }
+        if self.bug.is_some() {
             return;
         }
         let state = self.controller.state(&key()).await.unwrap();

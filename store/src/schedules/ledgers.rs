@@ -12,7 +12,7 @@ use crate::meta::MemoryMeta;
 use crate::sync::{select, spawn};
 
 /// For ever, as shuttle's clock sees it.
-const FOREVER: Duration = Duration::from_secs(3600 * 24 * 800);
+const FOREVER: Duration = Duration::from_hours(24 * 800);
 
 struct Stage {
     ledgers: Arc<dyn Ledgers>,
@@ -40,7 +40,7 @@ fn unwritten() -> Key {
 
 fn counted(state: &State) -> u32 {
     // What a key keeps is one to begin with, and nothing else looks at it here.
-    (1..).find(|keep| *state == counting(*keep)).unwrap() - 1
+    (1..100).find(|keep| *state == counting(*keep)).unwrap() - 1
 }
 
 fn counting(keep: u32) -> State {
@@ -74,7 +74,7 @@ pub(super) fn run(bug: Option<Bug>) {
         stage.end(all).await;
         if kind == 2 {
             let recovered = OwnedLedgers::default().recover(meta).await.unwrap();
-            let count = counted(&*recovered.state(&key()).await.unwrap());
+            let count = counted(&recovered.state(&key()).await.unwrap());
             stage.observer.must(count == all, || format!("{count} of {all} steps are durable"));
         }
         stage.observer.end();
@@ -157,14 +157,14 @@ async fn glance(stage: Arc<Stage>) {
 impl Stage {
     /// What is there is no older than what was done, and no newer than what was begun.
     async fn look(&self, least: u32) {
-        let count = counted(&*self.ledgers.state(&key()).await.unwrap());
+        let count = counted(&self.ledgers.state(&key()).await.unwrap());
         let begun = self.observer.seen().begun;
         let is_between = (least..=begun).contains(&count) || self.bug.is_some();
         self.observer.must(is_between, || format!("{count} is there, of {least} to {begun}"));
     }
 
     async fn end(&self, all: u32) {
-        let count = counted(&*self.ledgers.state(&key()).await.unwrap());
+        let count = counted(&self.ledgers.state(&key()).await.unwrap());
         self.observer.must(count == all, || format!("{count} of {all} steps are there"));
         let keys = self.ledgers.keys().await.unwrap();
         self.observer.must(keys == [key()], || format!("{keys:?} are kept"));

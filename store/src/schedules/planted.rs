@@ -1,10 +1,11 @@
 //! What is planted below a controller: ledgers and volumes with bugs.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use shuttle::future::{JoinHandle, spawn};
 
 use super::dawdle;
 use crate::error::Result;
@@ -12,7 +13,6 @@ use crate::key::Key;
 use crate::ledger::{Durability, SessionId, State};
 use crate::ledgers::{Ledgers, Turn};
 use crate::route::Route;
-use crate::sync::spawn;
 use crate::volume::{MemoryVolume, Near, Part, Reservation, Volume, split};
 
 /// Ledgers whose turns are not waited for: what is saved replaces whatever was saved meanwhile.
@@ -69,10 +69,24 @@ impl Turn for HastyTurn {
 
 /// A volume whose blobs have their names before their bytes.
 #[derive(Clone, Default)]
-pub(super) struct Torn(MemoryVolume);
+pub(super) struct Torn {
+    volume: MemoryVolume,
+    /// What is still to be written.
+    late: Arc<Mutex<Vec<JoinHandle<()>>>>,
+}
+
+impl Torn {
+    /// All is written.
+    pub(super) async fn end(&self) {
+        let late = std::mem::take(&mut *self.late.lock().unwrap());
+        for written in late {
+            written.await.unwrap();
+        }
+    }
+}
 
 struct Reserved {
-    volume: MemoryVolume,
+    torn: Torn,
     name: String,
     bytes: Vec<u8>,
 }
@@ -92,12 +106,13 @@ impl Reservation for Reserved {
     }
 
     fn seal(self: Box<Self>) -> Result<bool> {
-        let is_new = write(&self.volume, &self.name, &vec![0; self.bytes.len()])?;
+        let Self { torn: Torn { volume, late }, name, bytes } = *self;
+        let is_new = write(&volume, &name, &vec![0; bytes.len()])?;
         if is_new {
-            drop(spawn(async move {
+            late.lock().unwrap().push(spawn(async move {
                 dawdle().await;
-                self.volume.delete(&self.name).unwrap();
-                write(&self.volume, &self.name, &self.bytes).unwrap();
+                volume.delete(&name).unwrap();
+                write(&volume, &name, &bytes).unwrap();
             }));
         }
         Ok(is_new)
@@ -107,26 +122,26 @@ impl Reservation for Reserved {
 impl Volume for Torn {
     fn reserve(&self, name: &str, len: u64, _: Durability) -> Result<Box<dyn Reservation>> {
         let bytes = vec![0; usize::try_from(len).unwrap()];
-        Ok(Box::new(Reserved { volume: self.0.clone(), name: name.to_owned(), bytes }))
+        Ok(Box::new(Reserved { torn: self.clone(), name: name.to_owned(), bytes }))
     }
 
     fn open(&self, name: &str) -> Result<Option<Near>> {
-        self.0.open(name)
+        self.volume.open(name)
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        self.0.delete(name)
+        self.volume.delete(name)
     }
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.0.list(name)
+        self.volume.list(name)
     }
 
     fn route(&self) -> Route {
-        self.0.route()
+        self.volume.route()
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {
-        self.0.remove_folder(name)
+        self.volume.remove_folder(name)
     }
 }

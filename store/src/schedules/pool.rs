@@ -90,7 +90,7 @@ async fn write(stage: Arc<Stage>, peer: PeerId, listeners: Vec<mpsc::UnboundedSe
         }
         let name = format!("{peer}/{round}");
         stage.pool.publish(peer, lent.segment, &name, SEGMENT).unwrap();
-        stage.tell(&listeners, Blob { name, stamp });
+        stage.tell(&listeners, &Blob { name, stamp });
     }
     // Whoever leaves amid a loan has it taken back.
     if once_in(4) {
@@ -112,7 +112,7 @@ async fn copy(stage: Arc<Stage>, listeners: Vec<mpsc::UnboundedSender<Blob>>) {
     let stamp = stage.begin_write(DAEMON, span.segment);
     stage.observer.seen().written.remove(&span.segment);
     assert!(stage.pool.rename("unproven", "copy"));
-    stage.tell(&listeners, Blob { name: "copy".into(), stamp });
+    stage.tell(&listeners, &Blob { name: "copy".into(), stamp });
 }
 
 /// A reader, until its process ends.
@@ -206,7 +206,7 @@ impl Stage {
         }
     }
 
-    fn tell(&self, listeners: &[mpsc::UnboundedSender<Blob>], blob: Blob) {
+    fn tell(&self, listeners: &[mpsc::UnboundedSender<Blob>], blob: &Blob) {
         for listener in listeners {
             // A reader that is lost does not listen.
             let _ = listener.send(blob.clone());

@@ -228,7 +228,7 @@ impl Stage {
             rewind: false,
             durability: Durability::Memory,
             file_len: len,
-            timeout: Duration::from_secs(3600),
+            timeout: Duration::from_hours(1),
         };
         let put = async {
             let mut begun = self.controller.begin(&key(), proposal).await?;
@@ -256,7 +256,7 @@ impl Stage {
             let head = state.found(Selector::Newest);
             return head
                 .map(|head| (None, head.number))
-                .map_err(|refusal| Error::refused(&key(), refusal));
+                .map_err(|refusal| Error::refused(key(), refusal));
         }
         let lease = LeaseId(self.controller.random());
         let command = Command::Lease {

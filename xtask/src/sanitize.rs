@@ -126,14 +126,12 @@ impl Sanitizer {
         let standard = if self == Self::Thread { "-Zbuild-std" } else { "" };
         let arguments = format!("{command} {PACKAGES} --target {TARGET} {standard} --target-dir");
         let reports = folder.join("reports/report");
-        let suppressions = workspace.root.join("tests/thread-sanitizer.txt");
         let (variable, options) = match self {
             // What cannot be allocated is an error, which tests look at.
-            Self::Address => (
-                "ASAN_OPTIONS",
-                "allocator_may_return_null=1:detect_stack_use_after_return=1".to_owned(),
-            ),
-            Self::Thread => ("TSAN_OPTIONS", format!("suppressions={}", suppressions.display())),
+            Self::Address => {
+                ("ASAN_OPTIONS", ":allocator_may_return_null=1:detect_stack_use_after_return=1")
+            }
+            Self::Thread => ("TSAN_OPTIONS", ""),
         };
         let step = Step::cargo(name, &arguments).argument(&folder);
         what.split_whitespace()
@@ -143,7 +141,7 @@ impl Sanitizer {
             .env("RUSTFLAGS", format!("-Zsanitizer={}", self.flag()))
             // The C compiler has one of its own, which does not know this one.
             .env("CFLAGS", "-fno-sanitize=all")
-            .env(variable, format!("log_path={}:{options}", reports.display()))
+            .env(variable, format!("log_path={}{options}", reports.display()))
             .env("TSSD_BIN", folder.join(TARGET).join("debug/tssd"))
     }
 }

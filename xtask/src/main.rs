@@ -6,6 +6,12 @@ use crate::workspace::Workspace;
 
 /// `bench`: what tests/benches and python/bench measure, and the page about it.
 mod bench;
+/// `coverage`: how much of what decides the tests run.
+mod coverage;
+/// What comes from others: licences, versions, sources.
+mod dependencies;
+/// What proofs count, in `target/reliability.json`.
+mod figures;
 /// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.
 mod python;
 /// `reliability`: what the store promises, under faults.
@@ -14,12 +20,16 @@ mod reliability;
 mod report;
 /// Runs steps in order, up to the first that fails.
 mod runner;
+/// `sanitize`: the suites with checks of every access to memory.
+mod sanitize;
 /// One command that is run.
 mod step;
 /// How many tests an output reports.
 mod tally;
 /// `test`: every check there is.
 mod test;
+/// Programs of others, in a folder of their own.
+mod tool;
 /// The checks against torch.
 mod torch;
 /// `vectors`: the vectors of the spec, written anew.
@@ -33,7 +43,8 @@ const HELP: &str = "\
 The project's own commands.
 
     cargo xtask test [-v]         every check that needs Rust, Python 3, and numpy under target/
-    cargo xtask test --all [-v]   and those that need valgrind, and torch: installs that under target/ (about 5 GB)
+    cargo xtask test --all [-v]   and those that need valgrind, and torch and cargo-deny: installs these under
+                                  target/ (about 5 GB)
     cargo xtask wheel [-v]        the Python package with the command, in target/wheels
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
@@ -42,6 +53,8 @@ The project's own commands.
     cargo xtask reliability [--minutes N] [-v]
                                   proves what docs/guarantees.md promises under faults, for so many minutes or
                                   as much as CI does; needs strace
+    cargo xtask sanitize [-v]     the suites with the address and the thread sanitizer
+    cargo xtask coverage [-v]     which part of the lines that decode, validate, plan and commit the tests run
     cargo xtask help              this text
 
 Bench options, and words that the names of cases are to have:
@@ -63,6 +76,8 @@ enum Task<'a> {
     Wheel { verbose: bool },
     Vectors { verbose: bool },
     Reliability { minutes: u64, verbose: bool },
+    Sanitize { verbose: bool },
+    Coverage { verbose: bool },
     Bench(bench::Task<'a>),
 }
 
@@ -83,6 +98,8 @@ fn main() -> ExitCode {
         Task::Wheel { verbose } => python::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Reliability { minutes, verbose } => reliability::run(&workspace, minutes, verbose),
+        Task::Sanitize { verbose } => sanitize::run(&workspace, verbose),
+        Task::Coverage { verbose } => coverage::run(&workspace, verbose),
         Task::Bench(task) => task.run(&workspace),
     });
     match outcome {
@@ -110,6 +127,8 @@ impl<'a> Task<'a> {
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
             ("wheel", [], _) => Some(Self::Wheel { verbose }),
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
+            ("sanitize", [], _) => Some(Self::Sanitize { verbose }),
+            ("coverage", [], _) => Some(Self::Coverage { verbose }),
             ("reliability", [], _) => Some(Self::Reliability { minutes: 0, verbose }),
             ("reliability", ["--minutes", minutes], _) => {
                 minutes.parse().ok().map(|minutes| Self::Reliability { minutes, verbose })
@@ -135,6 +154,8 @@ mod tests {
             ("reliability --minutes 30 -v", Some(Task::Reliability { minutes: 30, verbose: true })),
             ("reliability --minutes", None),
             ("reliability --minutes ten", None),
+            ("sanitize -v", Some(Task::Sanitize { verbose: true })),
+            ("coverage", Some(Task::Coverage { verbose: false })),
             ("bench page", Some(Task::Bench(bench::Task::Page))),
             ("bench page put", None),
             ("", None),

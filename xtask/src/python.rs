@@ -65,7 +65,7 @@ pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Ste
 pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     let mut steps = environment(workspace).steps(workspace)?;
     steps.extend(wheel(workspace));
-    let is_built = runner::run(workspace, steps, Vec::new(), verbose)?;
+    let is_built = runner::run(workspace, steps, Vec::new(), verbose)?.has_passed();
     if is_built {
         println!("the wheel is in {}", wheels(workspace).display());
     }
@@ -81,7 +81,7 @@ pub(crate) fn bench(workspace: &Workspace) -> io::Result<Option<Command>> {
     let build = format!("build --release {PACKAGES} --lib --bins --benches");
     let build = Step::cargo("release build", &build).worth(Worth::Nothing);
     steps.extend([build, staged(workspace, "release", &package)]);
-    if !runner::run(workspace, steps, Vec::new(), false)? {
+    if !runner::run(workspace, steps, Vec::new(), false)?.has_passed() {
         return Ok(None);
     }
     let mut command = Command::new(torch.python());

@@ -34,7 +34,11 @@ impl Done {
 }
 
 impl Report {
-    pub(crate) fn failed(&self) -> u64 {
+    pub(crate) fn has_passed(&self) -> bool {
+        self.failed() == 0
+    }
+
+    fn failed(&self) -> u64 {
         self.done.iter().map(|done| done.failed).sum()
     }
 

@@ -8,7 +8,7 @@ use crate::step::{Step, Worth};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
 
-/// Runs steps up to the first that fails, then prints what ran and what did not. True if all passed.
+/// Runs steps up to the first that fails, then prints what ran and what did not.
 ///
 /// While a step runs, its name stands on a line alone. Its output goes to the log, and to the
 /// terminal if it fails or the run is verbose.
@@ -17,7 +17,7 @@ pub(crate) fn run(
     steps: Vec<Step>,
     left_out: Vec<LeftOut>,
     verbose: bool,
-) -> io::Result<bool> {
+) -> io::Result<Report> {
     let style = Style::of_terminal();
     let log = File::create(workspace.log())?;
     let mut runner = Runner { workspace, log, verbose, style };
@@ -26,14 +26,14 @@ pub(crate) fn run(
     for step in steps.by_ref() {
         let done = runner.step(step)?;
         report.done.push(done);
-        if report.failed() > 0 {
+        if !report.has_passed() {
             println!("\nall output is in {}", workspace.log().display());
             break;
         }
     }
     report.left_out.extend(steps.map(|step| LeftOut { name: step.name, why: "not reached" }));
     report.print(style);
-    Ok(report.failed() == 0)
+    Ok(report)
 }
 
 struct Runner<'a> {

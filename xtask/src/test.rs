@@ -1,5 +1,6 @@
 use std::io;
 
+use crate::dependencies;
 use crate::python;
 use crate::report::LeftOut;
 use crate::runner;
@@ -7,15 +8,21 @@ use crate::step::{Step, Worth};
 use crate::torch;
 use crate::workspace::Workspace;
 
-/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch or valgrind.
+/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch, valgrind or what has to be
+/// built first.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
     let mut steps = checks(workspace);
     steps.extend(python::checks(workspace)?);
     let environment = torch::environment(workspace);
     let mut more = vec![instructions()];
+    more.extend(dependencies::checks(workspace));
     more.extend(torch::checks(workspace));
     more.extend(python::checks_with_torch(workspace, &environment.python()));
-    let mut left_out = Vec::new();
+    // Its database of advisories is not on crates.io; those that are known stand in deny.toml.
+    let mut left_out = vec![LeftOut {
+        name: "new advisories",
+        why: "cargo deny check advisories, where it can fetch them",
+    }];
     if all {
         steps.extend(environment.steps(workspace)?);
         steps.extend(more);
@@ -24,7 +31,7 @@ pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result
         left_out
             .extend(named.map(|step| LeftOut { name: step.name, why: "cargo xtask test --all" }));
     }
-    runner::run(workspace, steps, left_out, verbose)
+    Ok(runner::run(workspace, steps, left_out, verbose)?.has_passed())
 }
 
 /// That no hot path has become longer: as fast machines and slow ones see it alike.

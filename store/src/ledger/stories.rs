@@ -34,14 +34,14 @@ impl Ledger {
         Ok(outcome)
     }
 
-    fn begin(&mut self, put: Put) -> Result<VersionId, Refusal> {
+    fn begin(&mut self, put: Put<'_>) -> Result<VersionId, Refusal> {
         match self.begin_outcome(put)? {
             Outcome::Begun { id, .. } | Outcome::Retry { id, .. } => Ok(id),
             outcome => panic!("{outcome:?}"),
         }
     }
 
-    fn begin_outcome(&mut self, put: Put) -> Result<Outcome, Refusal> {
+    fn begin_outcome(&mut self, put: Put<'_>) -> Result<Outcome, Refusal> {
         self.ids += 1;
         let Put { writer, writers, job, number, call, rewind, defaulted, .. } = put;
         let Put { durability, offers, session, .. } = put;
@@ -61,7 +61,7 @@ impl Ledger {
         }))
     }
 
-    fn commit(&mut self, id: VersionId, put: Put, contents: u8) -> Result<Outcome, Refusal> {
+    fn commit(&mut self, id: VersionId, put: Put<'_>, contents: u8) -> Result<Outcome, Refusal> {
         self.give(Command::Commit(Commit {
             id,
             writer: put.writer,
@@ -77,7 +77,7 @@ impl Ledger {
     }
 
     /// Begins and commits; the contents are the number of the writer.
-    fn put(&mut self, put: Put) -> Result<VersionId, Refusal> {
+    fn put(&mut self, put: Put<'_>) -> Result<VersionId, Refusal> {
         let id = self.begin(put)?;
         self.commit(id, put, 7)?;
         Ok(id)
@@ -125,10 +125,10 @@ impl Ledger {
 }
 
 #[derive(Clone, Copy)]
-struct Put {
+struct Put<'a> {
     writer: u32,
     writers: &'static str,
-    job: Option<&'static str>,
+    job: Option<&'a str>,
     number: Option<u64>,
     call: Option<u64>,
     rewind: bool,
@@ -140,7 +140,7 @@ struct Put {
 }
 
 /// A put of one writer without a job.
-fn alone(number: Option<u64>) -> Put {
+fn alone(number: Option<u64>) -> Put<'static> {
     Put {
         writer: 0,
         writers: "0",
@@ -156,12 +156,12 @@ fn alone(number: Option<u64>) -> Put {
 }
 
 /// One of two writers of a job, with a number of the caller's.
-fn step_of(job: &'static str, writer: u32, number: u64) -> Put {
+fn step_of(job: &str, writer: u32, number: u64) -> Put<'_> {
     Put { writer, writers: "0-1", job: Some(job), number: Some(number), ..alone(None) }
 }
 
 /// One of two writers of a job, with an implicit number.
-fn call_of(job: &'static str, writer: u32, call: u64) -> Put {
+fn call_of(job: &str, writer: u32, call: u64) -> Put<'_> {
     Put { number: None, call: Some(call), ..step_of(job, writer, 0) }
 }
 

@@ -150,14 +150,17 @@ fn a_refusal_names_what_it_is_about() {
         Refusal::Dropped { number: 5, reason }
     };
     let unknown = |selector, newest| Refusal::NotFound { selector, newest, coming: None };
-    let coming = Some((3, writers("1-2")));
-    let partial = Refusal::NotFound { selector: Selector::Newest, newest: None, coming };
+    let coming = |missing| {
+        let coming = Some((3, writers(missing)));
+        Refusal::NotFound { selector: Selector::Newest, newest: None, coming }
+    };
     for (refusal, text) in [
         (Refusal::Fenced { by: job_id("b") }, "job b has taken over the key"),
         (another, "version 5 takes contributions of job a, not of no job"),
         (unknown(Selector::Number(3), Some(5)), "no visible version is number 3: the newest is 5"),
         (unknown(Selector::Newest, None), "no version is visible"),
-        (partial, "no version is visible, and version 3 waits for writers 1-2"),
+        (coming("1-2"), "no version is visible, and version 3 waits for writers 1-2"),
+        (coming(""), "no version is visible"),
         (abandoned("1-2"), "version 5 was abandoned: writers 1-2 did not commit in time"),
         (abandoned(""), "version 5 was abandoned: nobody proved it in time"),
     ] {

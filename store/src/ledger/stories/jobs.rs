@@ -146,8 +146,8 @@ fn a_call_counts_for_a_job_that_gives_no_number() {
 fn the_oldest_of_too_many_fenced_jobs_is_forgotten() {
     let mut ledger = Ledger::default();
     let mut begin = |job: usize| {
-        let put = Put { job: Some(job.to_string().leak()), ..alone(None) };
-        ledger.begin_outcome(put)
+        let job = job.to_string();
+        ledger.begin_outcome(Put { job: Some(&job), ..alone(None) })
     };
     for job in 0..=MAX_FENCED {
         begin(job).unwrap();

@@ -120,3 +120,28 @@ fn what_is_in_memory_does_not_retire_what_a_restart_would_find() {
     let numbers: Vec<u64> = restarted.visible().map(|version| version.number).collect();
     assert_eq!((numbers, restarted.highest()), (vec![5], Some(5)));
 }
+
+#[test]
+fn a_restart_knows_what_is_on_disk_and_what_is_said_of_the_key() {
+    let mut ledger = Ledger::keeping(2);
+    let put = |call, durability| Put { writers: "0", durability, ..call_of("a", 0, call) };
+    let on_disk = ledger.put(put(0, Durability::Disk)).unwrap();
+    ledger.settle();
+    ledger.put(put(1, Durability::Memory)).unwrap();
+    ledger.settle();
+    for (label, number) in [("disk", 1), ("memory", 2)] {
+        let selector = Selector::Number(number);
+        ledger.give(Command::Pin { selector, label: label.to_owned() }).unwrap();
+    }
+    ledger.lease(1, Selector::Number(1)).unwrap();
+    ledger.begin(put(2, Durability::Disk)).unwrap();
+
+    ledger.state = ledger.state.durable();
+    let numbers: Vec<u64> = ledger.state.versions().map(|version| version.number).collect();
+    assert_eq!((numbers, ledger.state.lease(LeaseId(1))), (vec![1], None));
+    assert_eq!(ledger.state.pins().collect::<Vec<_>>(), [("disk", on_disk)]);
+    assert_eq!(ledger.state.job(), Some(&job_id("a")));
+    // The call that memory alone knew may come again, of other writers, and gets the number again.
+    let again = ledger.begin_outcome(call_of("a", 0, 1)).unwrap();
+    assert!(matches!(again, Outcome::Begun { number: 2, .. }), "{again:?}");
+}

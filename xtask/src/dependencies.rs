@@ -1,0 +1,15 @@
+use crate::step::Step;
+use crate::tool::Tool;
+use crate::workspace::Workspace;
+
+const CARGO_DENY: Tool =
+    Tool { name: "cargo-deny", version: "0.20.2", step: "cargo-deny from crates.io" };
+
+/// That what comes from others is what `deny.toml` lets in.
+pub(crate) fn checks(workspace: &Workspace) -> Vec<Step> {
+    let mut steps: Vec<Step> = CARGO_DENY.installation(workspace).into_iter().collect();
+    let program = CARGO_DENY.program(workspace);
+    let arguments = "--offline check --hide-inclusion-graph bans licenses sources";
+    steps.push(Step::program("licences, bans, sources", program, arguments));
+    steps
+}

@@ -5,6 +5,10 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use rustix::fs::OFlags;
+
+use super::files::regular;
+
 /// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Lock(File);
@@ -24,7 +28,7 @@ impl Lock {
         path: &Path,
         lock: impl FnOnce(&File) -> Result<(), TryLockError>,
     ) -> io::Result<Option<Self>> {
-        let file = File::options().write(true).create(true).truncate(false).open(path)?;
+        let file = regular(path, OFlags::WRONLY | OFlags::CREATE)?;
         match lock(&file) {
             Ok(()) => Ok(Some(Self(file))),
             Err(TryLockError::WouldBlock) => Ok(None),

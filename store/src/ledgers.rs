@@ -14,6 +14,7 @@ use crate::key::Key;
 use crate::ledger::State;
 
 pub(crate) use owned::OwnedLedgers;
+pub(crate) use records::Records;
 pub(crate) use shared::SharedLedgers;
 
 /// The ledgers of all keys.

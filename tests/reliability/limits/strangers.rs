@@ -105,6 +105,12 @@ impl Scene {
     fn perform(&self, Act { path, deed }: &Act) -> Vec<PathBuf> {
         let at = self.root().join(path);
         let Ok(metadata) = at.symlink_metadata() else { return Vec::new() };
+        // What is behind a link is outside already.
+        let root = self.root().canonicalize().unwrap();
+        let above = at.parent().and_then(|above| above.canonicalize().ok());
+        if above != path.parent().map(|above| root.join(above)) {
+            return Vec::new();
+        }
         let is_folder = metadata.is_dir();
         let outside = self.outside();
         let remove = || if is_folder { fs::remove_dir_all(&at) } else { fs::remove_file(&at) };
@@ -125,10 +131,16 @@ impl Scene {
             Deed::Empty => resize(|_| 0),
             Deed::Halve => resize(|len| len / 2),
             Deed::Lengthen => resize(|len| len + 1),
-            Deed::Rename => fs::rename(&at, beside("0-77")).unwrap(),
+            // Where there is one of the name, it stays as it is.
+            Deed::Rename => drop(fs::rename(&at, beside("0-77"))),
             Deed::Swap => {
-                let is_like =
-                    |other: &PathBuf| other != path && other.extension() == path.extension();
+                let is_file = |other: &PathBuf| {
+                    let metadata = self.root().join(other).symlink_metadata();
+                    metadata.is_ok_and(|metadata| metadata.is_file())
+                };
+                let is_like = |other: &PathBuf| {
+                    other != path && other.extension() == path.extension() && is_file(other)
+                };
                 let other = files(&self.root()).into_iter().find(is_like);
                 if let (Some(other), false) = (other, is_folder) {
                     let bytes = fs::read(self.root().join(other)).unwrap();
@@ -182,7 +194,8 @@ impl Scene {
                 for name in names {
                     fs::write(beside(name), name).unwrap();
                 }
-                symlink(outside.join("precious.tssd"), beside("5-5")).unwrap();
+                // It may be there from the act before.
+                let _ = symlink(outside.join("precious.tssd"), beside("5-5"));
                 return names.iter().map(|name| below(&beside(name))).collect();
             }
             Deed::Copy => {

@@ -1,23 +1,27 @@
 //! `tssd verify`: every byte of an archive is proven.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error as _;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 use tssd_format::{Archive, Dtype, Error, MANIFEST, Node, Runs, TensorMeta, Verify};
 
-use crate::archives::archives_in;
+use crate::archives::{Found, is_directory, none_in};
 use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{self, open_set, shown};
 use crate::parallel;
 use crate::size::{Size, count};
+use crate::store::failure;
 
 /// A file with more damage than this is not worth more lines.
 const SHOWN_MAX: usize = 10;
 
-/// Prove archives: the index by opening them, the payload by reading every byte.
+/// Prove archives: the index by opening them, the payload by reading every byte. Of the directory of a store its
+/// ledgers too: which files are lost, or others.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Archives, or directories with archives in them; `-`: stdin
@@ -31,14 +35,32 @@ pub(crate) struct Args {
 
 /// One line per file. All files are looked at, whatever is found in the first.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let mut files = Vec::new();
+    let mut suspects = Vec::new();
     for path in &args.paths {
-        files.extend(archives_in(path)?);
+        suspects.extend(suspects_of(path)?);
     }
     let mut exit = Exit::Ok;
     let mut results = Vec::new();
-    for path in &files {
-        let verdict = verify(path, args.deep, console)?;
+    let mut damaged = BTreeSet::new();
+    for Suspect { path, is_listed, known, is_archive } in &mut suspects {
+        let path = &*path;
+        let mut verdict = Verdict::default();
+        if *is_archive {
+            verdict = match verify(path, args.deep, &damaged, console) {
+                // It was deleted meanwhile.
+                Err(failure)
+                    if *is_listed && failure.exit() == Exit::NotFound && known.is_empty() =>
+                {
+                    continue;
+                }
+                Err(failure) if *is_listed => Verdict::of(Damage::unread(&failure)),
+                verdict => verdict?,
+            };
+        }
+        verdict.damage.append(known);
+        if !verdict.damage.is_empty() {
+            damaged.insert(path.clone());
+        }
         let is_whole = verdict.damage.is_empty();
         if !is_whole {
             exit = Exit::Differs;
@@ -59,6 +81,50 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(exit)
 }
 
+/// A file to look at.
+struct Suspect {
+    path: PathBuf,
+    /// Whether nobody has named it: it is in a directory.
+    is_listed: bool,
+    /// Whether it is an archive, and not a file of a ledger, or a folder.
+    is_archive: bool,
+    /// What is known to be wrong with it before it is opened.
+    known: Vec<Damage>,
+}
+
+/// The file itself; or all archives in and below a directory, and what a store there lacks.
+fn suspects_of(path: &Path) -> Result<Vec<Suspect>> {
+    if !is_directory(path)? {
+        let (path, known) = (path.to_owned(), Vec::new());
+        return Ok(vec![Suspect { path, is_listed: false, is_archive: true, known }]);
+    }
+    let Found { archives, unreadable } = Found::below(path);
+    let mut suspects: BTreeMap<PathBuf, Suspect> = BTreeMap::new();
+    let suspect = |path: &Path, is_archive| Suspect {
+        path: path.to_owned(),
+        is_listed: true,
+        is_archive,
+        known: Vec::new(),
+    };
+    for archive in archives {
+        suspects.insert(archive.clone(), suspect(&archive, true));
+    }
+    let defects = tssd_store::scrub(path).map_err(|error| failure(&error))?;
+    let known = defects.into_iter().map(|defect| {
+        let message = defect.error.to_string();
+        (defect.path, Damage { rule: "store", message, leaf: None, byte: None })
+    });
+    let unread = unreadable.into_iter().map(|(path, failure)| (path, Damage::unread(&failure)));
+    for (path, damage) in known.chain(unread) {
+        let entry = suspects.entry(path.clone()).or_insert_with(|| suspect(&path, false));
+        entry.known.push(damage);
+    }
+    if suspects.is_empty() {
+        return Err(none_in(path));
+    }
+    Ok(suspects.into_values().collect())
+}
+
 /// What was found in one file.
 #[derive(Default)]
 struct Verdict {
@@ -76,6 +142,10 @@ struct Damage {
 }
 
 impl Verdict {
+    fn of(damage: Damage) -> Self {
+        Self { damage: vec![damage], ..Self::default() }
+    }
+
     fn lines(&self, path: &Path) -> String {
         let path = shown(path).display();
         if self.damage.is_empty() {
@@ -97,6 +167,12 @@ impl Verdict {
 }
 
 impl Damage {
+    /// That a file cannot be read is as bad, if nobody has named it.
+    fn unread(failure: &Failure) -> Self {
+        let source = failure.source().map(|source| format!(": {source}")).unwrap_or_default();
+        Self { rule: "io", message: format!("{failure}{source}"), leaf: None, byte: None }
+    }
+
     fn json(&self) -> Json {
         json!({
             "rule": self.rule, "message": self.message, "leaf": self.leaf, "byte": self.byte,
@@ -119,14 +195,16 @@ impl TryFrom<Error> for Damage {
 }
 
 /// Damage is a verdict; a file that cannot be read is a failure.
-fn verify(path: &Path, deep: bool, console: Console) -> Result<Verdict> {
+fn verify(
+    path: &Path,
+    deep: bool,
+    damaged: &BTreeSet<PathBuf>,
+    console: Console,
+) -> Result<Verdict> {
     let failed = |error| Failure::format(shown(path), &error);
-    let archive = match open(path)? {
+    let archive = match open(path, damaged)? {
         Ok(archive) => archive,
-        Err(error) => {
-            let damage = vec![error.try_into().map_err(failed)?];
-            return Ok(Verdict { damage, ..Verdict::default() });
-        }
+        Err(error) => return Ok(Verdict::of(error.try_into().map_err(failed)?)),
     };
     let damage = errors(&archive, deep, console).into_iter().map(Damage::try_from);
     let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(failed)?;
@@ -149,13 +227,18 @@ fn verify(path: &Path, deep: bool, console: Console) -> Result<Verdict> {
     Ok(Verdict { what, damage, warnings })
 }
 
-/// A manifest is opened with the archives that it names; under another name it is a file alone.
-fn open(path: &Path) -> Result<Result<Archive, Error>> {
-    if path.file_name().is_some_and(|name| name == MANIFEST) {
-        let directory = path.parent().filter(|parent| *parent != Path::new(""));
-        return open_set(directory.unwrap_or(Path::new(".")));
+/// A manifest is opened with the archives that it names; under another name it is a file alone. So it is if one of
+/// them is known to be damaged: that is not said twice.
+fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Error>> {
+    let alone = Archive::from_blob(input::open(path)?);
+    let Ok(archive) = &alone else { return Ok(alone) };
+    let is_damaged = |name: String| damaged.contains(&path.with_file_name(name));
+    let names = archive.shards().into_iter().map(|shard| shard.name);
+    if path.file_name().is_none_or(|name| name != MANIFEST) || names.into_iter().any(is_damaged) {
+        return Ok(alone);
     }
-    Ok(Archive::from_blob(input::open(path)?))
+    let directory = path.parent().filter(|parent| *parent != Path::new(""));
+    open_set(directory.unwrap_or(Path::new(".")))
 }
 
 /// Everything that is wrong with the payload of an archive, in any order.

@@ -1,6 +1,8 @@
 //! What a store asks of whoever decides and knows where bytes are: here, or behind a connection.
 
 mod attempt;
+#[cfg(test)]
+mod clock;
 mod folder;
 mod local;
 mod proof;
@@ -25,7 +27,7 @@ use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
-pub(crate) use folder::{archives, folder};
+pub(crate) use folder::{archives, folder, is_version};
 pub(crate) use local::{LocalController, Place};
 pub(crate) use proof::{DIVERGENT, digest};
 

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+pub(crate) use self::dice::Dice;
 use crate::environment::Environment;
 use crate::ledger::Timestamp;
 

@@ -5,6 +5,7 @@ mod delegate;
 mod elsewhere;
 mod house;
 mod http;
+mod lost;
 mod metrics;
 mod place;
 mod reading;
@@ -12,6 +13,7 @@ mod registry;
 #[cfg(feature = "shuttle")]
 pub(crate) mod schedules;
 mod session;
+mod spare;
 mod tiers;
 
 use std::net::SocketAddr;
@@ -27,6 +29,7 @@ use self::house::House;
 pub use self::place::default_memory_limit;
 use self::place::listen;
 use self::session::Guest;
+use self::spare::Spare;
 use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
@@ -35,9 +38,6 @@ use crate::store::Credentials;
 
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;
-
-/// If no descriptors are left, or the like: some will be.
-const SCARCE: Duration = Duration::from_millis(50);
 
 /// How long sessions have to end when the daemon does.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -220,6 +220,7 @@ impl Daemon {
         }
         let (mut sessions, mut far_sessions) = (JoinSet::new(), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
+        let mut spare = Spare::new();
         let mut unneeded = std::pin::pin!(self.house.unneeded(self.options.linger));
         loop {
             tokio::select! {
@@ -235,7 +236,10 @@ impl Daemon {
                         }
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
-                    Err(_) => tokio::time::sleep(SCARCE).await,
+                    Err(_) => {
+                        let shed = spare.shed(self.listener.accept()).await;
+                        self.house.counters.count().turned_away += shed;
+                    }
                 },
                 accepted = accept(self.far.as_ref()) => match accepted {
                     Ok((stream, address)) if far_sessions.len() < MAX_PEERS => {
@@ -249,7 +253,10 @@ impl Daemon {
                         });
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
-                    Err(_) => tokio::time::sleep(SCARCE).await,
+                    Err(_) => {
+                        let shed = spare.shed(accept(self.far.as_ref())).await;
+                        self.house.counters.count().turned_away += shed;
+                    }
                 },
             }
         }

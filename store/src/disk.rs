@@ -12,10 +12,12 @@ pub(crate) mod simulated;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+
+use rustix::fs::OFlags;
 
 pub(crate) use files::{Files, Folder, Output, SystemFiles};
 pub(crate) use lock::Lock;
@@ -70,16 +72,27 @@ impl Disk {
 
     /// The bytes of a file; none if there is no such file.
     pub(crate) fn read(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
+        self.inside(parent(path)?)?;
         optional(self.files.read(path))
     }
 
     /// A file of a store; none if there is no such file.
     pub(crate) fn open(&self, path: &Path) -> io::Result<Option<Near>> {
+        self.inside(parent(path)?)?;
         optional(self.files.open(path))
+    }
+
+    /// A file of a store to give away, and its length; none if there is no such file.
+    pub(crate) fn lend(&self, path: &Path) -> io::Result<Option<(File, u64)>> {
+        self.inside(parent(path)?)?;
+        let Some(file) = optional(files::regular(path, OFlags::RDONLY))? else { return Ok(None) };
+        let len = file.metadata()?.len();
+        Ok(Some((file, len)))
     }
 
     /// Removes a file, if it is there.
     pub(crate) fn remove(&self, path: &Path) -> io::Result<()> {
+        self.inside(parent(path)?)?;
         optional(self.files.remove(path)).map(drop)
     }
 
@@ -100,6 +113,7 @@ impl Disk {
     /// The names in a folder, sorted, temporary ones included; none if there is no such folder. A name that
     /// is not UTF-8 is not ours.
     pub(crate) fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        self.inside(path)?;
         let mut names = optional(self.files.list(path))?.unwrap_or_default();
         names.sort_unstable();
         Ok(names)
@@ -143,6 +157,7 @@ impl Disk {
     /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
     /// are what they are.
     pub(crate) fn make_folders(&self, path: &Path) -> io::Result<()> {
+        self.inside(path)?;
         let found = self.files.folder(path);
         let is_ours = path.starts_with(&self.root) && path != self.root;
         if found.is_some() && (!is_ours || self.durable().get(path) == found.as_ref()) {
@@ -163,6 +178,15 @@ impl Disk {
         }
         durable.insert(path.to_owned(), folder);
         Ok(())
+    }
+
+    /// Nothing is reached by a link below the root: it may lead out of the store, to what is not to be deleted.
+    fn inside(&self, folder: &Path) -> io::Result<()> {
+        let below = |path: &&Path| path.starts_with(&self.root) && **path != self.root;
+        match folder.ancestors().take_while(below).find(|path| self.files.is_link(path)) {
+            Some(link) => Err(files::link_at(link)),
+            None => Ok(()),
+        }
     }
 
     fn durable(&self) -> std::sync::MutexGuard<'_, BTreeMap<PathBuf, Folder>> {
@@ -358,22 +382,20 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
 
 /// The bytes of a file; none if there is no such file.
 pub(crate) fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    optional(fs::read(path))
-}
-
-/// A file to read, and its length; none if there is no such file.
-pub(crate) fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
-    let Some(file) = optional(File::open(path))? else { return Ok(None) };
-    let len = file.metadata()?.len();
-    Ok(Some((file, len)))
+    optional(SystemFiles.read(path))
 }
 
 /// Where the daemon listens that serves a directory, if one does.
 pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
-    let Some(file) = optional(File::open(root.join(CLAIM)))? else { return Ok(None) };
+    let claim = files::regular(&root.join(CLAIM), OFlags::RDONLY);
+    let Some(mut file) = optional(claim)? else { return Ok(None) };
     match file.try_lock_shared() {
         Ok(()) => Ok(None),
-        Err(fs::TryLockError::WouldBlock) => fs::read_to_string(root.join(CLAIM)).map(Some),
+        Err(fs::TryLockError::WouldBlock) => {
+            let mut socket = String::new();
+            file.read_to_string(&mut socket)?;
+            Ok(Some(socket))
+        }
         Err(fs::TryLockError::Error(error)) => Err(error),
     }
 }

@@ -16,6 +16,7 @@ use crate::ledger::{SessionId, State};
 use crate::sync;
 
 pub(crate) use owned::OwnedLedgers;
+pub(crate) use records::Records;
 pub(crate) use shared::SharedLedgers;
 
 /// The ledgers of all keys.

@@ -48,6 +48,7 @@ mod private;
 mod publish;
 mod put;
 mod route;
+mod scrub;
 mod status;
 mod version;
 
@@ -73,6 +74,7 @@ pub use private::Private;
 pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
 pub use route::Transport;
+pub use scrub::{Defect, scrub};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
 pub use store::{ConnectOptions, Credentials, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

@@ -15,6 +15,9 @@ mod folder;
 /// Daemons, writers and readers are killed under load; large stores are opened again.
 #[cfg(target_os = "linux")]
 mod kill;
+/// Disks, memory and descriptors that end, files that rot, peers that lie.
+#[cfg(target_os = "linux")]
+mod limits;
 /// What processes see of a key has an order, whatever happens to them.
 #[cfg(target_os = "linux")]
 mod linear;

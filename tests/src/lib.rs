@@ -10,7 +10,11 @@ pub mod fuzz;
 pub mod generate;
 #[cfg(target_os = "linux")]
 pub mod growth;
+#[cfg(target_os = "linux")]
+pub mod hostile;
 pub mod proof;
+#[cfg(target_os = "linux")]
+pub mod raw;
 #[cfg(target_os = "linux")]
 pub mod served;
 pub mod sharding;

@@ -2,25 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
 use tssd_format::{StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value};
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
-use tssd_tests::command::quick_folder;
+use tssd_tests::command::{Serve, quick_folder};
+use tssd_tests::raw::{HELLO, Raw, frame};
 use tssd_tests::served::Served;
 
 const MIB: u64 = 1 << 20;
@@ -243,18 +239,6 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     assert!(!socket.exists(), "a daemon that ends takes its socket along");
 }
 
-/// A frame, byte for byte as `spec/protocol.md` has it.
-pub(super) fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
-    let mut bytes = b"TSSD".to_vec();
-    bytes.extend([kind, 0, 0, 0]);
-    bytes.extend(u32::try_from(head.len()).unwrap().to_le_bytes());
-    bytes.extend(u32::try_from(data.len()).unwrap().to_le_bytes());
-    bytes.extend(number.to_le_bytes());
-    bytes.extend(head.as_bytes());
-    bytes.extend(data);
-    bytes
-}
-
 /// A request of one writer.
 fn begin(key: &str, len: usize) -> String {
     format!(
@@ -279,108 +263,23 @@ fn release(leased: &serde_json::Value) -> Vec<u8> {
     frame(4, 0, &format!(r#"{{"op":"release","lease":{lease}}}"#), b"")
 }
 
-pub(super) const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
-
-/// A connection that says what it likes.
-struct Raw(UnixStream);
-
-impl Raw {
-    fn connect(served: &Served) -> Self {
-        let stream = UnixStream::connect(served.socket()).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        Self(stream)
+/// Puts an archive that is not inline; returns its segment, and its memory if that came along.
+fn put_raw(
+    raw: &mut Raw,
+    archive: &[u8],
+    memory: Option<&File>,
+) -> (serde_json::Value, Option<File>) {
+    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archive.len()));
+    let room = &begun["begun"]["room"]["segment"];
+    let come = fds.into_iter().next().map(File::from);
+    let file = come.as_ref().or(memory).expect("memory that is not there yet comes");
+    assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
+    if come.is_some() {
+        file.write_all_at(archive, 0).unwrap();
     }
-
-    fn greet(served: &Served) -> Self {
-        let mut raw = Self::connect(served);
-        raw.send(&frame(1, 1, HELLO, b""));
-        let (number, head) = raw.receive().unwrap();
-        assert_eq!(number, 1);
-        assert_eq!(head["welcome"]["protocol"]["major"], 1);
-        raw
-    }
-
-    fn send(&mut self, bytes: &[u8]) {
-        // Whoever is turned away cannot say everything.
-        let _ = self.0.write_all(bytes);
-    }
-
-    fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-        let parts = [IoSlice::new(bytes)];
-        rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
-    }
-
-    /// The next frame: its kind and head, and the descriptors that come with its first bytes.
-    fn receive_with_descriptors(&mut self) -> (u8, serde_json::Value, Vec<OwnedFd>) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut header = [0; 24];
-        let into = &mut [IoSliceMut::new(&mut header)];
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
-        let come = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
-        assert_eq!(come.bytes, 24);
-        let mut fds = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(more) = message {
-                fds.extend(more);
-            }
-        }
-        assert_eq!(usize::from(header[5]), fds.len());
-        let len = u32::from_le_bytes(header[8..12].try_into().unwrap());
-        let mut head = vec![0; len as usize];
-        self.0.read_exact(&mut head).unwrap();
-        (header[4], serde_json::from_slice(&head).unwrap(), fds)
-    }
-
-    /// The reply to a request, with what comes along.
-    fn ask_for_descriptors(&mut self, head: &str) -> (serde_json::Value, Vec<OwnedFd>) {
-        self.send(&frame(1, 5, head, b""));
-        let (kind, head, fds) = self.receive_with_descriptors();
-        assert_eq!(kind, 3);
-        (head, fds)
-    }
-
-    /// Puts an archive that is not inline; returns its segment, and its memory if that came along.
-    fn put(&mut self, archive: &[u8], memory: Option<&File>) -> (serde_json::Value, Option<File>) {
-        let (begun, fds) = self.ask_for_descriptors(&begin("policy", archive.len()));
-        let room = &begun["begun"]["room"]["segment"];
-        let come = fds.into_iter().next().map(File::from);
-        let file = come.as_ref().or(memory).expect("memory that is not there yet comes");
-        assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
-        if come.is_some() {
-            file.write_all_at(archive, 0).unwrap();
-        }
-        let progress = self.ask(6, &commit(&begun));
-        assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
-        (room["segment"].clone(), come)
-    }
-
-    /// The reply to a request.
-    fn ask(&mut self, number: u64, head: &str) -> serde_json::Value {
-        self.send(&frame(1, number, head, b""));
-        let (answered, head) = self.receive().unwrap();
-        assert_eq!(answered, number);
-        head
-    }
-
-    /// The number and head of the next frame; none if the daemon has ended the connection.
-    fn receive(&mut self) -> Option<(u64, serde_json::Value)> {
-        let mut header = [0; 24];
-        self.0.read_exact(&mut header).ok()?;
-        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
-        let mut head = vec![0; word(8) as usize];
-        self.0.read_exact(&mut head).ok()?;
-        assert_eq!(word(12), 0, "no reply has data");
-        Some((word(16).into(), serde_json::from_slice(&head).unwrap()))
-    }
-
-    fn is_ended(&mut self) -> bool {
-        self.receive().is_none()
-    }
+    let progress = raw.ask(6, &commit(&begun));
+    assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
+    (room["segment"].clone(), come)
 }
 
 #[test]
@@ -407,21 +306,21 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
         ("a reply", frame(3, 1, HELLO, b"")),
     ];
     for (what, bytes) in &garbage {
-        let mut raw = Raw::connect(&served);
+        let mut raw = Raw::connect(&served.socket());
         raw.send(bytes);
         assert!(raw.is_ended(), "{what}");
-        let mut raw = Raw::greet(&served);
+        let mut raw = Raw::greet(&served.socket());
         raw.send(bytes);
         assert!(raw.is_ended(), "{what}, after hello");
     }
     // Who has not said hello has less.
     for bytes in [header(1, (4 << 10) + 1, 0, 0), header(1, 2, 1, 0), frame(4, 1, HELLO, b"")] {
-        let mut raw = Raw::connect(&served);
+        let mut raw = Raw::connect(&served.socket());
         raw.send(&bytes);
         assert!(raw.is_ended(), "{bytes:?}");
     }
     // Descriptors that nobody has announced.
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     raw.send_with(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
     assert!(raw.is_ended());
     assert_eq!(step_of(&get(&store)), 1);
@@ -430,7 +329,7 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
 #[test]
 fn requests_that_cannot_be_met_are_answered() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let long = "k".repeat(1025);
     let requests = [
         (r#"{"op":"dance"}"#.to_owned(), "invalid", "not understood"),
@@ -486,7 +385,7 @@ fn requests_that_cannot_be_met_are_answered() {
 #[test]
 fn a_writer_that_goes_in_the_middle_leaves_no_half() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let begin = r#"{"op":"begin","key":"policy","proposal":{"writer":0,"writers":"0",
         "file_len":1000,"timeout":{"secs":1,"nanos":0}}}"#;
     raw.send(&frame(1, 2, begin, b""));
@@ -621,7 +520,7 @@ fn who_does_not_say_hello_first_is_told_so() {
         ("hello", "invalid", "not understood"),
     ];
     for (head, kind, text) in first {
-        let mut raw = Raw::connect(&served);
+        let mut raw = Raw::connect(&served.socket());
         let failed = &raw.ask(7, head)["failed"];
         assert_eq!(failed["kind"], kind, "{head}: {failed}");
         assert!(failed["text"].as_str().unwrap().contains(text), "{head}: {failed}");
@@ -632,7 +531,7 @@ fn who_does_not_say_hello_first_is_told_so() {
 #[test]
 fn minor_versions_understand_each_other() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::connect(&served);
+    let mut raw = Raw::connect(&served.socket());
     // A later one says more, an earlier one less.
     let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
         "wants":["everything"]}"#;
@@ -640,7 +539,7 @@ fn minor_versions_understand_each_other() {
     assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
     assert_eq!(welcome["pid"], std::process::id());
     assert_eq!(welcome["inline"], 256 << 10);
-    let mut raw = Raw::connect(&served);
+    let mut raw = Raw::connect(&served.socket());
     let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
     assert!(raw.ask(1, earlier)["welcome"].is_object());
     // A notice that is not known is passed over; so are unknown fields.
@@ -677,7 +576,7 @@ fn who_waits_and_goes_is_forgotten() {
         r#"{"op":"begin","key":"large","proposal":{"writer":0,"writers":"0","file_len":1072693248,
             "timeout":{"secs":3600,"nanos":0}}}"#,
     ];
-    let mut other = Raw::greet(&served);
+    let mut other = Raw::greet(&served.socket());
     for number in [1, 2] {
         let begin = format!(
             r#"{{"op":"begin","key":"busy","proposal":{{"writer":0,"writers":"0-1","job":"j",
@@ -686,7 +585,7 @@ fn who_waits_and_goes_is_forgotten() {
         assert!(other.ask(number, &begin)["begun"].is_object());
     }
     for request in waiting {
-        let mut raw = Raw::greet(&served);
+        let mut raw = Raw::greet(&served.socket());
         let lease = raw.ask(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
         assert!(lease["leased"].is_object(), "{lease}");
         raw.send(&frame(1, 3, request, b""));
@@ -718,7 +617,7 @@ fn readers_of_one_connection_share_what_comes_once() {
 #[test]
 fn lengths_that_no_memory_has_are_refused() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     for len in [u64::MAX, u64::MAX - (2 << 20), 1 << 62, (1 << 30) + 1] {
         let begin = format!(
             r#"{{"op":"begin","key":"k","proposal":{{"writer":0,"writers":"0","file_len":{len},
@@ -733,7 +632,7 @@ fn lengths_that_no_memory_has_are_refused() {
 #[test]
 fn an_answer_that_is_too_long_is_an_error() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     put(&served.connect(), 1, 1);
     let label = "l".repeat(60 << 10);
     for number in 2..20 {
@@ -760,7 +659,7 @@ fn keys_come_in_pages() {
     }
     assert_eq!(store.keys(None).unwrap(), keys);
     assert_eq!(store.keys(Some("none")).unwrap(), []);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let after = serde_json::json!({"op": "keys", "prefix": "", "after": name(2990)}).to_string();
     let page = raw.ask(7, &after);
     assert_eq!(page["keys"]["keys"].as_array().unwrap().len(), 9);
@@ -775,9 +674,9 @@ fn archive(step: u8) -> Vec<u8> {
 #[test]
 fn memory_comes_once_sealed_and_comes_back() {
     let served = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
+    let (mut writer, mut reader) = (Raw::greet(&served.socket()), Raw::greet(&served.socket()));
     let archive = archive(1);
-    let (segment, memory) = writer.put(&archive, None);
+    let (segment, memory) = put_raw(&mut writer, &archive, None);
     let memory = memory.unwrap();
     // What is committed cannot be changed, not by its writer either.
     assert!(memory.write_all_at(b"x", 0).is_err());
@@ -807,14 +706,14 @@ fn memory_comes_once_sealed_and_comes_back() {
     assert_ne!(again["leased"]["lease"], leased["leased"]["lease"]);
 
     // A version takes another segment while the first is read, and that one when it is handed back.
-    let (second, memory) = writer.put(&archive, None);
+    let (second, memory) = put_raw(&mut writer, &archive, None);
     assert!(second != segment && memory.is_some());
-    let (third, memory) = writer.put(&archive, None);
+    let (third, memory) = put_raw(&mut writer, &archive, None);
     assert!(third != segment && third != second && memory.is_some(), "two leases hold the first");
     reader.send(&release(&leased));
     reader.send(&release(&again));
     assert!(reader.ask(9, r#"{"op":"status"}"#)["status"]["leases"].as_array().unwrap().is_empty());
-    let (fourth, memory) = writer.put(&archive, memory.as_ref());
+    let (fourth, memory) = put_raw(&mut writer, &archive, memory.as_ref());
     assert!([&segment, &second].contains(&&fourth) && memory.is_none(), "{fourth}");
 }
 
@@ -836,7 +735,7 @@ fn more_memory_than_a_frame_has_comes_in_parts() {
         dict.insert(format!("rank{rank}"), tensor);
         store.put_state_dict(&key(), &dict, &options).unwrap();
     }
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     raw.send(&frame(1, 2, LOCATE, b""));
     let (kind, part, fds) = raw.receive_with_descriptors();
     assert_eq!((kind, fds.len()), (2, 64));
@@ -854,8 +753,8 @@ fn more_memory_than_a_frame_has_comes_in_parts() {
 #[test]
 fn what_is_retired_counts_until_it_is_unmapped() {
     let served = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&served), Raw::greet(&served));
-    let (segment, _) = writer.put(&archive(1), None);
+    let (mut writer, mut reader) = (Raw::greet(&served.socket()), Raw::greet(&served.socket()));
+    let (segment, _) = put_raw(&mut writer, &archive(1), None);
     let (leased, _) = reader.ask_for_descriptors(LOCATE);
     reader.send(&release(&leased));
     // Its writer has gone and has nothing mapped: the segment lasts as long as the version.
@@ -873,7 +772,7 @@ fn what_is_retired_counts_until_it_is_unmapped() {
 #[test]
 fn a_contribution_is_decided_once() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     for len in [9, 1 << 20] {
         let begun = raw.ask(1, &begin("policy", len));
         let withdraw = commit(&begun).replace("commit", "withdraw");
@@ -883,14 +782,14 @@ fn a_contribution_is_decided_once() {
     }
     // Nobody else's are.
     let begun = raw.ask(1, &begin("policy", 9));
-    let failed = &Raw::greet(&served).ask(1, &commit(&begun))["failed"];
+    let failed = &Raw::greet(&served.socket()).ask(1, &commit(&begun))["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
 }
 
 #[test]
 fn a_contribution_may_have_several_archives() {
     let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let archives: Vec<Vec<u8>> = (0..3_u8)
         .map(|part| {
             let mut dict = StateDict::new();
@@ -927,7 +826,7 @@ fn a_contribution_may_have_several_archives() {
 fn a_contribution_that_waits_for_room_can_be_withdrawn() {
     // Room for the second archive and what the daemon writes, but not for the first one too.
     let served = Served::new(20 * MIB);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
     let begun = raw.ask(1, &long);
     let contribution = &begun["begun"]["contribution"];
@@ -948,14 +847,14 @@ fn who_has_lost_an_answer_asks_again() {
     let served = Served::new(1 << 30);
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
         "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let begun = raw.ask(1, begin);
     assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
     raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
     let missing = serde_json::json!({"visible": false, "missing": "1"});
     assert_eq!(raw.receive().unwrap().1["progress"], missing);
     drop(raw);
-    let mut raw = Raw::greet(&served);
+    let mut raw = Raw::greet(&served.socket());
     let again = raw.ask(1, begin);
     assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
     assert_eq!(again["begun"]["committed"], DIGEST);
@@ -995,7 +894,7 @@ fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
         if fds.is_empty() {
             raw.send(&bytes);
         } else {
-            raw.send_with(&bytes, &fds);
+            assert!(raw.send_with(&bytes, &fds));
         }
         while raw.receive().is_some() {}
     });
@@ -1013,6 +912,40 @@ fn memory(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
         return vec![File::open(path).unwrap().into()];
     }
     vec![memory]
+}
+
+#[test]
+fn who_is_lost_again_and_again_takes_one_descriptor() {
+    let folder = quick_folder();
+    let serve = Serve::start(folder.path(), &[]);
+    let store = serve.connect();
+    put(&store, 1, 1);
+    let descriptors = || {
+        let path = format!("/proc/{}/fd", serve.process.id());
+        std::fs::read_dir(path).unwrap().count()
+    };
+    let before = descriptors();
+    for _ in 0..50 {
+        // It has memory, and goes without a word.
+        let mut raw = Raw::greet(&folder.path().join("socket"));
+        let (_, fds) = raw.ask_for_descriptors(LOCATE);
+        assert!(!fds.is_empty());
+    }
+    eventually(|| store.status().unwrap().peers.len() == 1);
+    eventually(|| descriptors() <= before + 5);
+}
+
+#[test]
+fn who_cuts_the_memory_that_it_is_lent_harms_nobody() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served.socket());
+    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", 1 << 20));
+    let [memory] = fds.as_slice() else { panic!("{begun}") };
+    // If it could, the daemon would read behind its end.
+    assert!(rustix::fs::ftruncate(memory, 0).is_err());
+    assert!(rustix::fs::ftruncate(memory, 1 << 30).is_err());
+    assert_eq!(raw.ask(6, &commit(&begun))["failed"]["kind"], "rejected");
+    put(&served.connect(), 1, 1);
 }
 
 #[test]

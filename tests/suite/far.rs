@@ -19,9 +19,8 @@ use tssd_store::{
     ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
     Target,
 };
+use tssd_tests::raw::{HELLO, frame};
 use tssd_tests::served::Served;
-
-use super::daemon::{HELLO, frame};
 
 const MIB: u64 = 1 << 20;
 

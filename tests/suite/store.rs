@@ -924,3 +924,93 @@ fn child_on_a_full_disk() {
     assert_eq!(error.kind(), ErrorKind::Io, "{error}");
     assert!(got(&store).leaf("before").is_ok());
 }
+
+/// A version's folder that is a link is no version's folder: what it leads to stays.
+#[test]
+fn what_lies_outside_is_not_reached_by_links() {
+    use std::os::unix::fs::symlink;
+    let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let archive = outside.path().join(format!("0-{:032x}.tssd", 1));
+    let precious = [archive, outside.path().join("manifest.tssd"), outside.path().join("text")];
+    precious.iter().for_each(|path| std::fs::write(path, "precious").unwrap());
+    let of = |step: i64| dict(vec![("step", step.into())]);
+    put(&Store::directory(folder.path()).unwrap(), &of(1), &PutOptions::default()).unwrap();
+    symlink(outside.path(), folder.path().join("policy%2Factor/0-7")).unwrap();
+    // Whoever comes next sweeps what no ledger knows.
+    let store = Store::directory(folder.path()).unwrap();
+    put(&store, &of(2), &PutOptions::default()).unwrap();
+    store.delete(&key(), None).unwrap();
+    // A claim is written to, and a key has files made in it.
+    symlink(outside.path().join("text"), folder.path().join(".daemon")).unwrap();
+    symlink(outside.path(), folder.path().join("linked")).unwrap();
+    let linked = Key::new("linked").unwrap();
+    let error = store.put_state_dict(&linked, &of(1), &PutOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("is a link"), "{error}");
+    for path in precious {
+        assert_eq!(std::fs::read(path).unwrap(), b"precious");
+    }
+}
+
+#[test]
+fn a_record_that_has_rotted_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = Key::new("other").unwrap();
+    let of = dict(vec![("step", 1_i64.into())]);
+    {
+        let store = Store::directory(folder.path()).unwrap();
+        put(&store, &of, &PutOptions::default()).unwrap();
+        store.put_state_dict(&other, &of, &PutOptions::default()).unwrap();
+    }
+    let records = |key: &str| {
+        let mut records = files(&folder.path().join(key).join(".ledger"));
+        records.sort();
+        records
+    };
+    let newest = records("policy%2Factor").pop().unwrap();
+    let good = std::fs::read(&newest).unwrap();
+    let mut damaged: Vec<Vec<u8>> = (0..good.len() * 8)
+        .map(|bit| {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            bad
+        })
+        .collect();
+    // That of another key says nothing of this one.
+    damaged.push(std::fs::read(records("other").pop().unwrap()).unwrap());
+    for (number, bad) in damaged.into_iter().enumerate() {
+        std::fs::write(&newest, bad).unwrap();
+        let store = Store::directory(folder.path()).unwrap();
+        let error = store.versions(&key()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
+    }
+    // A daemon serves the other key all the same, and this one as soon as it can.
+    let served = Served::over(folder.path());
+    let store = served.connect();
+    assert_eq!(store.get_state_dict(&other, &GetOptions::default()).unwrap().0, of);
+    assert_eq!(store.versions(&key()).unwrap_err().kind(), ErrorKind::Corrupt);
+    std::fs::write(&newest, good).unwrap();
+    assert_eq!(got(&store), of);
+}
+
+/// Without its records nobody knows what is whose: nothing is deleted, and nothing begins anew.
+#[test]
+fn versions_without_records_are_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = dict(vec![("step", 1_i64.into())]);
+    put(&Store::directory(folder.path()).unwrap(), &of, &PutOptions::default()).unwrap();
+    let ledger = folder.path().join("policy%2Factor/.ledger");
+    std::fs::write(ledger.join("notes.txt"), "mine").unwrap();
+    files(&ledger).iter().filter(|path| !path.ends_with("notes.txt")).for_each(|path| {
+        std::fs::remove_file(path).unwrap();
+    });
+    let before = files(&folder.path().join("policy%2Factor/0-1"));
+    let store = Store::directory(folder.path()).unwrap();
+    for error in [
+        put(&store, &of, &PutOptions::default()).unwrap_err(),
+        store.get_state_dict(&key(), &GetOptions::default()).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    }
+    assert_eq!(files(&folder.path().join("policy%2Factor/0-1")), before);
+    assert!(ledger.join("notes.txt").exists());
+}

@@ -3,8 +3,7 @@
 //! `TSSD_ROUNDS` says for how long; a few seconds if it is not set.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind as IoErrorKind, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,8 +19,7 @@ use tssd_store::{
 };
 use tssd_tests::command::{Serve, end, send};
 use tssd_tests::dice::Dice;
-
-use crate::daemon::{HELLO, frame};
+use tssd_tests::hostile::Hostile;
 
 /// Elements of a tensor: 64 KiB of them.
 const ELEMENTS: usize = 8192;
@@ -428,63 +426,6 @@ fn torment(is_durable: bool, seed: u64) {
     assert_eq!(names(), ["socket.lock"]);
 }
 
-/// A connection that means no good.
-struct Hostile {
-    stream: UnixStream,
-    bytes: Vec<u8>,
-    sent: usize,
-    /// How many bytes it sends at most, each time.
-    pace: usize,
-}
-
-impl Hostile {
-    fn connect(serve: &Serve, index: usize) -> Self {
-        let stream = UnixStream::connect(serve.url.strip_prefix("unix:").unwrap()).unwrap();
-        stream.set_nonblocking(true).unwrap();
-        let hello = frame(1, 1, HELLO, b"");
-        let with_lengths = |head: u32, data: u32| {
-            let mut header = frame(1, 2, "", b"");
-            header[8..12].copy_from_slice(&head.to_le_bytes());
-            header[12..16].copy_from_slice(&data.to_le_bytes());
-            header
-        };
-        let garbage = |len: usize| (0..len).map(|at| ((at * index * 31) >> 3) as u8);
-        let (bytes, pace) = match index % 8 {
-            0 => (garbage(8192).collect(), 1024),
-            // Half a header, half a hello, a hello without end, a byte now and then.
-            1 => (hello[..13].to_vec(), 13),
-            2 => (hello[..40].to_vec(), 40),
-            3 => (with_lengths(4096, 0).into_iter().chain(garbage(4095)).collect(), 4096),
-            4 => (hello, 1),
-            // Lengths that lie, before hello and after.
-            5 => (with_lengths(u32::MAX, u32::MAX), 24),
-            6 => ([hello, with_lengths(1 << 20, 16 << 20)].concat(), 1 << 20),
-            // All that a frame may have but its last byte, again and again.
-            _ => {
-                let most = with_lengths(64 << 10, 256 << 10).into_iter();
-                let most = most.chain(garbage((320 << 10) - 1));
-                ([hello, most.collect()].concat(), 1 << 20)
-            }
-        };
-        Self { stream, bytes, sent: 0, pace }
-    }
-
-    /// Sends some more; says whether it is still connected.
-    fn go_on(&mut self) -> bool {
-        let end = self.bytes.len().min(self.sent + self.pace);
-        let sent = self.stream.write(&self.bytes[self.sent..end]);
-        match sent {
-            Ok(sent) => self.sent += sent,
-            Err(error) if error.kind() == IoErrorKind::WouldBlock => {}
-            Err(_) => return false,
-        }
-        match self.stream.read(&mut [0; 4096]) {
-            Ok(read) => read > 0,
-            Err(error) => error.kind() == IoErrorKind::WouldBlock,
-        }
-    }
-}
-
 #[test]
 fn hostile_connections_cost_little_and_stop_nobody() {
     let folder = tempfile::tempdir().unwrap();
@@ -507,8 +448,9 @@ fn hostile_connections_cost_little_and_stop_nobody() {
     (1..5).for_each(put);
     let (descriptors, resident) = (serve.settled(&store), serve.resident());
     let count = 1000.min(50 * rounds() as usize);
-    let mut hostile: Vec<Hostile> =
-        (0..count).map(|index| Hostile::connect(&serve, index)).collect();
+    let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
+    let connect = |way| Hostile::near(socket, way, key().as_str()).unwrap();
+    let mut hostile: Vec<Hostile> = (0..count).map(connect).collect();
     let is_over = AtomicBool::new(false);
     let connections = std::thread::scope(|scope| {
         let attack = scope.spawn(|| {
@@ -516,7 +458,7 @@ fn hostile_connections_cost_little_and_stop_nobody() {
             while !is_over.load(Ordering::Relaxed) {
                 for (index, each) in hostile.iter_mut().enumerate() {
                     if !each.go_on() {
-                        *each = Hostile::connect(&serve, index);
+                        *each = connect(index);
                         connections += 1;
                     }
                 }

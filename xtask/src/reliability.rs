@@ -52,7 +52,7 @@ fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
         .env("TSSD_BIN", workspace.tssd()),
     ];
     // The last step has several proofs, which share its time.
-    let seconds = (minutes * 60 / 8).to_string();
+    let seconds = (minutes * 60 / 15).to_string();
     let mut steps = vec![
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),

@@ -22,6 +22,9 @@ use crate::volume::Near;
 const SEALS: SealFlags =
     SealFlags::FUTURE_WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
 
+/// What keeps its length, from the first moment.
+const LEN_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
 /// New memory of this many bytes, which its owner alone may open again.
 pub(super) fn create(capacity: u64) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
@@ -34,6 +37,8 @@ pub(super) fn create(capacity: u64) -> io::Result<OwnedFd> {
         memory => memory?,
     };
     rustix::fs::ftruncate(&memory, capacity)?;
+    // Whoever it is lent to could cut it, and reading behind its end would kill this process.
+    rustix::fs::fcntl_add_seals(&memory, LEN_SEALS)?;
     rustix::fs::fchmod(&memory, Mode::RUSR)?;
     Ok(memory)
 }
@@ -63,6 +68,8 @@ pub(crate) fn check_lent(memory: &OwnedFd, capacity: u64) -> io::Result<()> {
     if rustix::fs::fcntl_get_seals(memory).is_err() || has_name(memory)? {
         return Err(io::Error::other("it is no anonymous memory"));
     }
+    // Whoever has it too could cut it, and to write behind its end kills the process.
+    rustix::fs::fcntl_add_seals(memory, LEN_SEALS)?;
     check_len(memory, capacity)
 }
 
@@ -168,6 +175,11 @@ impl WriteMap {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let map = Map::new(memory, capacity, protection)?;
         Ok(Self(map.populated(Advice::LinuxPopulateWrite)))
+    }
+
+    /// How many bytes it has.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len
     }
 
     /// A part of it, to write.

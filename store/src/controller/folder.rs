@@ -23,7 +23,7 @@ pub(super) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
 }
 
 /// Whether a folder of a key is that of a version.
-pub(super) fn is_version(name: &str) -> bool {
+pub(crate) fn is_version(name: &str) -> bool {
     name.split_once('-').is_some_and(|(epoch, number)| {
         epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
     })
@@ -66,9 +66,16 @@ pub(super) fn remove(volume: &dyn Volume, folder: &str, archives: &[String]) -> 
     volume.remove_folder(folder)
 }
 
+/// Whether a file has the name of an archive: a writer, a try, and a number if it is not the first.
+fn is_archive(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|it| it.is_ascii_digit());
+    let is_try = |text: &str| text.len() == 32 && text.bytes().all(|it| it.is_ascii_hexdigit());
+    let mut parts = name.strip_suffix(".tssd").unwrap_or_default().split('-');
+    parts.next().is_some_and(is_number) && parts.next().is_some_and(is_try) && parts.all(is_number)
+}
+
 /// Deletes the archives in a folder but those that are named, half ones too. What else is there is not ours.
 pub(super) fn clear(volume: &dyn Volume, folder: &str, keep: &[String]) -> Result<()> {
-    let is_archive = |name: &str| name.strip_suffix(".tssd").is_some() && name != MANIFEST;
     let is_ours = |name: &&String| is_archive(name) || name.starts_with(TEMPORARY);
     let names = volume.list(folder)?;
     let mut surplus = names.iter().filter(is_ours).filter(|name| !keep.contains(name));

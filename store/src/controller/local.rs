@@ -376,13 +376,20 @@ impl LocalController {
         self.on_disk(move |volume| volume.remove_folder(&unowned)).await
     }
 
-    /// Carries out what is owed of all keys, and deletes what is left of versions that no ledger knows.
+    /// Carries out what is owed of all keys, and deletes what is left of versions that no ledger knows. What cannot
+    /// be done of one key hinders nobody who wants another.
     pub(crate) async fn recover(&self) -> Result<()> {
         for key in self.0.ledgers.keys().await? {
-            self.reclaim_owed(&key).await?;
-            self.sweep(&key).await?;
+            if let Err(error) = self.recover_key(&key).await {
+                tracing::warn!(%key, %error, "what is left of it cannot be deleted");
+            }
         }
         Ok(())
+    }
+
+    async fn recover_key(&self, key: &Key) -> Result<()> {
+        self.reclaim_owed(key).await?;
+        self.sweep(key).await
     }
 
     /// Deletes the data of versions that the ledger of a key does not know, once: processes that died have left
@@ -415,7 +422,8 @@ impl LocalController {
     /// Whether there is a version, or a part of one, that ends with this process.
     pub(crate) async fn holds_memory(&self) -> Result<bool> {
         for key in self.0.ledgers.keys().await? {
-            let state = self.0.ledgers.state(&key).await?;
+            // Of what cannot be read nothing is in memory.
+            let state = self.0.ledgers.state(&key).await.unwrap_or_default();
             if state.versions().any(|version| version.durability == Durability::Memory) {
                 return Ok(true);
             }
@@ -568,9 +576,11 @@ impl Catalog for LocalController {
         keys.retain(|key| key.as_str().starts_with(prefix));
         let mut visible = Vec::with_capacity(keys.len());
         for key in keys {
-            if self.0.ledgers.state(&key).await?.head().is_some() {
-                visible.push(key);
+            // What a key has whose ledger cannot be read, nobody can say: whoever asks for it is told why.
+            if self.0.ledgers.state(&key).await.is_ok_and(|state| state.head().is_none()) {
+                continue;
             }
+            visible.push(key);
         }
         visible.sort_unstable();
         Ok(visible)
@@ -826,7 +836,8 @@ mod tests {
         let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
         store.put_state_dict(&key, &dict, &options).await.unwrap();
         let folder = format!("{}/0-1", key.to_path());
-        let left = volume.0.reserve(&format!("{folder}/0-left.tssd"), 0, Durability::Memory);
+        let left = format!("{folder}/0-{:032x}.tssd", 7);
+        let left = volume.0.reserve(&left, 0, Durability::Memory);
         assert!(left.unwrap().seal().unwrap());
         volume.fail("list");
         store.delete(&key, None).await.unwrap_err();

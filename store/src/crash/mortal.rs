@@ -66,6 +66,10 @@ impl Files for Mortal {
         self.inner.remove_folder(path)
     }
 
+    fn is_link(&self, path: &Path) -> bool {
+        self.inner.is_link(path)
+    }
+
     fn folder(&self, path: &Path) -> Option<Folder> {
         self.inner.folder(path)
     }

@@ -34,7 +34,7 @@ const SECOND_CUTS: u64 = 64;
 
 impl Explorer {
     fn new(users: Users, clock: Clock, seed: u64) -> Self {
-        let dice = Dice(seed);
+        let dice = Dice::new(seed);
         Self { users, clock, dice, seen: BTreeSet::new(), states: 0, processes: 1 << 32 }
     }
 
@@ -199,7 +199,7 @@ impl Tally {
 
 /// One run of several acts by which the power is cut at every moment.
 async fn run(seed: u64, bug: Option<Bug>) -> (Tally, Result<(), String>) {
-    let mut dice = Dice(seed);
+    let mut dice = Dice::new(seed);
     let users = if dice.roll(2) == 0 { Users::Several } else { Users::One };
     let acts: Vec<Act> = (0..8).map(|_| Act::any(&mut dice)).collect();
     let (tally, found) = cut_the_power(users, &acts, bug, seed).await;

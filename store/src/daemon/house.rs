@@ -13,6 +13,7 @@ use super::DaemonOptions;
 use super::counters::{Counters, Reader};
 use super::delegate::Delegate;
 use super::elsewhere::Elsewhere;
+use super::lost::Lost;
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
 use super::tiers::{Place, Tiers};
@@ -45,6 +46,7 @@ pub(super) struct House {
     pub(super) tiers: Tiers,
     pub(super) counters: Counters,
     pub(super) reading: Reading,
+    pub(super) lost: Arc<Lost>,
     /// Whoever has it copies something small from elsewhere.
     copying: AsyncMutex<()>,
     /// Another one after each start.
@@ -144,6 +146,7 @@ impl House {
             tiers,
             counters: Counters::default(),
             reading: Reading::default(),
+            lost: Arc::default(),
             copying: AsyncMutex::default(),
             instance,
             copies: Arc::new(Semaphore::new(COPIES)),

@@ -3,7 +3,7 @@
 use std::fs::Permissions;
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tokio::net::{UnixListener, UnixSocket};
 
@@ -57,9 +57,49 @@ pub fn default_memory_limit() -> Result<u64> {
         kilobytes.trim().parse::<u64>().ok()?.checked_mul(1024)
     });
     let total = total.ok_or_else(|| failed(io::Error::other("it names no MemTotal")))?;
-    // Version 2 of control groups, and version 1. A limit that cannot be read is none.
-    let groups = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-    let limits = groups.iter().filter_map(|path| std::fs::read_to_string(path).ok());
+    // A limit that cannot be read is none.
+    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let limits = limits_of(&own).into_iter().filter_map(|path| std::fs::read_to_string(path).ok());
     let limit = limits.filter_map(|text| text.trim().parse::<u64>().ok()).min();
     Ok(limit.map_or(total, |limit| limit.min(total)) / 2)
+}
+
+/// Where the limits of control groups may be, of version 2 and of version 1: of those that a process is in, and of
+/// those above them. In a container the path is one of the host perhaps; then its own group is the root.
+fn limits_of(groups: &str) -> Vec<PathBuf> {
+    let mut paths = Vec::new();
+    for line in groups.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else { continue };
+        let (mounts, limit): (&[&str], _) = if controllers.is_empty() {
+            (&["/sys/fs/cgroup", "/sys/fs/cgroup/unified"], "memory.max")
+        } else if controllers.split(',').any(|it| it == "memory") {
+            (&["/sys/fs/cgroup/memory"], "memory.limit_in_bytes")
+        } else {
+            continue;
+        };
+        for above in Path::new(group.trim_start_matches('/')).ancestors() {
+            paths.extend(mounts.iter().map(|mount| Path::new(mount).join(above).join(limit)));
+        }
+    }
+    paths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::limits_of;
+
+    #[test]
+    fn a_group_has_its_own_limit_and_those_above_it() {
+        let paths = |groups| {
+            let paths = limits_of(groups).into_iter();
+            paths.map(|path| path.display().to_string()).collect::<Vec<_>>()
+        };
+        let memory = "/sys/fs/cgroup/memory";
+        let first =
+            ["/a/b", "/a", ""].map(|group| format!("{memory}{group}/memory.limit_in_bytes"));
+        assert_eq!(paths("9:name=systemd:/\n4:cpu,memory:/a/b\n1:cpu:/"), first);
+        let second = ["", "/unified"].map(|mount| format!("/sys/fs/cgroup{mount}/memory.max"));
+        assert_eq!(paths("0::/\n"), second);
+    }
 }

@@ -12,8 +12,8 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
-pub(super) use self::guest::Guest;
-use self::guest::{Origin, exited};
+use self::guest::Origin;
+pub(super) use self::guest::{Guest, exited};
 use self::writing::Contributions;
 use super::DaemonOptions;
 use super::house::{House, Leased};
@@ -155,10 +155,8 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
     match process {
         // Its maps may be there as long as it is, which is longer than the connection.
         Some(process) if !was_said && pool.is_mapped_by(peer) => {
-            tokio::spawn(async move {
-                exited(process).await;
-                pool.exited(peer);
-            });
+            let pid = session.origin.pid();
+            session.house.lost.add(pool, (pid, process), peer);
         }
         _ => pool.exited(peer),
     }

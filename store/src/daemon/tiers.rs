@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use super::elsewhere::Elsewhere;
 use crate::arena::{ArenaVolume, Pool, Span};
-use crate::disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::net::Endpoint;
@@ -85,9 +84,11 @@ impl Tiers {
             return Ok(Some(Place::There(endpoint, len)));
         }
         let Some(directory) = &self.directory else { return Ok(None) };
-        let path = directory.path(name);
-        let failed = |error| Error::io(path.display(), error);
-        let Some((file, len)) = disk::open(&path).map_err(failed)? else { return Ok(None) };
+        let Some((file, len)) = directory.lend(name)? else { return Ok(None) };
+        if len == 0 {
+            // Nobody could map it.
+            return Err(Error::new(ErrorKind::Corrupt, format_args!("`{name}` is empty")));
+        }
         Ok(Some(Place::Here(self.pool.adopt(name, file.into(), len))))
     }
 }

@@ -3,12 +3,13 @@
 use std::any::Any;
 use std::fmt::Debug;
 use std::fs::{self, File, Metadata};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::SystemTime;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
 
 use super::lock::Lock;
 use crate::private::PrivateMaps;
@@ -36,10 +37,13 @@ pub(crate) trait Files: Debug + Send + Sync {
     /// Removes a folder that has nothing in it.
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
 
+    /// Whether a name is that of a link.
+    fn is_link(&self, path: &Path) -> bool;
+
     /// What tells a folder from others that have had the name; none if there is none.
     fn folder(&self, path: &Path) -> Option<Folder>;
 
-    /// The names in a folder that are UTF-8.
+    /// The names in a folder that are UTF-8, without those of links: they are not ours.
     fn list(&self, path: &Path) -> io::Result<Vec<String>>;
 
     /// Makes the names in a folder durable.
@@ -105,6 +109,10 @@ impl Files for SystemFiles {
         fs::remove_dir(path)
     }
 
+    fn is_link(&self, path: &Path) -> bool {
+        path.is_symlink()
+    }
+
     fn folder(&self, path: &Path) -> Option<Folder> {
         let metadata = path.metadata().ok().filter(Metadata::is_dir)?;
         // Where nobody knows when it was made, it is another one each time.
@@ -120,6 +128,9 @@ impl Files for SystemFiles {
         let mut names = Vec::new();
         for entry in entries {
             let entry = entry?;
+            if entry.file_type() == FileType::Symlink {
+                continue;
+            }
             names.extend(entry.file_name().to_str().ok().map(str::to_owned));
         }
         names.retain(|name| name != "." && name != "..");
@@ -127,16 +138,19 @@ impl Files for SystemFiles {
     }
 
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        File::open(path)?.sync_all()
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        File::from(rustix::fs::open(path, flags, Mode::empty())?).sync_all()
     }
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        fs::read(path)
+        let mut bytes = Vec::new();
+        regular(path, OFlags::RDONLY)?.read_to_end(&mut bytes)?;
+        Ok(bytes)
     }
 
     #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
     fn open(&self, path: &Path) -> io::Result<Near> {
-        let file = File::open(path)?;
+        let file = regular(path, OFlags::RDONLY)?;
         // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
         // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
         // else may write in the folder is trusted as the owner of the store.
@@ -149,6 +163,31 @@ impl Files for SystemFiles {
         let lock = if is_shared { Lock::share(path)? } else { Lock::take(path)? };
         Ok(lock.map(|lock| -> Box<dyn Any + Send> { Box::new(lock) }))
     }
+}
+
+/// Opens a file of a store, which is made if the flags say so: a regular one. A link may lead out of the store,
+/// and a pipe would be waited for.
+pub(super) fn regular(path: &Path, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mode = Mode::from_raw_mode(0o666);
+    let file = match rustix::fs::open(path, flags, mode) {
+        Ok(file) => File::from(file),
+        Err(Errno::LOOP) => return Err(link_at(path)),
+        // A pipe that nobody reads, a socket, a device without a driver; a folder, to write.
+        Err(Errno::NXIO | Errno::NODEV | Errno::ISDIR) => return Err(irregular(path)),
+        Err(error) => return Err(error.into()),
+    };
+    if file.metadata()?.is_file() { Ok(file) } else { Err(irregular(path)) }
+}
+
+fn irregular(path: &Path) -> io::Error {
+    let text = format!("`{}` is no regular file", path.display());
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+pub(super) fn link_at(path: &Path) -> io::Error {
+    let text = format!("`{}` is a link, and nothing of a store is reached by one", path.display());
+    io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
 impl Output for File {

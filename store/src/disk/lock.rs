@@ -5,6 +5,10 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
+use rustix::fs::OFlags;
+
+use super::files::regular;
+
 /// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Lock(File);
@@ -25,7 +29,7 @@ impl Lock {
         lock: impl Fn(&File) -> Result<(), TryLockError>,
     ) -> io::Result<Option<Self>> {
         loop {
-            let file = File::options().write(true).create(true).truncate(false).open(path)?;
+            let file = regular(path, OFlags::WRONLY | OFlags::CREATE)?;
             match lock(&file) {
                 // Somebody has removed it between the opening and the lock: it is nobody's.
                 Ok(()) if file.metadata()?.nlink() == 0 => {}

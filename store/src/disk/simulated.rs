@@ -334,6 +334,10 @@ impl Files for SimulatedFiles {
         Ok(())
     }
 
+    fn is_link(&self, _path: &Path) -> bool {
+        false
+    }
+
     fn folder(&self, path: &Path) -> Option<Folder> {
         let state = self.state();
         let inode = state.tree.find(path).ok()?;

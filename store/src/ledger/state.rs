@@ -86,6 +86,12 @@ impl State {
         Self { keep, ..Self::default() }
     }
 
+    /// Whether another state differs from this one, and in nothing but who reads.
+    pub(crate) fn differs_in_leases_alone(&self, other: &Self) -> bool {
+        self.leases != other.leases
+            && *self == Self { leases: self.leases.clone(), ..other.clone() }
+    }
+
     /// What is left when the process that holds the memory ends: versions that are on disk, and what
     /// is said of the key as a whole. Its open versions, leases and calls end with the process.
     #[must_use]

@@ -1,7 +1,7 @@
 //! Ledgers that this process alone advances: in memory, and what of them is durable in records.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +22,8 @@ pub(crate) struct OwnedLedgers {
     /// What the ledger of a key is before anybody has written it.
     blank: Arc<State>,
     records: Option<Records>,
+    /// The keys whose records could not be read so far.
+    unread: Arc<Mutex<BTreeSet<Key>>>,
 }
 
 /// The ledger of one key.
@@ -40,16 +42,40 @@ impl OwnedLedgers {
     /// The same, with what is durable of them in a meta store that nobody else writes.
     pub(crate) async fn recover(mut self, meta: Arc<dyn MetaStore>) -> Result<Self> {
         let records = Records::new(meta);
-        for key in records.keys().await? {
-            let record = records.load(&key).await?;
-            // What was there before is no more than a folder.
-            let state =
-                if record.number == 0 { (*self.blank).clone() } else { record.state.clone() };
-            let slot = Slot::new(record, Arc::new(state));
-            self.slots().insert(key, Arc::new(slot));
-        }
+        let keys = records.keys().await?;
         self.records = Some(records);
+        for key in keys {
+            if let Err(error) = self.read(&key).await {
+                tracing::error!(%key, %error, "its ledger cannot be read");
+                self.unread().insert(key);
+            }
+        }
         Ok(self)
+    }
+
+    /// Reads the records of a key.
+    async fn read(&self, key: &Key) -> Result<()> {
+        let Some(records) = &self.records else { return Ok(()) };
+        let record = records.load(key).await?;
+        // What was there before is no more than a folder.
+        let state = if record.number == 0 { (*self.blank).clone() } else { record.state.clone() };
+        let slot = Slot::new(record, Arc::new(state));
+        self.slots().entry(key.clone()).or_insert_with(|| Arc::new(slot));
+        Ok(())
+    }
+
+    /// Proves that the records of a key are known, or reads what could not be read before.
+    async fn prove_read(&self, key: &Key) -> Result<()> {
+        let is_unread = self.unread().contains(key);
+        if is_unread {
+            self.read(key).await?;
+            self.unread().remove(key);
+        }
+        Ok(())
+    }
+
+    fn unread(&self) -> MutexGuard<'_, BTreeSet<Key>> {
+        self.unread.lock().expect("nobody panics while holding the keys")
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Slot>>> {
@@ -111,12 +137,14 @@ impl Slot {
 #[async_trait]
 impl Ledgers for OwnedLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
+        self.prove_read(key).await?;
         let slots = self.slots();
         let state = slots.get(key).map(|slot| slot.state.borrow().clone());
         Ok(state.unwrap_or_else(|| self.blank.clone()))
     }
 
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
+        self.prove_read(key).await?;
         let visit = self.visit(key);
         let record = visit.slot().record.clone().lock_owned().await;
         let state = visit.slot().state.borrow().clone();
@@ -132,7 +160,9 @@ impl Ledgers for OwnedLedgers {
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {
-        Ok(self.slots().keys().cloned().collect())
+        let mut keys: Vec<Key> = self.slots().keys().cloned().collect();
+        keys.extend(self.unread().iter().cloned());
+        Ok(keys)
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
@@ -168,7 +198,10 @@ impl Turn for OwnedTurn {
     }
 
     async fn save(&mut self, next: State) -> Result<()> {
-        if let Some(records) = &self.visit.ledgers.records {
+        // Who reads needs no disk, even if that is full and the newest record in doubt.
+        if let Some(records) = &self.visit.ledgers.records
+            && !self.state.differs_in_leases_alone(&next)
+        {
             records.append(&self.visit.key, &mut self.record, next.durable()).await?;
         }
         self.state = Arc::new(next);

@@ -4,6 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use tssd_format::MANIFEST;
+
+use crate::controller::is_version;
+use crate::disk::TEMPORARY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::State;
@@ -15,7 +19,7 @@ const READ_TRIES: u32 = 16;
 
 /// The records of all keys.
 #[derive(Clone)]
-pub(super) struct Records {
+pub(crate) struct Records {
     pub(super) meta: Arc<dyn MetaStore>,
     /// The number of the newest record of each key that this process knows to be durable.
     settled: Arc<Mutex<BTreeMap<Key, u64>>>,
@@ -24,9 +28,9 @@ pub(super) struct Records {
 /// A ledger's state, the number of its record, and what else is in the folder of the records: older
 /// ones, and what processes that died have left behind.
 #[derive(Default)]
-pub(super) struct Record {
+pub(crate) struct Record {
     pub(super) number: u64,
-    pub(super) state: State,
+    pub(crate) state: State,
     stale: Vec<String>,
     /// Whether there may be a newer one, which could not be made durable.
     is_in_doubt: bool,
@@ -40,7 +44,7 @@ impl Record {
 }
 
 impl Records {
-    pub(super) fn new(meta: Arc<dyn MetaStore>) -> Self {
+    pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
         Self { meta, settled: Arc::default() }
     }
 
@@ -58,21 +62,21 @@ impl Records {
     }
 
     /// The newest record of a key; an empty one of a key that has none.
-    pub(super) async fn load(&self, key: &Key) -> Result<Record> {
+    pub(crate) async fn load(&self, key: &Key) -> Result<Record> {
         let folder = folder(key);
         for _ in 0..READ_TRIES {
             let mut names = self.meta.list(&folder).await?;
+            names.retain(|name| is_ours(name));
             let numbers = names.iter().filter_map(|name| record_number(name));
             let Some(number) = numbers.max() else {
+                self.prove_blank(key).await?;
                 return Ok(Record { stale: names, ..Record::default() });
             };
             // Whoever has created a newer one since may have deleted this one: look again.
-            let Some(record) = self.meta.get(&record_name(key, number)).await? else { continue };
-            let state = serde_json::from_slice(&record).map_err(|error| {
-                let name = record_name(key, number);
-                Error::new(ErrorKind::Corrupt, format_args!("ledger record `{name}`: {error}"))
-            })?;
-            names.retain(|name| !record_name(key, number).ends_with(name.as_str()));
+            let name = record_name(key, number);
+            let Some(record) = self.meta.get(&name).await? else { continue };
+            let state = opened(&name, &record)?;
+            names.retain(|name| *name != file_name(number));
             return Ok(Record { number, state, stale: names, is_in_doubt: false });
         }
         Err(Error::new(
@@ -89,13 +93,14 @@ impl Records {
             // Whoever gets the answer takes it for durable.
             return self.settle(key, last).await;
         }
-        let bytes = serde_json::to_vec(&next).map_err(|error| {
-            Error::new(ErrorKind::Invalid, format_args!("key `{key}`: {error}"))
-        })?;
         let number = last.number.checked_add(1).ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format_args!("key `{key}` has no record numbers left"))
         })?;
-        let created = self.meta.create(&record_name(key, number), bytes).await;
+        let name = record_name(key, number);
+        let record = sealed(&name, &next).map_err(|error| {
+            Error::new(ErrorKind::Invalid, format_args!("key `{key}`: {error}"))
+        })?;
+        let created = self.meta.create(&name, record).await;
         if created.is_err() {
             last.stale.extend([last.number, number].map(file_name));
             (last.number, last.is_in_doubt) = (number, true);
@@ -117,8 +122,38 @@ impl Records {
         Ok(())
     }
 
+    /// Proves that a key without records has no versions either: they are never without.
+    async fn prove_blank(&self, key: &Key) -> Result<()> {
+        let path = key.to_path();
+        for name in self.meta.list(&path).await?.iter().filter(|name| is_version(name)) {
+            let folder = format!("{path}/{name}");
+            if self.meta.list(&folder).await?.iter().any(|name| name == MANIFEST) {
+                let text = format_args!(
+                    "key `{key}`: the records in `{path}/.ledger` are gone, and version `{folder}` is there"
+                );
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The records of a key that are damaged, by their names.
+    pub(crate) async fn damaged(&self, key: &Key) -> Result<Vec<(String, Error)>> {
+        let mut damaged = Vec::new();
+        for number in self.meta.list(&folder(key)).await?.iter().filter_map(|it| record_number(it))
+        {
+            let name = record_name(key, number);
+            let found = self.meta.get(&name).await.and_then(|record| {
+                // It was deleted meanwhile.
+                record.map_or(Ok(()), |record| opened(&name, &record).map(drop))
+            });
+            damaged.extend(found.err().map(|error| (name, error)));
+        }
+        Ok(damaged)
+    }
+
     /// The keys that have a folder, in no order.
-    pub(super) async fn keys(&self) -> Result<Vec<Key>> {
+    pub(crate) async fn keys(&self) -> Result<Vec<Key>> {
         let mut keys = Vec::new();
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {
@@ -133,6 +168,41 @@ impl Records {
         }
         Ok(keys)
     }
+}
+
+/// A record as it is stored: a state, and in a line of its own a checksum over that and the name. So nobody takes what
+/// has rotted, or a record of another key, for the ledger.
+fn sealed(name: &str, state: &State) -> serde_json::Result<Vec<u8>> {
+    let mut record = serde_json::to_vec(state)?;
+    let sum = sum(name, &record);
+    record.extend_from_slice(format!("\n{sum}\n").as_bytes());
+    Ok(record)
+}
+
+/// The state of a record that is stored under a name.
+fn opened(name: &str, record: &[u8]) -> Result<State> {
+    let damaged = |why: &dyn std::fmt::Display| {
+        Error::new(ErrorKind::Corrupt, format_args!("ledger record `{name}`: {why}"))
+    };
+    let mut lines = record.splitn(2, |byte| *byte == b'\n');
+    let (state, seal) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+    if seal != format!("{}\n", sum(name, state)).as_bytes() {
+        return Err(damaged(&"its checksum is not that of what it says under this name"));
+    }
+    serde_json::from_slice(state).map_err(|error| damaged(&error))
+}
+
+fn sum(name: &str, state: &[u8]) -> String {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(name.as_bytes());
+    crc.update(state);
+    format!("{:08x}", crc.finalize())
+}
+
+/// Whether a name in the folder of records is that of a record, or what is left of one: what else is there is not
+/// ours.
+fn is_ours(name: &str) -> bool {
+    record_number(name).is_some() || name.starts_with(TEMPORARY)
 }
 
 /// The number of a record by the last part of its name.

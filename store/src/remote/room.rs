@@ -72,7 +72,11 @@ impl RemoteContribution {
                 let maps = self.client.maps.clone();
                 // New memory is mapped with all its pages: that takes long.
                 wait(move || maps.lent(segment, capacity)).await?;
-                Memory::Segment(segment, self.client.maps.take(segment)?)
+                let map = self.client.maps.take(segment)?;
+                if map.len() < self.file_len {
+                    return Err(broken("it lends less memory than the archive takes"));
+                }
+                Memory::Segment(segment, map)
             }
         };
         Ok(())

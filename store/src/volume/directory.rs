@@ -26,6 +26,12 @@ impl DirectoryVolume {
         self.disk.root().join(name)
     }
 
+    /// The file of a blob, to give away, and its length; none if there is none.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn lend(&self, name: &str) -> Result<Option<(std::fs::File, u64)>> {
+        self.at(name, |path| self.disk.lend(path))
+    }
+
     fn at<T>(&self, name: &str, work: impl FnOnce(&Path) -> std::io::Result<T>) -> Result<T> {
         let is_normal = |part| matches!(part, std::path::Component::Normal(_));
         if !Path::new(name).components().all(is_normal) {

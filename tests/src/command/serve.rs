@@ -16,6 +16,8 @@ pub struct Serve {
     pub process: Child,
     /// Where it is reached.
     pub url: String,
+    /// The line that it said.
+    pub said: String,
 }
 
 impl Serve {
@@ -25,12 +27,23 @@ impl Serve {
     ///
     /// If it does not.
     pub fn start(folder: &Path, args: &[&str]) -> Self {
+        Self::under(&[], folder, &[&["--memory-limit", "256MB"], args].concat())
+    }
+
+    /// The same, started by another program, which becomes it.
+    ///
+    /// # Panics
+    ///
+    /// If it does not serve.
+    pub fn under(by: &[&str], folder: &Path, args: &[&str]) -> Self {
         let socket = folder.join("socket");
-        let mut process = Command::new(binary())
+        let binary = binary();
+        let words = [by, &[binary.to_str().unwrap()]].concat();
+        let mut process = Command::new(words[0])
+            .args(&words[1..])
             .arg("serve")
             .arg("--socket")
             .arg(&socket)
-            .args(["--memory-limit", "256MB"])
             .args(args)
             .stdout(Stdio::piped())
             .spawn()
@@ -38,7 +51,7 @@ impl Serve {
         let mut line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains("serving"), "{line}");
-        Self { process, url: format!("unix:{}", socket.display()) }
+        Self { process, url: format!("unix:{}", socket.display()), said: line }
     }
 
     /// A store over a connection of its own.

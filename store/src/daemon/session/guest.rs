@@ -103,15 +103,15 @@ impl Origin {
     }
 }
 
-/// Returns when a process has ended.
+/// Returns when a process has ended, with what it was watched by.
 #[expect(unsafe_code, reason = "the runtime watches a descriptor that is ours")]
-pub(super) async fn exited(process: OwnedFd) {
+pub(in crate::daemon) async fn exited(process: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` has one descriptor, which is open as long as it lives, and gives no access
     // by which it could be replaced.
     let process = unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) };
-    if let Ok(process) = process {
-        let _ = process.readable().await;
-    }
+    let process = process.ok()?;
+    let _ = process.readable().await;
+    Some(process)
 }
 
 #[cfg(test)]

@@ -1,0 +1,135 @@
+//! A root that holds versions of several keys, and what a store says of each.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+
+use tssd_store::blocking::Store;
+use tssd_store::{Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions};
+
+use crate::contents::Contents;
+
+/// A key, how many writers its versions have, and how many elements their tensors.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Holding {
+    pub(super) key: &'static str,
+    pub(super) writers: u32,
+    pub(super) elements: u64,
+}
+
+impl Holding {
+    pub(super) fn key(&self) -> Key {
+        Key::new(self.key).unwrap()
+    }
+
+    fn contents(&self, version: u64) -> Contents<'_> {
+        let Self { key, writers, elements } = *self;
+        Contents { key, version, writers, elements }
+    }
+
+    /// Puts a version, by all of its writers.
+    pub(super) fn put(&self, store: &Store, version: u64) -> Result<(), Error> {
+        for writer in 0..self.writers {
+            let options = PutOptions {
+                version: Some(version),
+                writer: Some(writer),
+                writers: Some((0..self.writers).collect()),
+                job: Some(JobId(format!("{version}"))),
+                durability: Durability::Disk,
+                ..PutOptions::default()
+            };
+            let report = store.put_state_dict(
+                &self.key(),
+                &self.contents(version).part(writer),
+                &options,
+            )?;
+            assert_eq!(report.visible, writer + 1 == self.writers, "{self:?}");
+        }
+        Ok(())
+    }
+
+    /// Gets a version, or the newest: if there is one, it is whole and right. Says which.
+    pub(super) fn get(&self, store: &Store, version: Option<u64>) -> Result<u64, Error> {
+        let options = GetOptions { version, ..GetOptions::default() };
+        let (dict, report) = store.get_state_dict(&self.key(), &options)?;
+        assert!(version.is_none_or(|version| version == report.version), "{self:?}");
+        self.contents(report.version).check(&dict);
+        Ok(report.version)
+    }
+
+    /// Where its files are, below a root.
+    pub(super) fn folder(&self) -> String {
+        self.key.replace('/', "%2F").replace(' ', "%20")
+    }
+
+    /// Whether a path, below the root, is one of its files.
+    pub(super) fn owns(&self, path: &Path) -> bool {
+        path.starts_with(self.folder())
+    }
+}
+
+/// Makes a root with so many versions of each, all of which are kept.
+pub(super) fn fill(root: &Path, holdings: &[Holding], versions: u64) {
+    fs::create_dir_all(root).unwrap();
+    let store = Store::directory(root).unwrap();
+    let keep = u32::try_from(versions + 2).unwrap();
+    for holding in holdings {
+        store.retain(&holding.key(), NonZeroU32::new(keep).unwrap()).unwrap();
+        for version in 1..=versions {
+            holding.put(&store, version).unwrap();
+        }
+    }
+}
+
+/// The files below a folder, sorted, by their paths below it.
+pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(below) = folders.pop() {
+        for entry in fs::read_dir(folder.join(&below)).unwrap() {
+            let entry = entry.unwrap();
+            let path = below.join(entry.file_name());
+            if entry.file_type().unwrap().is_dir() {
+                folders.push(path);
+            } else {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+/// The records of a key's ledger, oldest first.
+pub(super) fn records(root: &Path, holding: &Holding) -> Vec<PathBuf> {
+    let is_record = |path: &PathBuf| {
+        holding.owns(path) && path.extension().is_some_and(|extension| extension == "json")
+    };
+    files(root).into_iter().filter(is_record).collect()
+}
+
+/// What `tssd verify` says of a root, and of which files, by their paths below it.
+pub(super) fn scrub(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) {
+    let output = std::process::Command::new(tssd_tests::command::binary())
+        .args(["verify", "--json"])
+        .arg(root)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let all: Vec<serde_json::Value> =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"));
+    let damaged: Vec<_> = all.into_iter().filter(|file| file["ok"] == false).collect();
+    assert_eq!(output.status.code(), Some(i32::from(!damaged.is_empty())), "{said}");
+    let path = |file: &serde_json::Value| {
+        let path = Path::new(file["path"].as_str().unwrap());
+        path.strip_prefix(root).unwrap().to_owned()
+    };
+    (damaged.iter().map(path).collect(), damaged)
+}
+
+/// Errors that say what can be done, and where.
+pub(super) fn assert_typed(error: &Error, kinds: &[ErrorKind]) {
+    assert!(kinds.contains(&error.kind()), "{:?}: {error}", error.kind());
+    assert!(error.to_string().len() > 10, "{error}");
+}

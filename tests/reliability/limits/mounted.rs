@@ -1,0 +1,88 @@
+//! File systems that end: a tmpfs of so many bytes, and an ext4 in a file.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::fs::{FallocateFlags, fallocate, statvfs};
+use tempfile::TempDir;
+use tssd_tests::command::quick_folder;
+
+/// A file system of a few MiB of its own; it goes with this.
+pub(super) struct Mounted {
+    pub(super) kind: &'static str,
+    folder: TempDir,
+}
+
+fn run(program: &str, args: &[&str], path: &Path) -> Result<(), String> {
+    let output = Command::new(program).args(args).arg(path).output();
+    let output = output.map_err(|error| format!("{program}: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr).trim()))
+}
+
+impl Mounted {
+    /// A tmpfs.
+    pub(super) fn tmpfs(mib: u64) -> Result<Self, String> {
+        let mounted = Self { kind: "tmpfs", folder: quick_folder() };
+        fs::create_dir(mounted.root()).unwrap();
+        let size = format!("size={mib}m");
+        run("mount", &["-t", "tmpfs", "-o", &size, "tssd"], &mounted.root())?;
+        Ok(mounted)
+    }
+
+    /// An ext4 with blocks of 1 KiB in a file.
+    pub(super) fn ext4(mib: u64) -> Result<Self, String> {
+        let mounted = Self { kind: "ext4", folder: quick_folder() };
+        fs::create_dir(mounted.root()).unwrap();
+        let image = mounted.folder.path().join("image");
+        File::create(&image).unwrap().set_len(mib << 20).unwrap();
+        run("mkfs.ext4", &["-q", "-F", "-b", "1024", "-m", "0"], &image)?;
+        run("mount", &["-o", "loop", image.to_str().unwrap()], &mounted.root())?;
+        Ok(mounted)
+    }
+
+    pub(super) fn root(&self) -> PathBuf {
+        self.folder.path().join("root")
+    }
+
+    /// How many bytes are free.
+    fn free(&self) -> u64 {
+        let status = statvfs(self.root()).unwrap();
+        status.f_bavail * status.f_frsize
+    }
+
+    /// Leaves no more than so many bytes free, until the result is dropped.
+    pub(super) fn fill(&self, free: u64) -> Ballast {
+        let path = self.root().join("ballast");
+        let file = File::create(&path).unwrap();
+        let mut len = self.free().saturating_sub(free);
+        // What a file system needs for itself is not known before.
+        while len > 0 && fallocate(&file, FallocateFlags::empty(), 0, len).is_err() {
+            len = len.saturating_sub(1024);
+        }
+        Ballast(path)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // The loop device goes with it.
+        let unmounted = run("umount", &[], &self.root());
+        if unmounted.is_err() {
+            let _ = run("umount", &["-l"], &self.root());
+        }
+        assert!(unmounted.is_ok() || std::thread::panicking(), "{unmounted:?}");
+    }
+}
+
+/// What fills a disk.
+pub(super) struct Ballast(PathBuf);
+
+impl Drop for Ballast {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).unwrap();
+    }
+}

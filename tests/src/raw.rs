@@ -1,0 +1,122 @@
+//! Connections that say what they like to a daemon, byte for byte.
+#![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use serde_json::Value;
+
+/// The first request of a client.
+pub const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
+
+/// A frame, byte for byte as `spec/protocol.md` has it.
+pub fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
+    let mut bytes = b"TSSD".to_vec();
+    bytes.extend([kind, 0, 0, 0]);
+    bytes.extend(u32::try_from(head.len()).unwrap().to_le_bytes());
+    bytes.extend(u32::try_from(data.len()).unwrap().to_le_bytes());
+    bytes.extend(number.to_le_bytes());
+    bytes.extend(head.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+/// A connection that says what it likes.
+pub struct Raw(pub UnixStream);
+
+impl Raw {
+    /// One to the daemon at a socket.
+    pub fn connect(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Self(stream)
+    }
+
+    /// One that has said hello.
+    pub fn greet(socket: &Path) -> Self {
+        let mut raw = Self::connect(socket);
+        raw.send(&frame(1, 1, HELLO, b""));
+        let (number, head) = raw.receive().unwrap();
+        assert_eq!(number, 1);
+        assert_eq!(head["welcome"]["protocol"]["major"], 1);
+        raw
+    }
+
+    /// Sends bytes.
+    pub fn send(&mut self, bytes: &[u8]) {
+        // Whoever is turned away cannot say everything.
+        let _ = self.0.write_all(bytes);
+    }
+
+    /// Sends bytes, with descriptors; says whether the system took them.
+    pub fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) -> bool {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let parts = [IoSlice::new(bytes)];
+        rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).is_ok()
+    }
+
+    /// The number and head of the next frame; none if the other side has ended the connection.
+    pub fn receive(&mut self) -> Option<(u64, Value)> {
+        let mut header = [0; 24];
+        self.0.read_exact(&mut header).ok()?;
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
+        let mut head = vec![0; word(8) as usize];
+        self.0.read_exact(&mut head).ok()?;
+        assert_eq!(word(12), 0, "no reply has data");
+        Some((word(16).into(), serde_json::from_slice(&head).unwrap()))
+    }
+
+    /// The next frame: its kind and head, and the descriptors that come with its first bytes.
+    pub fn receive_with_descriptors(&mut self) -> (u8, Value, Vec<OwnedFd>) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut header = [0; 24];
+        let into = &mut [IoSliceMut::new(&mut header)];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+        let come = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
+        assert_eq!(come.bytes, 24);
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(more) = message {
+                fds.extend(more);
+            }
+        }
+        assert_eq!(usize::from(header[5]), fds.len());
+        let len = u32::from_le_bytes(header[8..12].try_into().unwrap());
+        let mut head = vec![0; len as usize];
+        self.0.read_exact(&mut head).unwrap();
+        (header[4], serde_json::from_slice(&head).unwrap(), fds)
+    }
+
+    /// The reply to a request.
+    pub fn ask(&mut self, number: u64, head: &str) -> Value {
+        self.send(&frame(1, number, head, b""));
+        let (answered, head) = self.receive().unwrap();
+        assert_eq!(answered, number);
+        head
+    }
+
+    /// The reply to a request, with what comes along.
+    pub fn ask_for_descriptors(&mut self, head: &str) -> (Value, Vec<OwnedFd>) {
+        self.send(&frame(1, 5, head, b""));
+        let (kind, head, fds) = self.receive_with_descriptors();
+        assert_eq!(kind, 3);
+        (head, fds)
+    }
+
+    /// Whether the other side ends the connection.
+    pub fn is_ended(&mut self) -> bool {
+        self.receive().is_none()
+    }
+}

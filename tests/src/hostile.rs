@@ -36,6 +36,10 @@ pub struct Hostile {
 
 impl Hostile {
     /// One to a socket, in one of the ways. What it reads, if it does, is the newest version of a key.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot connect.
     pub fn near(socket: &Path, way: usize, key: &str) -> std::io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_nonblocking(true)?;
@@ -43,6 +47,10 @@ impl Hostile {
     }
 
     /// The same by TCP, with the smallest window that there is.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot connect.
     pub fn far(address: &str, way: usize, key: &str) -> std::io::Result<Self> {
         let stream = TcpStream::connect(address.strip_prefix("tcp://").unwrap())?;
         sockopt::set_socket_recv_buffer_size(&stream, 1)?;

@@ -932,7 +932,9 @@ fn what_lies_outside_is_not_reached_by_links() {
     let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let archive = outside.path().join(format!("0-{:032x}.tssd", 1));
     let precious = [archive, outside.path().join("manifest.tssd"), outside.path().join("text")];
-    precious.iter().for_each(|path| std::fs::write(path, "precious").unwrap());
+    for path in &precious {
+        std::fs::write(path, "precious").unwrap();
+    }
     let of = |step: i64| dict(vec![("step", step.into())]);
     put(&Store::directory(folder.path()).unwrap(), &of(1), &PutOptions::default()).unwrap();
     symlink(outside.path(), folder.path().join("policy%2Factor/0-7")).unwrap();
@@ -940,12 +942,18 @@ fn what_lies_outside_is_not_reached_by_links() {
     let store = Store::directory(folder.path()).unwrap();
     put(&store, &of(2), &PutOptions::default()).unwrap();
     store.delete(&key(), None).unwrap();
-    // A claim is written to, and a key has files made in it.
-    symlink(outside.path().join("text"), folder.path().join(".daemon")).unwrap();
+    // A key has files made in it, and a claim is written to.
     symlink(outside.path(), folder.path().join("linked")).unwrap();
     let linked = Key::new("linked").unwrap();
-    let error = store.put_state_dict(&linked, &of(1), &PutOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("is a link"), "{error}");
+    let is_refused = |store: &Store, key: &Key| {
+        let error = store.put_state_dict(key, &of(1), &PutOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("is a link"), "{error}");
+    };
+    is_refused(&store, &linked);
+    drop(store);
+    std::fs::remove_file(folder.path().join(".daemon")).unwrap();
+    symlink(outside.path().join("text"), folder.path().join(".daemon")).unwrap();
+    is_refused(&Store::directory(folder.path()).unwrap(), &key());
     for path in precious {
         assert_eq!(std::fs::read(path).unwrap(), b"precious");
     }

@@ -1,4 +1,4 @@
-//! Clocks that jump: ten years forward and back, to the beginning of time, to its end; that stand still, and step.
+//! Clocks that jump: ten years forward and back, to the beginning of time and far beyond; that stand still, and step.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tssd_format::StateDict;
 
-use super::{Catalog, Controller, LocalController, Proposal};
+use super::{Catalog, LocalController, Proposal};
 use crate::crash::Dice;
 use crate::disk::Disk;
 use crate::environment::{Environment, SystemEnvironment};
@@ -22,6 +22,9 @@ use crate::{GetOptions, PutOptions, Store};
 const TODAY: u64 = 1_795_000_000_000;
 
 const TEN_YEARS: u64 = 10 * 365 * 24 * 3600 * 1000;
+
+/// A moment of no calendar.
+const FAR: u64 = u64::MAX / 2;
 
 /// How long an open version is kept, in milliseconds.
 const OPEN: u64 = 10 * 60 * 1000;
@@ -92,7 +95,7 @@ async fn a_clock_that_jumps_takes_no_version_along() {
                 0 => now.saturating_add(TEN_YEARS),
                 1 => now.saturating_sub(TEN_YEARS),
                 2 => 0,
-                3 => u64::MAX,
+                3 => FAR,
                 4 => TODAY,
                 5 => now.saturating_sub(1),
                 6 => now.saturating_add(OPEN),
@@ -136,7 +139,7 @@ async fn what_is_leased_stays_whatever_the_clock_says() {
         controller.apply(&key, Command::Lease { selector, lease, holder, ttl, now }).await.unwrap();
         let held =
             async || controller.state(&key).await.unwrap().versions().any(|it| it.number == 1);
-        for (now, number) in [(TODAY + TEN_YEARS, 2), (u64::MAX, 3), (0, 4), (TODAY, 5)] {
+        for (now, number) in [(TODAY + TEN_YEARS, 2), (FAR, 3), (0, 4), (TODAY, 5)] {
             clock.set(now);
             put(number).await;
             controller.reclaim_owed(&key).await.unwrap();

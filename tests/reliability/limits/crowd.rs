@@ -143,7 +143,7 @@ pub(super) fn attack(both: &str) {
     let connect = |index: usize| {
         let near = || Hostile::near(Path::new(socket), index / 2, "bait");
         let hostile =
-            if index % 2 == 0 { near() } else { Hostile::far(address, index / 2, "bait") };
+            if index.is_multiple_of(2) { near() } else { Hostile::far(address, index / 2, "bait") };
         hostile.ok()
     };
     let mut hostile: Vec<Option<Hostile>> = (0..HOSTILE).map(connect).collect();

@@ -67,8 +67,8 @@ impl Group {
 
     fn most(&self) -> u64 {
         let names = ["memory.max_usage_in_bytes", "memory.peak"];
-        let texts = names.iter().filter_map(|name| fs::read_to_string(self.0.join(name)).ok());
-        texts.last().and_then(|text| text.trim().parse().ok()).unwrap_or_default()
+        let mut texts = names.iter().filter_map(|name| fs::read_to_string(self.0.join(name)).ok());
+        texts.next().and_then(|text| text.trim().parse().ok()).unwrap_or_default()
     }
 }
 

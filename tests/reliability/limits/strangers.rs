@@ -274,13 +274,11 @@ fn play(base: &Path, acts: &[Act], counts: &mut Counts) {
             let _ = done.send(());
             counts
         });
-        if is_done.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
-            panic!("{acts:?}, by a daemon {by_daemon}: it hangs");
-        }
-        match case.join() {
-            Ok(counted) => *counts = counted,
-            Err(_) => panic!("{acts:?}, by a daemon {by_daemon}"),
-        }
+        let waited = is_done.recv_timeout(PATIENCE);
+        let hangs = waited == Err(mpsc::RecvTimeoutError::Timeout);
+        assert!(!hangs, "{acts:?}, by a daemon {by_daemon}: it hangs");
+        let counted = case.join().ok();
+        *counts = counted.unwrap_or_else(|| panic!("{acts:?}, by a daemon {by_daemon}"));
     }
 }
 

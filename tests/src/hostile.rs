@@ -1,10 +1,5 @@
 //! Connections that mean no good.
-#![expect(
-    clippy::missing_errors_doc,
-    clippy::missing_panics_doc,
-    clippy::unwrap_used,
-    reason = "tests fail by panicking"
-)]
+#![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;

@@ -27,7 +27,7 @@ use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
-pub(crate) use folder::{archives, folder, is_version};
+pub(crate) use folder::{archives, folder};
 pub(crate) use local::{LocalController, Place};
 pub(crate) use proof::{DIVERGENT, digest};
 

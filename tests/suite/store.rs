@@ -997,26 +997,3 @@ fn a_record_that_has_rotted_is_found() {
     std::fs::write(&newest, good).unwrap();
     assert_eq!(got(&store), of);
 }
-
-/// Without its records nobody knows what is whose: nothing is deleted, and nothing begins anew.
-#[test]
-fn versions_without_records_are_damage() {
-    let folder = tempfile::tempdir().unwrap();
-    let of = dict(vec![("step", 1_i64.into())]);
-    put(&Store::directory(folder.path()).unwrap(), &of, &PutOptions::default()).unwrap();
-    let ledger = folder.path().join("policy%2Factor/.ledger");
-    std::fs::write(ledger.join("notes.txt"), "mine").unwrap();
-    files(&ledger).iter().filter(|path| !path.ends_with("notes.txt")).for_each(|path| {
-        std::fs::remove_file(path).unwrap();
-    });
-    let before = files(&folder.path().join("policy%2Factor/0-1"));
-    let store = Store::directory(folder.path()).unwrap();
-    for error in [
-        put(&store, &of, &PutOptions::default()).unwrap_err(),
-        store.get_state_dict(&key(), &GetOptions::default()).unwrap_err(),
-    ] {
-        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
-    }
-    assert_eq!(files(&folder.path().join("policy%2Factor/0-1")), before);
-    assert!(ledger.join("notes.txt").exists());
-}

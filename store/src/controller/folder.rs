@@ -23,7 +23,7 @@ pub(super) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
 }
 
 /// Whether a folder of a key is that of a version.
-pub(crate) fn is_version(name: &str) -> bool {
+pub(super) fn is_version(name: &str) -> bool {
     name.split_once('-').is_some_and(|(epoch, number)| {
         epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
     })

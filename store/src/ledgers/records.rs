@@ -4,9 +4,6 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tssd_format::MANIFEST;
-
-use crate::controller::is_version;
 use crate::disk::TEMPORARY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -68,7 +65,6 @@ impl Records {
             names.retain(|name| is_ours(name));
             let numbers = names.iter().filter_map(|name| record_number(name));
             let Some(number) = numbers.max() else {
-                self.prove_blank(key).await?;
                 return Ok(Record { stale: names, ..Record::default() });
             };
             // Whoever has created a newer one since may have deleted this one: look again.
@@ -118,21 +114,6 @@ impl Records {
         }
         let stale = (last.number > 0).then(|| file_name(last.number)).into_iter().collect();
         *last = Record { number, state: next, stale, is_in_doubt: false };
-        Ok(())
-    }
-
-    /// Proves that a key without records has no versions either: they are never without.
-    async fn prove_blank(&self, key: &Key) -> Result<()> {
-        let path = key.to_path();
-        for name in self.meta.list(&path).await?.iter().filter(|name| is_version(name)) {
-            let folder = format!("{path}/{name}");
-            if self.meta.list(&folder).await?.iter().any(|name| name == MANIFEST) {
-                let text = format_args!(
-                    "key `{key}`: the records in `{path}/.ledger` are gone, and version `{folder}` is there"
-                );
-                return Err(Error::new(ErrorKind::Corrupt, text));
-            }
-        }
         Ok(())
     }
 

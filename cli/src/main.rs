@@ -119,7 +119,8 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     if let Some(level) = cli.log {
         let log = tracing_subscriber::fmt().with_max_level(level).with_target(false);
-        log.with_writer(std::io::stderr).init();
+        // Whoever reads a log may be a program, and no terminal shows it better.
+        log.with_ansi(false).with_writer(std::io::stderr).init();
     }
     match run(&cli) {
         Ok(exit) => exit.into(),

@@ -43,9 +43,11 @@ impl Ledgers for SharedLedgers {
 
     async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
         let meta = &self.0.meta;
-        for name in meta.list(SESSIONS).await? {
-            // Whether what a process that has ended has left behind goes now or later.
-            let _ = meta.is_free(&format!("{SESSIONS}/{name}")).await;
+        let names = meta.list(SESSIONS).await?;
+        // What has another name is not ours.
+        for other in names.iter().filter_map(|name| name.parse().ok()) {
+            // What a process that has ended has left behind goes now or later.
+            let _ = meta.is_free(&session_name(other)).await;
         }
         meta.lock(&session_name(id)).await.map(Some)
     }

@@ -35,9 +35,11 @@ pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Res
 
 fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
     let proofs = [
+        // With shuttle's locks, the same sources are for its own proof only.
         Step::cargo(
             "power cuts",
-            "test --workspace --all-features --lib -- crash:: --nocapture --test-threads=1",
+            "test --workspace --exclude tssd-store-schedules --all-features --lib -- crash:: --nocapture \
+             --test-threads=1",
         )
         .env("TSSD_CRASH_STATES", CRASH_STATES),
         Step::cargo(

@@ -14,8 +14,10 @@ use crate::workspace::Workspace;
 /// The platform that both are for here.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What is built with one. The extension module is not: it would want a Python that is, too.
-const PACKAGES: &str = "--workspace --exclude tssd-python --exclude xtask --all-features";
+/// What is built with one. The extension module is not: it would want a Python that is, too; and shuttle runs its
+/// tasks by itself, one at a time.
+const PACKAGES: &str = "--workspace --exclude tssd-python --exclude tssd-store-schedules --exclude xtask \
+                        --all-features";
 
 /// What runs with one: not what makes the same few accesses for every state, byte or command that there is, and
 /// not what measures memory, of which a sanitizer takes its share.

@@ -35,11 +35,9 @@ pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Res
 
 fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
     let proofs = [
-        // With shuttle's locks, the same sources are for its own proof only.
         Step::cargo(
             "power cuts",
-            "test --workspace --exclude tssd-store-schedules --all-features --lib -- crash:: --nocapture \
-             --test-threads=1",
+            "test --workspace --all-features --tests -- crash:: --nocapture --test-threads=1",
         )
         .env("TSSD_CRASH_STATES", CRASH_STATES),
         Step::cargo(

@@ -2,13 +2,16 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
+use crate::bench::built::Built;
 use crate::bench::kept::Kept;
 use crate::bench::machine::Machine;
 use crate::python;
-use crate::step::cargo;
 use crate::workspace::Workspace;
 
+/// The suites as programs.
+mod built;
 /// A run to test with.
 #[cfg(test)]
 mod example;
@@ -38,9 +41,6 @@ pub(crate) const NAMES: [&str; 4] = ["format", "store", "counts", "python"];
 
 /// The variable that names the file to which a suite appends its records.
 const RECORDS: &str = "TSSD_BENCH_RECORDS";
-
-/// What is measured. All is built with the features of all, once.
-pub(crate) const PACKAGES: &str = "--package tssd-tests --package tssd --package tssd-python";
 
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
@@ -76,14 +76,14 @@ impl<'a> Task<'a> {
 /// so that its figures can be compared with earlier ones.
 fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result<bool> {
     let is_whole = arguments.is_empty();
+    let Some((built, mut python)) = prepare(workspace, suites.contains(&"python"))? else {
+        return Ok(false);
+    };
     for suite in suites {
         let records = workspace.target.join("bench").join(format!("{suite}.jsonl"));
-        let mut command = match *suite {
-            "python" => match python::bench(workspace)? {
-                Some(command) => command,
-                None => return Ok(false),
-            },
-            name => cargo_bench(name),
+        let mut command = match python.take_if(|_| *suite == "python") {
+            Some(command) => command,
+            None => built.suite(suite)?,
         };
         command.args(arguments).current_dir(&workspace.root);
         if is_whole {
@@ -104,13 +104,19 @@ fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result
     Ok(true)
 }
 
-fn cargo_bench(name: &str) -> Command {
-    let mut command = Command::new(cargo());
-    // glibc gives memory back to the system and asks for it again as its state will have it, which
-    // can be half the time of a turn. It keeps what a turn of few bytes needs, whoever runs it.
-    command.env("MALLOC_TRIM_THRESHOLD_", "1073741824").env("MALLOC_MMAP_THRESHOLD_", "33554432");
-    command.arg("bench").args(PACKAGES.split(' ')).args(["--bench", name, "--"]);
-    command
+/// Builds and installs all that is needed, side by side, before anything is measured; none if that fails.
+fn prepare(
+    workspace: &Workspace,
+    with_python: bool,
+) -> io::Result<Option<(Built, Option<Command>)>> {
+    let (built, installed) = thread::scope(|scope| {
+        let install = || if with_python { python::install(workspace) } else { Ok(true) };
+        let installing = scope.spawn(install);
+        (Built::all(workspace), installing.join().expect("it does not panic"))
+    });
+    let (Some(built), true) = (built?, installed?) else { return Ok(None) };
+    let python = if with_python { Some(python::bench(workspace)?) } else { None };
+    Ok(Some((built, python)))
 }
 
 /// Suites append to what is there.

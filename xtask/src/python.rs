@@ -3,7 +3,6 @@ use std::io;
 use std::path::Path;
 use std::process::Command;
 
-use crate::bench::PACKAGES;
 use crate::runner;
 use crate::step::{Step, Worth};
 use crate::torch;
@@ -72,22 +71,23 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     Ok(is_built)
 }
 
-/// What races the package, built as its wheel is, with what users would have without it; nothing if it could
-/// not be made.
-pub(crate) fn bench(workspace: &Workspace) -> io::Result<Option<Command>> {
-    let torch = torch::environment(workspace);
+/// Installs what the package is raced with, if it is not there; says whether that went well.
+pub(crate) fn install(workspace: &Workspace) -> io::Result<bool> {
+    let steps = torch::environment(workspace).steps(workspace)?;
+    Ok(steps.is_empty() || runner::run(workspace, steps, Vec::new(), false)?.has_passed())
+}
+
+/// What races the package, which is built, with what users would have without it.
+pub(crate) fn bench(workspace: &Workspace) -> io::Result<Command> {
     let package = workspace.target.join("release/python");
-    let mut steps = torch.steps(workspace)?;
-    let build = format!("build --release {PACKAGES} --lib --bins --benches");
-    let build = Step::cargo("release build", &build).worth(Worth::Nothing);
-    steps.extend([build, staged(workspace, "release", &package)]);
-    if !runner::run(workspace, steps, Vec::new(), false)?.has_passed() {
-        return Ok(None);
+    let staged = staged(workspace, "release", &package).command.status()?;
+    if !staged.success() {
+        return Err(io::Error::other(format!("python/stage.py: {staged}")));
     }
-    let mut command = Command::new(torch.python());
+    let mut command = Command::new(torch::environment(workspace).python());
     command.arg("python/bench/main.py").env("PYTHONPATH", package);
     command.env("TSSD_BIN", workspace.target.join("release/tssd"));
-    Ok(Some(command))
+    Ok(command)
 }
 
 /// The wheel in the virtual environment of this Python.

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from s3 import HAS_SERVER, server
+
+__all__ = ["server"]
 
 collect_ignore = (
     []
@@ -23,7 +26,7 @@ collect_ignore = (
         "test_torch.py",
         "test_torchstore.py",
     ]
-)
+) + ([] if HAS_SERVER else ["test_bucket.py"])
 
 
 @pytest.fixture

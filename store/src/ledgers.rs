@@ -25,7 +25,8 @@ pub(crate) trait Ledgers: Send + Sync {
     /// The ledger of a key as it is now; one that was never written is empty.
     async fn state(&self, key: &Key) -> Result<Arc<State>>;
 
-    /// Waits until nobody else advances the ledger of a key; nobody does until the turn is dropped.
+    /// Waits until nobody else advances the ledger of a key. Nobody does until the turn is dropped, as far as others
+    /// can be kept away: what is done in a turn must harm nobody even if one cannot be.
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>>;
 
     /// Begins the session of a process, which lasts until the result is dropped or the process has ended; none
@@ -43,8 +44,9 @@ pub(crate) trait Ledgers: Send + Sync {
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration);
 }
 
-/// Makes this the state of a ledger. Whoever asks may stop waiting: the turn lasts until it is written.
-pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<()> {
+/// Makes this the state of a ledger, as [`Turn::save`]. Whoever asks may stop waiting: the turn lasts until it is
+/// written.
+pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<bool> {
     let saving = sync::spawn(async move { turn.save(next).await });
     let ended = |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
     saving.await.map_err(ended)?
@@ -53,15 +55,15 @@ pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<()> {
 /// The right to advance one ledger.
 #[async_trait]
 pub(crate) trait Turn: Send {
-    /// The ledger, which nobody else advances.
+    /// The ledger as it was when the turn began.
     fn state(&self) -> &State;
 
     /// Returns once its state is durable, as far as it ever will be. Before that nothing may be done that only
     /// this state allows.
     async fn settle(&mut self) -> Result<()>;
 
-    /// Makes this its state.
-    async fn save(&mut self, next: State) -> Result<()>;
+    /// Makes this its state; false if somebody who could not be kept away has advanced it meanwhile.
+    async fn save(&mut self, next: State) -> Result<bool>;
 }
 
 #[cfg(test)]
@@ -118,8 +120,8 @@ mod tests {
             self.inner.lock(name).await
         }
 
-        async fn is_free(&self, name: &str) -> Result<bool> {
-            self.inner.is_free(name).await
+        async fn has_ended(&self, name: &str) -> Result<bool> {
+            self.inner.has_ended(name).await
         }
     }
 

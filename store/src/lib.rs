@@ -17,6 +17,8 @@ pub mod plan;
 // Where things are.
 #[cfg(target_os = "linux")]
 mod arena;
+#[cfg(feature = "object")]
+mod bucket;
 mod disk;
 mod environment;
 mod ledgers;

@@ -144,9 +144,12 @@ impl Client {
     fn open(&self, place: Location) -> Result<Archived> {
         Ok(match place {
             Location::Span(span) => Archived::Near(self.maps.archive(span)?),
-            Location::Blob { blob, len, .. } => {
-                Archived::Far(Far { holder: self.lines.clone(), blob: blob.into(), len })
-            }
+            Location::Blob { blob, len, .. } => Archived::Far(Far {
+                holder: self.lines.clone(),
+                blob: blob.into(),
+                len,
+                tail: None,
+            }),
         })
     }
 

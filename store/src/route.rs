@@ -22,6 +22,8 @@ pub enum Transport {
     Tcp,
     /// Encrypted, to and from a daemon of another host.
     Tls,
+    /// To and from a bucket of an object store.
+    Object,
 }
 
 /// A way, and what it depends on.
@@ -33,12 +35,13 @@ pub(crate) struct Route {
 
 impl Transport {
     /// All of them, by name.
-    const NAMES: [(Self, &str); 5] = [
+    const NAMES: [(Self, &str); 6] = [
         (Self::Memory, "memory"),
         (Self::Arena, "arena"),
         (Self::File, "file"),
         (Self::Tcp, "tcp"),
         (Self::Tls, "tls"),
+        (Self::Object, "object"),
     ];
 }
 

@@ -24,6 +24,8 @@ use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume};
+#[cfg(feature = "object")]
+use crate::{bucket::Bucket, meta::ObjectMeta, volume::ObjectVolume};
 #[cfg(target_os = "linux")]
 use crate::{net::Identity, remote::RemoteController};
 
@@ -165,6 +167,8 @@ impl Store {
     /// - `tls://HOST:PORT`: the daemon of another host that listens there (`tssd serve --listen`), with the
     ///   credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name;
     /// - `tcp://HOST:PORT`: a daemon of this host, in the open;
+    /// - `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`: what is below a prefix of a bucket
+    ///   (feature `object`), with the regions, endpoints and keys that the usual environment variables say;
     /// - `memory:`: a new one in this process.
     ///
     /// # Errors
@@ -189,7 +193,26 @@ impl Store {
             },
             Address::Socket(path) => Self::daemon(path).await,
             Address::Host(url) => Self::host(url, options).await,
+            Address::Bucket(url) => Self::bucket(url, options.timeout),
         }
+    }
+
+    #[cfg(feature = "object")]
+    fn bucket(url: &str, patience: Duration) -> Result<Self> {
+        Ok(Self::over(Bucket::open(url, patience)?))
+    }
+
+    #[cfg(not(feature = "object"))]
+    fn bucket(url: &str, _patience: Duration) -> Result<Self> {
+        let text = format_args!("`{url}`: stores in buckets need tssd-store's feature `object`");
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+
+    #[cfg(feature = "object")]
+    pub(crate) fn over(bucket: Bucket) -> Self {
+        let ledgers = SharedLedgers::new(Arc::new(ObjectMeta::new(bucket.clone())));
+        let volume = Arc::new(ObjectVolume::new(bucket));
+        Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
     }
 
     #[cfg(target_os = "linux")]
@@ -697,6 +720,7 @@ enum Address<'a> {
     Directory(&'a Path),
     Socket(&'a Path),
     Host(&'a str),
+    Bucket(&'a str),
 }
 
 impl<'a> Address<'a> {
@@ -710,10 +734,15 @@ impl<'a> Address<'a> {
             Some(("file", rest)) => Ok(Self::Directory(path(rest))),
             Some(("unix", rest)) => Ok(Self::Socket(path(rest))),
             Some(("tls" | "tcp", _)) => Ok(Self::Host(url)),
-            Some((scheme @ ("s3" | "gs" | "az" | "http" | "https"), _)) => Err(Error::new(
+            Some(("s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss", rest))
+                if rest.starts_with("//") =>
+            {
+                Ok(Self::Bucket(url))
+            }
+            Some((scheme @ ("http" | "https"), _)) => Err(Error::new(
                 ErrorKind::Invalid,
                 format_args!(
-                    "`{url}`: {scheme}: addresses cannot be reached yet; use tls:, unix: or a directory"
+                    "`{url}`: {scheme}: addresses are no stores; use s3:, gs:, az:, tls:, unix: or a directory"
                 ),
             )),
             _ => Ok(Self::Directory(Path::new(url))),

@@ -76,7 +76,7 @@ enum Entry {
 }
 
 struct Stored {
-    reference: StorageReference,
+    reference: Arc<StorageReference>,
     /// Which chunks are known to be whole.
     verified: Box<[AtomicBool]>,
 }
@@ -266,21 +266,19 @@ impl OpenVersion {
             runs,
             proof: if unverified { Proof::None } else { proof },
         };
+        let part = || Proof::Part(reference.clone());
         if !copy.runs.loops().is_empty() {
-            boxes.push(boxed(copy.source, copy.target, copy.runs.clone(), Proof::Holder));
+            boxes.push(boxed(copy.source, copy.target, copy.runs.clone(), part()));
             return;
         }
         let range = copy.source..copy.source + copy.runs.run_bytes();
         for chunk in reference.chunks(&range) {
             let whole = reference.chunk(chunk);
-            let part = whole.start.max(range.start)..whole.end.min(range.end);
-            let proof = if part == whole {
-                Proof::Chunk(reference.crcs[native(chunk)])
-            } else {
-                Proof::Holder
-            };
-            let target = copy.target + (part.start - range.start);
-            boxes.push(boxed(part.start, target, Runs::run(part.end - part.start), proof));
+            let wanted = whole.start.max(range.start)..whole.end.min(range.end);
+            let proof =
+                if wanted == whole { Proof::Chunk(reference.crcs[native(chunk)]) } else { part() };
+            let target = copy.target + (wanted.start - range.start);
+            boxes.push(boxed(wanted.start, target, Runs::run(wanted.end - wanted.start), proof));
         }
     }
 
@@ -527,7 +525,7 @@ impl Deref for OpenVersion {
 impl Stored {
     fn new(reference: StorageReference) -> Self {
         let verified = reference.crcs.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { reference, verified }
+        Self { reference: Arc::new(reference), verified }
     }
 }
 

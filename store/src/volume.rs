@@ -3,6 +3,8 @@
 mod directory;
 mod far;
 mod memory;
+#[cfg(feature = "object")]
+mod object;
 
 use std::sync::Arc;
 
@@ -16,6 +18,8 @@ use crate::route::Route;
 pub(crate) use directory::DirectoryVolume;
 pub(crate) use far::{Boxed, Far, Holder, Job, Proof};
 pub(crate) use memory::MemoryVolume;
+#[cfg(feature = "object")]
+pub(crate) use object::ObjectVolume;
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
 ///
@@ -32,6 +36,12 @@ pub(crate) trait Volume: Send + Sync {
 
     /// A blob, if it is there.
     fn open(&self, name: &str) -> Result<Option<Near>>;
+
+    /// Blobs to be read by ranges, wherever they are; none if one of them is not there.
+    fn open_all(&self, names: &[String]) -> Result<Option<Vec<Archived>>> {
+        let open = |name: &String| Ok(self.open(name)?.map(Archived::Near));
+        names.iter().map(open).collect()
+    }
 
     /// Deletes a blob, if it is there.
     fn delete(&self, name: &str) -> Result<()>;

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use tssd_tests::layout;
+
 /// Copies a folder and all that is below it.
 pub(crate) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
@@ -85,7 +87,8 @@ pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<St
         let mut expected =
             BTreeSet::from([format!("{key}/"), format!("{key}/.lock"), format!("{key}/.ledger/")]);
         for (number, bytes) in versions {
-            let folder = format!("{key}/0-{number}");
+            let found = layout::version(&root.join(key), &format!("0-{number}"));
+            let folder = format!("{key}/{}", found.file_name().unwrap().to_str().unwrap());
             let is_archive = |name: &String| !name.contains(".tmp") && name != "manifest.tssd";
             let archives = names(&root.join(&folder)).into_iter().filter(is_archive);
             let archives: Vec<_> = archives.map(|name| format!("{folder}/{name}")).collect();

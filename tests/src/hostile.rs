@@ -30,15 +30,16 @@ pub struct Hostile {
 }
 
 impl Hostile {
-    /// One to a socket, in one of the ways. What it reads, if it does, is the newest version of a key.
+    /// One to a socket, in one of the ways. What it reads, if it does, is the newest version of a key, and a
+    /// manifest.
     ///
     /// # Errors
     ///
     /// If it cannot connect.
-    pub fn near(socket: &Path, way: usize, key: &str) -> std::io::Result<Self> {
+    pub fn near(socket: &Path, way: usize, key: &str, manifest: &str) -> std::io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_nonblocking(true)?;
-        Ok(Self::over(Box::new(stream), way, key))
+        Ok(Self::over(Box::new(stream), way, key, manifest))
     }
 
     /// The same by TCP, with the smallest window that there is.
@@ -46,14 +47,14 @@ impl Hostile {
     /// # Errors
     ///
     /// If it cannot connect.
-    pub fn far(address: &str, way: usize, key: &str) -> std::io::Result<Self> {
+    pub fn far(address: &str, way: usize, key: &str, manifest: &str) -> std::io::Result<Self> {
         let stream = TcpStream::connect(address.strip_prefix("tcp://").unwrap())?;
         sockopt::set_socket_recv_buffer_size(&stream, 1)?;
         stream.set_nonblocking(true)?;
-        Ok(Self::over(Box::new(stream), way, key))
+        Ok(Self::over(Box::new(stream), way, key, manifest))
     }
 
-    fn over(stream: Box<dyn Stream>, index: usize, key: &str) -> Self {
+    fn over(stream: Box<dyn Stream>, index: usize, key: &str, manifest: &str) -> Self {
         let hello = frame(1, 1, HELLO, b"");
         let with_lengths = |head: u32, data: u32| {
             let mut header = frame(1, 2, "", b"");
@@ -91,9 +92,8 @@ impl Hostile {
                 (ask(&|_| locate.clone()), 1 << 20)
             }
             _ => {
-                let read = format!(
-                    r#"{{"op":"read","blob":"{key}/0-1/manifest.tssd","ranges":[[0,512,[[8192,0]]]]}}"#
-                );
+                let read =
+                    format!(r#"{{"op":"read","blob":"{manifest}","ranges":[[0,512,[[8192,0]]]]}}"#);
                 let status = r#"{"op":"status"}"#;
                 (ask(&|number| if number % 2 == 0 { read.clone() } else { status.into() }), 1 << 20)
             }

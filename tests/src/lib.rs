@@ -12,6 +12,7 @@ pub mod generate;
 pub mod growth;
 #[cfg(target_os = "linux")]
 pub mod hostile;
+pub mod layout;
 pub mod proof;
 #[cfg(target_os = "linux")]
 pub mod raw;

@@ -213,7 +213,8 @@ fn what_does_not_belong_there_is_in_nobodys_way() {
     let ledger = folder.path().join("k/.ledger");
     std::fs::write(ledger.join("99.json"), "").unwrap();
     std::fs::write(ledger.join("notes.txt"), "").unwrap();
-    std::fs::create_dir(folder.path().join("k/0-1/.ipynb_checkpoints")).unwrap();
+    let version = tssd_tests::layout::version(&folder.path().join("k"), "0-1");
+    std::fs::create_dir(version.join(".ipynb_checkpoints")).unwrap();
     for step in 2..5 {
         assert!(put(&store, &number(step), &PutOptions::default()).unwrap());
     }

@@ -349,7 +349,7 @@ fn exit_codes_are_those_of_the_table() {
         (2, "pack a.tssd"),
         (2, "ls"),
         (2, "put --store store --job run key a.tssd"),
-        (2, "ls --store s3://bucket"),
+        (2, "ls --store https://bucket"),
         (2, "demo --size many"),
         (2, "demo --size 10"),
         (2, "verify"),

@@ -249,7 +249,13 @@ fn put_two_writers(place: &Place, compression: Compression) -> String {
         };
         store.put_state_dict(&Key::new("key").unwrap(), &dict, &options).unwrap();
     }
-    "store/key/0-1".to_owned()
+    version_of(place)
+}
+
+/// The first version of the key `key` of the store in `store`.
+fn version_of(place: &Place) -> String {
+    let version = tssd_tests::layout::version(&place.path("store/key"), "0-1");
+    format!("store/key/{}", version.file_name().unwrap().to_str().unwrap())
 }
 
 fn files_of(place: &Place, directory: &str) -> Vec<String> {
@@ -352,7 +358,7 @@ fn what_writers_disagree_on_is_not_joined() {
         let dict = StateDict::from_value(Value::Dict(dict)).unwrap();
         store.put_state_dict(&Key::new("key").unwrap(), &dict, &options).unwrap();
     }
-    let said = place.expect(5, "convert store/key/0-1 -o out.tssd");
+    let said = place.expect(5, &format!("convert {} -o out.tssd", version_of(&place)));
     assert!(said.contains(r#"the writers hold each their own value of ["seed"]"#), "{said}");
     assert!(said.contains("tssd get --writer"), "{said}");
     let said = place.expect(0, "roundtrip store");
@@ -456,7 +462,7 @@ fn safetensors_files_make_the_round_trip() {
     assert!(said.starts_with("identical  flat.safetensors\nidentical  flat.tssd\n"), "{said}");
     // A version in a store is unpacked as one archive.
     place.expect(0, "put --store store key flat.tssd");
-    place.expect(0, "unpack store/key/0-1 -o again.safetensors");
+    place.expect(0, &format!("unpack {} -o again.safetensors", version_of(&place)));
     assert_eq!(place.read("again.safetensors"), place.read("flat.safetensors"));
     std::fs::remove_file(place.path("again.safetensors")).unwrap();
     std::fs::remove_dir_all(place.path("store")).unwrap();
@@ -749,8 +755,8 @@ fn a_put_compresses_and_digests() {
     let place = Place::new();
     place.write_dict("in.tssd", &model());
     place.expect(0, "put --store store key in.tssd --zstd --digest");
-    let version = "store/key/0-1";
-    let files = files_of(&place, version);
+    let version = version_of(&place);
+    let files = files_of(&place, &version);
     let archive = open(&place, &files[0]);
     assert!(archive.root_digest().is_some());
     assert!(stored(&archive).iter().all(|(_, shuffle, ..)| shuffle.is_some()));

@@ -310,7 +310,7 @@ fn what_is_damaged_is_not_handed_over() {
         let durability = tssd_store::Durability::Disk;
         put(&served.connect(), &dict, &PutOptions { durability, ..PutOptions::default() });
     }
-    let version = folder.path().join("policy/0-1");
+    let version = tssd_tests::layout::version(&folder.path().join("policy"), "0-1");
     let files = std::fs::read_dir(&version).unwrap().map(|entry| entry.unwrap().path());
     let mut archives = files.filter(|path| !path.ends_with("manifest.tssd"));
     let archive = archives.next().unwrap();

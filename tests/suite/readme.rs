@@ -227,9 +227,10 @@ fn a_version_on_disk_lies_as_it_is_described() {
         names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     };
     let set = |names: [&str; 3]| BTreeSet::from(names.map(str::to_owned));
-    let version = "policy%2Factor/0-1";
-    assert_eq!(names("policy%2Factor"), set(["0-1", ".ledger", ".lock"]));
-    let files: Vec<String> = names(version).into_iter().collect();
+    let version = format!("policy%2Factor/0-1-{}", &id[..16]);
+    let (_, folder_name) = version.split_once('/').unwrap();
+    assert_eq!(names("policy%2Factor"), set([folder_name, ".ledger", ".lock"]));
+    let files: Vec<String> = names(&version).into_iter().collect();
     let [first, second, manifest] = files.as_slice() else { panic!("{files:?}") };
     let is_try = |name: &str| name.len() == 32 && u128::from_str_radix(name, 16).is_ok();
     for (file, writer) in [(first, "0-"), (second, "1-")] {
@@ -244,7 +245,7 @@ fn a_version_on_disk_lies_as_it_is_described() {
         assert!(number.len() == 20 && number.parse::<u64>().is_ok(), "{record}");
     }
 
-    let open = |name: &str| Archive::open(folder.path().join(version).join(name)).unwrap();
+    let open = |name: &str| Archive::open(folder.path().join(&version).join(name)).unwrap();
     let manifest = open("manifest.tssd");
     let attrs = manifest.attrs();
     assert_eq!(attrs.get("tssd.epoch"), Some(&AttrValue::Int(0)));
@@ -263,7 +264,7 @@ fn a_version_on_disk_lies_as_it_is_described() {
         assert_eq!(shard.file_len, archive.file_len());
         assert_eq!(shard.index_off, archive.index_range().start);
         assert_eq!(shard.index_crc32, archive.index_crc32());
-        let bytes = std::fs::read(folder.path().join(version).join(name)).unwrap();
+        let bytes = std::fs::read(folder.path().join(&version).join(name)).unwrap();
         let tail = blake3::hash(&bytes[usize::try_from(shard.index_off).unwrap()..]);
         digests.extend(writer.to_le_bytes());
         digests.extend(&tail.as_bytes()[..16]);

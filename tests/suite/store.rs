@@ -160,7 +160,9 @@ fn retention_keeps_what_it_says() {
                 .filter(|name| !name.starts_with('.'))
                 .collect();
             folders.sort();
-            assert_eq!(folders, ["0-4", "0-5"], "the data of the others is deleted");
+            let numbers: Vec<_> =
+                folders.iter().map(|name| name.rsplit_once('-').unwrap().0).collect();
+            assert_eq!(numbers, ["0-4", "0-5"], "the data of the others is deleted");
         }
     }
 }
@@ -607,7 +609,7 @@ fn a_store_that_is_not_there_is_not_made_by_looking() {
     assert!(!path.exists());
     Store::create(path.to_str().unwrap()).unwrap();
     assert!(Store::connect(path.to_str().unwrap()).is_ok());
-    let error = Store::connect("s3://bucket").unwrap_err();
+    let error = Store::connect("https://bucket").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
@@ -937,7 +939,7 @@ fn what_lies_outside_is_not_reached_by_links() {
     }
     let of = |step: i64| dict(vec![("step", step.into())]);
     put(&Store::directory(folder.path()).unwrap(), &of(1), &PutOptions::default()).unwrap();
-    symlink(outside.path(), folder.path().join("policy%2Factor/0-7")).unwrap();
+    symlink(outside.path(), folder.path().join("policy%2Factor/0-7-0123456789abcdef")).unwrap();
     // Whoever comes next sweeps what no ledger knows.
     let store = Store::directory(folder.path()).unwrap();
     put(&store, &of(2), &PutOptions::default()).unwrap();

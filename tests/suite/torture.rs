@@ -450,7 +450,7 @@ fn hostile_connections_cost_little_and_stop_nobody() {
     let count = 1000.min(50 * rounds() as usize);
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
     // Those that are given memory keep it as long as this process lives: see `reliability`.
-    let connect = |way: usize| Hostile::near(socket, way % 9, key().as_str()).unwrap();
+    let connect = |way: usize| Hostile::near(socket, way % 9, key().as_str(), "").unwrap();
     let mut hostile: Vec<Hostile> = (0..count).map(connect).collect();
     let is_over = AtomicBool::new(false);
     let connections = std::thread::scope(|scope| {

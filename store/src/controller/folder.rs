@@ -10,23 +10,33 @@ use crate::disk::TEMPORARY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Contribution, Durability, Version, VersionId};
-use crate::volume::{Archived, Near, Volume};
+use crate::volume::{Archived, Volume};
+
+/// So much of its identity is in the name of a version's folder, in hexadecimal digits.
+const ID_DIGITS: usize = 16;
 
 /// Where the folder of a version is.
 pub(crate) fn folder(key: &Key, version: &Version) -> String {
-    folder_of(key, version.epoch, version.number)
+    folder_of(key, version.epoch, version.number, version.id)
 }
 
 /// As [`folder`], for a version that has just begun.
-pub(super) fn folder_of(key: &Key, epoch: u32, number: u64) -> String {
-    format!("{}/{epoch}-{number}", key.to_path())
+///
+/// No other version ever has the same one, not even the next of its number: whoever deletes what is in it, however
+/// late, harms nobody else.
+pub(super) fn folder_of(key: &Key, epoch: u32, number: u64, id: VersionId) -> String {
+    let id = &id.to_string()[..ID_DIGITS];
+    format!("{}/{epoch}-{number}-{id}", key.to_path())
 }
 
 /// Whether a folder of a key is that of a version.
 pub(super) fn is_version(name: &str) -> bool {
-    name.split_once('-').is_some_and(|(epoch, number)| {
-        epoch.parse::<u32>().is_ok() && number.parse::<u64>().is_ok()
-    })
+    let mut parts = name.split('-');
+    let has_numbers = parts.next().is_some_and(|epoch| epoch.parse::<u32>().is_ok())
+        && parts.next().is_some_and(|number| number.parse::<u64>().is_ok());
+    let is_id =
+        |id: &str| id.len() == ID_DIGITS && id.bytes().all(|digit| digit.is_ascii_hexdigit());
+    has_numbers && parts.next().is_some_and(is_id) && parts.next().is_none()
 }
 
 /// The names of the archives that a version has.
@@ -42,14 +52,12 @@ pub(super) fn locate(
     names: Vec<String>,
     id: VersionId,
 ) -> Result<Option<Located>> {
-    let Some(Near { blob: manifest, .. }) = volume.open(&format!("{folder}/{MANIFEST}"))? else {
-        return Ok(None);
-    };
-    let mut archives = BTreeMap::new();
-    for name in names {
-        let Some(near) = volume.open(&format!("{folder}/{name}"))? else { return Ok(None) };
-        archives.insert(name, Archived::Near(near));
-    }
+    // The manifest first: without it, the rest is not there any more.
+    let paths = [MANIFEST].into_iter().chain(names.iter().map(String::as_str));
+    let paths: Vec<String> = paths.map(|name| format!("{folder}/{name}")).collect();
+    let Some(mut files) = volume.open_all(&paths)? else { return Ok(None) };
+    let manifest = files.remove(0).to_blob();
+    let archives: BTreeMap<String, Archived> = names.into_iter().zip(files).collect();
     // What is open stays readable whatever the ledger does.
     let route = volume.route();
     Ok(Some(Located { id, route, manifest, archives, lease: Arc::new(()) }))
@@ -100,8 +108,15 @@ pub(super) fn write(
     let there = volume.open(path)?.ok_or_else(|| {
         Error::new(ErrorKind::Busy, format_args!("`{path}` was there and is gone"))
     })?;
-    let same = there.blob.bytes().is_some_and(|there| there == bytes);
-    if same {
+    let has_same = || -> std::io::Result<bool> {
+        if there.blob.size()? != len {
+            return Ok(false);
+        }
+        let mut found = vec![0; bytes.len()];
+        there.blob.read_exact_at(&mut found, 0)?;
+        Ok(found == bytes)
+    };
+    if has_same().map_err(|error| Error::io(path, error))? {
         return Ok(());
     }
     Err(Error::new(ErrorKind::Corrupt, format_args!("`{path}` is there with other contents")))

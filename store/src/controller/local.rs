@@ -105,7 +105,7 @@ pub(crate) struct Place {
 
 impl Place {
     pub(crate) fn folder(&self) -> String {
-        folder_of(&self.key, self.epoch, self.number)
+        folder_of(&self.key, self.epoch, self.number, self.id)
     }
 
     /// The name of an archive, by its number.
@@ -149,11 +149,14 @@ impl LocalController {
 
     /// Gives a command to the ledger of a key. Time passes first, so that what is too old is gone.
     pub(crate) async fn apply(&self, key: &Key, command: Command) -> Result<Outcome> {
-        let turn = self.0.ledgers.turn(key).await?;
-        let expired = advance(key, turn.state(), Command::Expire { now: self.now() })?;
-        let next = advance(key, &expired.state, command)?;
-        save(turn, next.state).await?;
-        Ok(next.outcome)
+        loop {
+            let turn = self.0.ledgers.turn(key).await?;
+            let expired = advance(key, turn.state(), Command::Expire { now: self.now() })?;
+            let next = advance(key, &expired.state, command.clone())?;
+            if save(turn, next.state).await? {
+                return Ok(next.outcome);
+            }
+        }
     }
 
     /// The ledger of a key as it is now; one that was never written is empty.
@@ -177,10 +180,8 @@ impl LocalController {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
         let session = self.session().await?;
-        if session.is_some() {
-            // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
-            let _ = self.sweep(key).await;
-        }
+        // What cannot be deleted hinders nobody.
+        let _ = self.sweep(key).await;
         let id = VersionId(self.random());
         let place = |id, epoch, number| Place {
             key: key.clone(),
@@ -365,14 +366,13 @@ impl LocalController {
         let _ = self.reclaim_owed(&place.key).await;
     }
 
-    /// Removes the folder of a place unless a version has it: the place's own, or the next one of its number.
+    /// Removes the folder of a place unless its version is still there.
     async fn remove_unowned(&self, place: &Place) -> Result<()> {
-        // Nobody else begins one meanwhile.
-        let turn = self.0.ledgers.turn(&place.key).await?;
-        let unowned = place.folder();
-        if turn.state().versions().any(|version| folder(&place.key, version) == unowned) {
+        let state = self.0.ledgers.state(&place.key).await?;
+        if state.versions().any(|version| version.id == place.id) {
             return Ok(());
         }
+        let unowned = place.folder();
         self.on_disk(move |volume| volume.remove_folder(&unowned)).await
     }
 
@@ -398,10 +398,10 @@ impl LocalController {
         if self.swept().contains(key) {
             return Ok(());
         }
-        // Nobody opens a version meanwhile: its folder would not be known.
-        let mut turn = self.0.ledgers.turn(key).await?;
+        // First the folders, then the versions: what begins meanwhile has none of these.
         let path = key.to_path();
         let names = self.on_disk(move |volume| volume.list(&path)).await?;
+        let mut turn = self.0.ledgers.turn(key).await?;
         let folders = names.iter().filter(|name| is_version(name));
         let mut unknown: BTreeSet<String> =
             folders.map(|name| format!("{}/{name}", key.to_path())).collect();
@@ -461,7 +461,7 @@ impl LocalController {
             let (version, folder) = (version.clone(), folder.clone());
             self.on_disk(move |volume| prove(volume, &folder, &version)).await?
         };
-        let turn = self.0.ledgers.turn(key).await?;
+        let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
             return Ok(());
         }
@@ -486,14 +486,19 @@ impl LocalController {
                 }
             }
         };
-        let next = advance(key, turn.state(), command)?;
-        save(turn, next.state).await
+        loop {
+            let next = advance(key, turn.state(), command.clone())?;
+            if save(turn, next.state).await? {
+                return Ok(());
+            }
+            turn = self.0.ledgers.turn(key).await?;
+            if proving(turn.state(), id).is_none() {
+                return Ok(());
+            }
+        }
     }
 
-    /// Deletes the data of a version that nobody can reach.
-    ///
-    /// The key's turn is kept meanwhile: its folder may be another version's as soon as the ledger
-    /// knows that the data is gone.
+    /// Deletes the data of a version that nobody can reach. Until that is done the ledger keeps its number.
     async fn reclaim(&self, key: &Key, id: VersionId) -> Result<()> {
         let mut turn = self.0.ledgers.turn(key).await?;
         let owed = pending(turn.state());
@@ -506,8 +511,13 @@ impl LocalController {
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
         self.on_disk(move |volume| remove(volume, &folder, &named)).await?;
-        let next = advance(key, turn.state(), Command::Reclaimed { id })?;
-        save(turn, next.state).await
+        loop {
+            let next = advance(key, turn.state(), Command::Reclaimed { id })?;
+            if save(turn, next.state).await? {
+                return Ok(());
+            }
+            turn = self.0.ledgers.turn(key).await?;
+        }
     }
 
     fn owes_old_proof(&self, state: &State) -> bool {
@@ -834,8 +844,8 @@ mod tests {
         let controller = volume.controller();
         let store = Store::new(controller.clone());
         let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
-        store.put_state_dict(&key, &dict, &options).await.unwrap();
-        let folder = format!("{}/0-1", key.to_path());
+        let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
+        let folder = folder_of(&key, put.epoch, put.version, put.id);
         let left = format!("{folder}/0-{:032x}.tssd", 7);
         let left = volume.0.reserve(&left, 0, Durability::Memory);
         assert!(left.unwrap().seal().unwrap());
@@ -846,7 +856,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_withdraws_late_leaves_the_next_try_of_the_number_alone() {
+    async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
         let root = tempfile::tempdir().unwrap();
         let disk = Disk::at(root.path().canonicalize().unwrap());
         let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
@@ -857,7 +867,7 @@ mod tests {
         let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
         controller.delete(&key, Selection::All).await.unwrap();
         let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();
-        assert_eq!(first.folder(), second.folder());
+        assert_ne!(first.folder(), second.folder());
         let reservation = volume.reserve(&second.path(0), 1, Durability::Disk).unwrap();
         controller.withdraw(&first, 1).await;
         assert!(reservation.seal().unwrap());

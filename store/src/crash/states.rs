@@ -165,7 +165,7 @@ fn only_what_is_held(files: &SimulatedFiles, held: &BTreeSet<u64>) -> Result<(),
                 !name.starts_with(".tmp-")
             }
             version => {
-                let number = version.split_once('-').and_then(|(_, number)| number.parse().ok());
+                let number = version.split('-').nth(1).and_then(|number| number.parse().ok());
                 number.is_some_and(|number: u64| held.contains(&number)) && is(name, "tssd")
             }
         };

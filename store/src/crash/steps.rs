@@ -99,7 +99,7 @@ async fn dies_after(calls: i64) -> bool {
     assert_eq!(newest(&reader).await, 3);
     assert_eq!(reader.versions(&key()).await.unwrap().len(), 1);
     let archives = world.archives();
-    let is_third = |name: &String| name.starts_with("0-3/");
+    let is_third = |name: &String| name.starts_with("0-3-");
     assert!(archives.len() == 3 && archives.iter().all(is_third), "after {calls}: {archives:?}");
     completed
 }

@@ -110,7 +110,7 @@ impl Elsewhere {
 
     pub(super) fn open(&self, name: &str) -> Option<Far> {
         let (endpoint, len) = self.place(name)?;
-        Some(Far { holder: self.host(&endpoint), blob: name.into(), len })
+        Some(Far { holder: self.host(&endpoint), blob: name.into(), len, tail: None })
     }
 
     /// Connections to a daemon.

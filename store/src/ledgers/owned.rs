@@ -10,7 +10,7 @@ use async_trait::async_trait;
 
 use super::records::{Record, Records};
 use super::{Ledgers, Turn};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
@@ -197,16 +197,19 @@ impl Turn for OwnedTurn {
         }
     }
 
-    async fn save(&mut self, next: State) -> Result<()> {
+    async fn save(&mut self, next: State) -> Result<bool> {
         // Who reads needs no disk, even if that is full and the newest record in doubt.
         if let Some(records) = &self.visit.ledgers.records
             && !self.state.differs_in_leases_alone(&next)
+            && !records.append(&self.visit.key, &mut self.record, next.durable()).await?
         {
-            records.append(&self.visit.key, &mut self.record, next.durable()).await?;
+            let key = &self.visit.key;
+            let text = format_args!("key `{key}` was written by another process than its daemon");
+            return Err(Error::new(ErrorKind::Busy, text));
         }
         self.state = Arc::new(next);
         self.visit.slot().state.send_replace(self.state.clone());
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -3,16 +3,20 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::disk::TEMPORARY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::State;
-use crate::meta::MetaStore;
+use crate::meta::{MetaStore, Watch};
 use crate::sync::{Mutex, MutexGuard};
 
 /// How often a read starts anew because the record it was about to read is deleted.
 const READ_TRIES: u32 = 16;
+
+/// Of how many keys the newest record is kept.
+const MAX_RECENT: usize = 64;
 
 /// The records of all keys.
 #[derive(Clone)]
@@ -20,17 +24,28 @@ pub(crate) struct Records {
     pub(super) meta: Arc<dyn MetaStore>,
     /// The number of the newest record of each key that this process knows to be durable.
     settled: Arc<Mutex<BTreeMap<Key, u64>>>,
+    /// The newest record of each key that was read or created last, where those that follow it stay for a while.
+    recent: Arc<Mutex<BTreeMap<Key, Record>>>,
 }
 
 /// A ledger's state, the number of its record, and what else is in the folder of the records: older
 /// ones, and what processes that died have left behind.
-#[derive(Default)]
+#[derive(Clone)]
 pub(crate) struct Record {
     pub(super) number: u64,
     pub(crate) state: State,
     stale: Vec<String>,
     /// Whether there may be a newer one, which could not be made durable.
     is_in_doubt: bool,
+    /// The moment before which it was read.
+    read: Instant,
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        let (number, state, stale) = (0, State::default(), Vec::new());
+        Self { number, state, stale, is_in_doubt: false, read: Instant::now() }
+    }
 }
 
 impl Record {
@@ -42,7 +57,7 @@ impl Record {
 
 impl Records {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        Self { meta, settled: Arc::default() }
+        Self { meta, settled: Arc::default(), recent: Arc::default() }
     }
 
     /// Returns once a record is durable. Whoever has created it may have been killed before it was.
@@ -60,6 +75,56 @@ impl Records {
 
     /// The newest record of a key; an empty one of a key that has none.
     pub(crate) async fn load(&self, key: &Key) -> Result<Record> {
+        let is_within = |read: Instant, share: u32| {
+            self.meta.grace().is_some_and(|grace| read.elapsed() < grace / share)
+        };
+        loop {
+            let read = Instant::now();
+            let recent = self.recent().get(key).cloned();
+            let mut record = match recent.filter(|record| is_within(record.read, 2)) {
+                Some(recent) => recent,
+                None => self.listed(key).await?,
+            };
+            // What was created since, or is not listed yet.
+            loop {
+                let name = record_name(key, record.number.saturating_add(1));
+                let Some(next) = self.meta.get(&name).await? else { break };
+                record.stale.extend((record.number > 0).then(|| file_name(record.number)));
+                record.state = opened(&name, &next)?;
+                record.number += 1;
+            }
+            record.read = read;
+            if self.meta.grace().is_none() {
+                return Ok(record);
+            }
+            // What followed it cannot have been deleted since it was read.
+            if is_within(read, 1) {
+                self.remember(key, &record);
+                return Ok(record);
+            }
+        }
+    }
+
+    /// Keeps a record from which those that follow it can be found.
+    fn remember(&self, key: &Key, record: &Record) {
+        let mut recent = self.recent();
+        if recent.len() >= MAX_RECENT {
+            recent.pop_first();
+        }
+        recent.insert(key.clone(), record.clone());
+    }
+
+    /// Tells of changes of a key's records.
+    pub(super) fn watch(&self, key: &Key, patience: Duration) -> Box<dyn Watch> {
+        self.meta.watch(&folder(key), patience)
+    }
+
+    fn recent(&self) -> MutexGuard<'_, BTreeMap<Key, Record>> {
+        self.recent.lock().expect("nobody panics while holding the records")
+    }
+
+    /// The newest record of a key that is listed.
+    async fn listed(&self, key: &Key) -> Result<Record> {
         let folder = folder(key);
         for _ in 0..READ_TRIES {
             let mut names = self.meta.list(&folder).await?;
@@ -73,7 +138,7 @@ impl Records {
             let Some(record) = self.meta.get(&name).await? else { continue };
             let state = opened(&name, &record)?;
             names.retain(|name| *name != file_name(number));
-            return Ok(Record { number, state, stale: names, is_in_doubt: false });
+            return Ok(Record { number, state, stale: names, ..Record::default() });
         }
         Err(Error::new(
             ErrorKind::Corrupt,
@@ -81,13 +146,13 @@ impl Records {
         ))
     }
 
-    /// Creates the next record, unless nothing has changed.
+    /// Creates the next record, unless nothing has changed; false if somebody else has.
     ///
     /// If that fails, the record may be there all the same. Then the one that is created next replaces it too.
-    pub(super) async fn append(&self, key: &Key, last: &mut Record, next: State) -> Result<()> {
+    pub(super) async fn append(&self, key: &Key, last: &mut Record, next: State) -> Result<bool> {
         if last.state == next && !last.is_in_doubt {
             // Whoever gets the answer takes it for durable.
-            return self.settle(key, last).await;
+            return self.settle(key, last).await.map(|()| true);
         }
         let number = last.number.checked_add(1).ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format_args!("key `{key}` has no record numbers left"))
@@ -102,20 +167,24 @@ impl Records {
             (last.number, last.is_in_doubt) = (number, true);
         }
         if !created? {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format_args!("key `{key}` was written without its lock; try again"),
-            ));
+            self.recent().remove(key);
+            return Ok(false);
+        }
+        if self.meta.grace().is_some_and(|grace| last.read.elapsed() >= grace) {
+            let text =
+                format_args!("key `{key}`: a step of its ledger took longer than others wait");
+            return Err(Error::new(ErrorKind::Busy, text));
         }
         self.settled().insert(key.clone(), number);
         // The record before the newest stays, for readers that have just listed it.
-        for name in &last.stale {
-            // The step is made; what cannot be deleted now is stale the next time too.
-            let _ = self.meta.delete(&format!("{}/{name}", folder(key))).await;
+        let stale = std::mem::take(&mut last.stale);
+        let mut stale = self.meta.retire(&folder(key), stale).await;
+        stale.extend((last.number > 0).then(|| file_name(last.number)));
+        *last = Record { number, state: next, stale, is_in_doubt: false, read: last.read };
+        if self.meta.grace().is_some() {
+            self.remember(key, last);
         }
-        let stale = (last.number > 0).then(|| file_name(last.number)).into_iter().collect();
-        *last = Record { number, state: next, stale, is_in_doubt: false };
-        Ok(())
+        Ok(true)
     }
 
     /// The records of a key that are damaged, by their names.

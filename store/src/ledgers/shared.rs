@@ -12,12 +12,8 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
 use crate::meta::MetaStore;
-use crate::sync::sleep;
 
-/// How often a ledger is looked at by somebody who waits for a change.
-const POLL: Duration = Duration::from_millis(100);
-
-/// Where each process that writes holds a lock as long as it lives.
+/// Where each process that writes holds a session as long as it lives.
 const SESSIONS: &str = ".sessions";
 
 #[derive(Clone)]
@@ -47,13 +43,13 @@ impl Ledgers for SharedLedgers {
         // What has another name is not ours.
         for other in names.iter().filter_map(|name| name.parse().ok()) {
             // What a process that has ended has left behind goes now or later.
-            let _ = meta.is_free(&session_name(other)).await;
+            let _ = meta.has_ended(&session_name(other)).await;
         }
-        meta.lock(&session_name(id)).await.map(Some)
+        meta.session(&session_name(id)).await
     }
 
     async fn has_ended(&self, id: SessionId) -> Result<bool> {
-        self.0.meta.is_free(&session_name(id)).await
+        self.0.meta.has_ended(&session_name(id)).await
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {
@@ -61,12 +57,8 @@ impl Ledgers for SharedLedgers {
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let mut left = patience;
-        let mut span = Duration::from_millis(1);
-        while !left.is_zero() {
-            sleep(span.min(left)).await;
-            left = left.saturating_sub(span);
-            span = (span * 2).min(POLL);
+        let mut watch = self.0.watch(key, patience);
+        while watch.changed().await {
             // What cannot be read now is for the caller to find.
             if self.0.load(key).await.map_or(true, |record| record.state != **seen) {
                 return;
@@ -92,7 +84,7 @@ impl Turn for SharedTurn {
         self.records.settle(&self.key, &self.record).await
     }
 
-    async fn save(&mut self, next: State) -> Result<()> {
+    async fn save(&mut self, next: State) -> Result<bool> {
         self.records.append(&self.key, &mut self.record, next).await
     }
 }

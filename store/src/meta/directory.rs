@@ -106,7 +106,8 @@ impl MetaStore for DirectoryMeta {
             sleep(Duration::from_millis(2)).await;
         }
     }
-    async fn is_free(&self, name: &str) -> Result<bool> {
+
+    async fn has_ended(&self, name: &str) -> Result<bool> {
         self.wait(name, Disk::is_free).await
     }
 }

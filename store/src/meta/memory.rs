@@ -57,7 +57,7 @@ impl MetaStore for MemoryMeta {
         Ok(Box::new(self.turns.take(name).await))
     }
 
-    async fn is_free(&self, name: &str) -> Result<bool> {
+    async fn has_ended(&self, name: &str) -> Result<bool> {
         Ok(self.turns.is_free(name))
     }
 }

@@ -232,7 +232,7 @@ impl<'a, 'n> Pulling<'a, 'n> {
         let mut batch = Batch { number, bytes: 0, prove: false, pieces: Vec::new() };
         let (mut ranges, mut text): (Vec<Range>, usize) = (Vec::new(), 0);
         while let Some((place, each)) = self.first().filter(|(_, each)| each.blob == blob) {
-            let (place, proof) = (*place, each.proof);
+            let (place, proof) = (*place, each.proof.clone());
             let piece = self.pieces.front().expect("it has one");
             let bytes = piece.range.bytes_in(u64::MAX).unwrap_or(u64::MAX);
             let longer = text + RANGE_TEXT + LOOP_TEXT * piece.range.2.len();
@@ -246,7 +246,7 @@ impl<'a, 'n> Pulling<'a, 'n> {
                 self.boxes.pop_front();
             }
             batch.bytes += bytes;
-            batch.prove |= proof == Proof::Holder;
+            batch.prove |= matches!(proof, Proof::Part(_));
             match ranges.last_mut() {
                 Some(last) if last.continues(&piece.range) => last.1 += piece.range.1,
                 _ => {

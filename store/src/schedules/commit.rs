@@ -8,7 +8,7 @@ use shuttle::future::yield_now;
 
 use super::planted::{Hasty, Torn};
 use super::{Bug, Observer, World, archive, below, dawdle, digest_of, once_in, value_of};
-use crate::controller::{Catalog, Controller, LocalController, Proposal};
+use crate::controller::{Catalog, Controller, LocalController, Proposal, folder};
 use crate::error::{Error, ErrorKind};
 use crate::key::Key;
 use crate::ledger::{
@@ -200,8 +200,9 @@ async fn sweep(stage: Arc<Stage>) {
             dawdle().await;
         }
         for effect in pending(&state) {
-            let Effect::Delete { epoch, number, .. } = effect else { continue };
-            let folder = format!("{}/{epoch}-{number}", key().to_path());
+            let Effect::Delete { id, .. } = effect else { continue };
+            let deleted = state.versions().find(|version| version.id == id);
+            let folder = folder(&key(), deleted.expect("what is owed is of a version"));
             for name in stage.volume.list(&folder).unwrap() {
                 stage.volume.delete(&format!("{folder}/{name}")).unwrap();
             }

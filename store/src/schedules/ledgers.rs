@@ -105,7 +105,7 @@ async fn advance(stage: Arc<Stage>, times: u32) {
             stage.observer.seen().done += 1;
             save(turn, next)
         };
-        saving.await.unwrap();
+        assert!(saving.await.unwrap());
         stage.look(count + 1).await;
     }
 }

@@ -62,7 +62,7 @@ impl Turn for HastyTurn {
         Ok(())
     }
 
-    async fn save(&mut self, next: State) -> Result<()> {
+    async fn save(&mut self, next: State) -> Result<bool> {
         self.ledgers.turn(&self.key).await?.save(next).await
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tssd_format::{Blob, Runs};
+use tssd_format::{Blob, Runs, StorageReference};
 
 use crate::error::Result;
 
@@ -34,12 +34,13 @@ pub(crate) struct Boxed {
 }
 
 /// How it is known that the bytes of a box are those that were put.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Proof {
     /// They are a whole chunk, which has this checksum.
     Chunk(u32),
-    /// The holder proves the chunks that they are of, and sums what it sends.
-    Holder,
+    /// They are of chunks of this storage, which has the checksums: the holder proves the chunks and sums what it
+    /// sends, or gets them whole and proves them itself.
+    Part(Arc<StorageReference>),
     /// Nobody asks.
     None,
 }
@@ -50,6 +51,8 @@ pub(crate) struct Far {
     pub(crate) holder: Arc<dyn Holder>,
     pub(crate) blob: Arc<str>,
     pub(crate) len: u64,
+    /// Its last bytes, if they have come already.
+    pub(crate) tail: Option<Bytes>,
 }
 
 impl Blob for Far {
@@ -58,7 +61,16 @@ impl Blob for Far {
     }
 
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-        self.holder.read_exact_at(&self.blob, target, offset)
+        let tail = self.tail.as_ref().and_then(|tail| {
+            let start = self.len.checked_sub(u64::try_from(tail.len()).ok()?)?;
+            let within = usize::try_from(offset.checked_sub(start)?).ok()?;
+            tail.get(within..within.checked_add(target.len())?)
+        });
+        match tail {
+            Some(bytes) => target.copy_from_slice(bytes),
+            None => self.holder.read_exact_at(&self.blob, target, offset)?,
+        }
+        Ok(())
     }
 
     fn bytes(&self) -> Option<&Bytes> {

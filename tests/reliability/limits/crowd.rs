@@ -79,16 +79,17 @@ fn a_thousand_hostile_connections_stop_nobody() {
     let store = serve.connect();
     let bait = Key::new("bait").unwrap();
     let options = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
-    store.put_state_dict(&bait, &contents("bait", 1).part(0), &options).unwrap();
+    let put = store.put_state_dict(&bait, &contents("bait", 1).part(0), &options).unwrap();
+    let manifest = format!("bait/0-{}-{}/manifest.tssd", put.version, &put.id.to_string()[..16]);
     all_work(&serve, &(1..TURNS), &address);
     let (calls, calm) = all_work(&serve, &(TURNS..2 * TURNS), &address);
     let (descriptors, threads, resident) =
         (serve.settled(&store), count(pid, "task"), serve.resident());
-    let both = format!("{} {address}", socket.display());
+    let place = format!("{} {address} {manifest}", socket.display());
     let (mut rounds, mut most, mut attacked, mut worked) = (0, 0, Duration::ZERO, 0);
     while proof.goes_on(rounds, 1) {
         // A process of their own: what it was given is watched until it has ended.
-        let crowd = Actor::start(&[], "hostile", &both);
+        let crowd = Actor::start(&[], "hostile", &place);
         let is_there = (0..1000).any(|_| {
             thread::sleep(Duration::from_millis(10));
             count(pid, "fd") >= descriptors + HOSTILE as u64 / 3
@@ -138,12 +139,15 @@ fn a_thousand_hostile_connections_stop_nobody() {
 }
 
 /// A process that keeps up so many hostile connections to a socket and to an address, until it is killed.
-pub(super) fn attack(both: &str) {
-    let (socket, address) = both.split_once(' ').unwrap();
+pub(super) fn attack(place: &str) {
+    let [socket, address, manifest] = *place.split(' ').collect::<Vec<_>>() else { panic!() };
     let connect = |index: usize| {
-        let near = || Hostile::near(Path::new(socket), index / 2, "bait");
-        let hostile =
-            if index.is_multiple_of(2) { near() } else { Hostile::far(address, index / 2, "bait") };
+        let way = index / 2;
+        let hostile = if index.is_multiple_of(2) {
+            Hostile::near(Path::new(socket), way, "bait", manifest)
+        } else {
+            Hostile::far(address, way, "bait", manifest)
+        };
         hostile.ok()
     };
     let mut hostile: Vec<Option<Hostile>> = (0..HOSTILE).map(connect).collect();

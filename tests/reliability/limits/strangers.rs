@@ -26,6 +26,9 @@ const PAIRS: u64 = 200;
 
 const VERSIONS: u64 = 2;
 
+/// The name that the folder of a version might have.
+const STRANGER: &str = "0-7-0123456789abcdef";
+
 /// The number of what is put afterwards.
 const NEXT: u64 = 9;
 
@@ -132,7 +135,7 @@ impl Scene {
             Deed::Halve => resize(|len| len / 2),
             Deed::Lengthen => resize(|len| len + 1),
             // Where there is one of the name, it stays as it is.
-            Deed::Rename => drop(fs::rename(&at, beside("0-77"))),
+            Deed::Rename => drop(fs::rename(&at, beside(STRANGER))),
             Deed::Swap => {
                 let is_file = |other: &PathBuf| {
                     let metadata = self.root().join(other).symlink_metadata();
@@ -195,7 +198,7 @@ impl Scene {
                     fs::write(beside(name), name).unwrap();
                 }
                 // It may be there from the act before.
-                let _ = symlink(outside.join("precious.tssd"), beside("5-5"));
+                let _ = symlink(outside.join("precious.tssd"), beside("5-5-0123456789abcdef"));
                 return names.iter().map(|name| below(&beside(name))).collect();
             }
             Deed::Copy => {
@@ -228,9 +231,10 @@ fn whatever_is_in_the_folder_is_refused_or_left_alone() {
     let root = base.path().join("root");
     fill(&root, &HOLDINGS, VERSIONS);
     let outside = base.path().join("outside");
-    fs::create_dir_all(outside.join("0-7")).unwrap();
-    for name in ["precious.tssd", "0-7/manifest.tssd", "0-7/0-1.tssd"] {
-        fs::write(outside.join(name), name).unwrap();
+    fs::create_dir_all(outside.join(STRANGER)).unwrap();
+    fs::write(outside.join("precious.tssd"), "precious").unwrap();
+    for name in ["manifest.tssd", "0-1.tssd"] {
+        fs::write(outside.join(STRANGER).join(name), name).unwrap();
     }
     fs::write(root.join(".daemon"), "").unwrap();
     let mut names = files(&root);

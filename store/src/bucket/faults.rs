@@ -1,0 +1,200 @@
+//! A store in a bucket, of which each request in turn fails in each way.
+
+use std::sync::Arc;
+
+use object_store::path::Path;
+use tssd_format::{StateDict, Tensor};
+
+use super::Bucket;
+use super::faulty::{FAULTS, Faulty};
+use crate::error::{ErrorKind, Result};
+use crate::get::GetOptions;
+use crate::key::Key;
+use crate::put::{PutOptions, PutReport};
+use crate::store::Store;
+
+/// Some archives are larger than what goes in one request.
+const LARGE: usize = (16 << 20) + 4096;
+
+fn key() -> Key {
+    Key::new("policy").unwrap()
+}
+
+/// A state dict that says how many it is.
+fn dict(number: u64, len: usize) -> StateDict {
+    let mut dict = StateDict::new();
+    dict.insert("number", i64::try_from(number).unwrap());
+    let byte = u8::try_from(number % 251).unwrap();
+    dict.insert(
+        "bytes",
+        Tensor::from_slice(&vec![byte; len], &[u64::try_from(len).unwrap()]).unwrap(),
+    );
+    dict
+}
+
+struct Stage {
+    faulty: Arc<Faulty>,
+    len: usize,
+}
+
+impl Stage {
+    /// A store over the same objects that knows nothing yet, as another process has it.
+    fn store(&self) -> Store {
+        let root = Path::parse("some/prefix").unwrap();
+        Store::over(Bucket::new(self.faulty.clone(), root, "s3://test/some/prefix").unwrap())
+    }
+
+    async fn put(&self, store: &Store, number: u64) -> Result<PutReport> {
+        let options = PutOptions { version: Some(number), ..PutOptions::default() };
+        store.put_state_dict(&key(), &dict(number, self.len), &options).await
+    }
+
+    /// What is newest, whole; how the number of the newest goes with what it holds.
+    async fn newest(&self, store: &Store) -> Result<u64> {
+        let (found, report) = store.get_state_dict(&key(), &GetOptions::default()).await?;
+        assert_eq!(found, dict(report.version, self.len), "a mix");
+        Ok(report.version)
+    }
+}
+
+/// For each request of a publish, and each way in which it can fail.
+async fn publish(len: usize) -> usize {
+    let stage = Stage { faulty: Arc::default(), len };
+    let mut acknowledged = 0;
+    assert!(stage.put(&stage.store(), 1).await.unwrap().visible);
+    let (mut number, mut happened) = (1, 0);
+    for fault in FAULTS {
+        for at in 0.. {
+            let store = stage.store();
+            number += 1;
+            stage.faulty.plan(at, fault);
+            let put = stage.put(&store, number).await;
+            let (count, has_happened) = stage.faulty.seen();
+            stage.faulty.mend();
+            happened += usize::from(has_happened);
+            let what = format!("{fault:?} at {at}: {put:?}");
+            // Others see it or not; who has put it knows, or tries again.
+            let seen = stage.newest(&stage.store()).await.unwrap();
+            match put {
+                Ok(report) => {
+                    assert!(report.visible, "{what}");
+                    assert_eq!(seen, number, "{what}");
+                }
+                Err(error) => {
+                    assert!(
+                        [ErrorKind::Unreachable, ErrorKind::Busy].contains(&error.kind()),
+                        "{what}"
+                    );
+                    assert!([acknowledged, number].contains(&seen) || acknowledged == 0, "{what}");
+                    // The same once more, with the number that it had.
+                    let again = stage.put(&stage.store(), number).await;
+                    assert!(again.is_ok_and(|report| report.visible) || seen == number, "{what}");
+                }
+            }
+            acknowledged = stage.newest(&stage.store()).await.unwrap();
+            assert_eq!(acknowledged, number, "{what}");
+            if at >= count {
+                break;
+            }
+        }
+    }
+    happened
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_publish_outlives_a_failure_at_every_request() {
+    let happened = publish(1000).await;
+    assert!(happened > 60, "{happened}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_publish_in_parts_outlives_a_failure_at_every_request() {
+    let happened = publish(LARGE).await;
+    assert!(happened > 70, "{happened}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pull_outlives_a_failure_at_every_request() {
+    let stage = Stage { faulty: Arc::default(), len: LARGE };
+    for number in 1..3 {
+        stage.put(&stage.store(), number).await.unwrap();
+    }
+    let mut happened = 0;
+    for fault in FAULTS {
+        for at in 0.. {
+            let store = stage.store();
+            stage.faulty.plan(at, fault);
+            let got = stage.newest(&store).await;
+            let (count, has_happened) = stage.faulty.seen();
+            stage.faulty.mend();
+            happened += usize::from(has_happened);
+            let what = format!("{fault:?} at {at}: {got:?}");
+            // A stale list may lead to what was newest before.
+            match got {
+                Ok(number) => assert_eq!(number, 2, "{what}"),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{what}"),
+            }
+            assert_eq!(stage.newest(&store).await.unwrap(), 2, "{what}");
+            if at >= count {
+                break;
+            }
+        }
+    }
+    assert!(happened > 15, "{happened}");
+}
+
+/// Who is stopped between two requests, however long, and comes back.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_killed_upload_has_left_is_swept() {
+    let stage = Stage { faulty: Arc::default(), len: LARGE };
+    let store = stage.store();
+    stage.put(&store, 1).await.unwrap();
+    // Its process ends in the middle: nobody gives it up.
+    let bucket =
+        Bucket::new(stage.faulty.clone(), Path::parse("some/prefix").unwrap(), "s3://test");
+    let volume = crate::volume::ObjectVolume::new(bucket.unwrap());
+    let name = format!("{}/0-9-0123456789abcdef/0-{:032x}.tssd", key().to_path(), 7);
+    let abandoned = tokio::task::spawn_blocking(move || {
+        use crate::volume::Volume;
+        let durability = crate::ledger::Durability::Disk;
+        std::mem::forget(volume.reserve(&name, u64::try_from(LARGE).unwrap(), durability).unwrap());
+        std::mem::forget(volume);
+    });
+    abandoned.await.unwrap();
+    assert_eq!(stage.faulty.uploads(), 1);
+    // The next process that writes finds it.
+    stage.put(&stage.store(), 2).await.unwrap();
+    assert_eq!(stage.faulty.uploads(), 0);
+    assert_eq!(stage.newest(&store).await.unwrap(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn writers_in_several_processes_make_versions_one_after_the_other() {
+    let stage = Arc::new(Stage { faulty: Arc::default(), len: 10 });
+    let put = |_: u64| {
+        let stage = stage.clone();
+        tokio::spawn(async move {
+            let store = stage.store();
+            let mut numbers = Vec::new();
+            for _ in 0..5 {
+                let put = store.put_state_dict(&key(), &dict(1, 10), &PutOptions::default()).await;
+                match put {
+                    Ok(report) => numbers.push(report.version),
+                    // A newer one of another process has become visible first.
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::Overtaken, "{error}"),
+                }
+            }
+            numbers
+        })
+    };
+    let mut numbers = Vec::new();
+    for writer in (0..4).map(put).collect::<Vec<_>>() {
+        numbers.extend(writer.await.unwrap());
+    }
+    let newest = stage.store().versions(&key()).await.unwrap().pop().unwrap();
+    numbers.sort_unstable();
+    let count = numbers.len();
+    numbers.dedup();
+    assert_eq!(numbers.len(), count, "two of one number");
+    assert_eq!(Some(&newest.number), numbers.last());
+}

@@ -1,0 +1,175 @@
+//! Blobs as objects of a bucket.
+
+mod fetch;
+mod upload;
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt};
+use tokio::task::JoinSet;
+use tssd_format::MANIFEST;
+
+use self::fetch::Fetcher;
+use self::upload::{Small, Upload};
+use super::{Archived, Far, Near, Reservation, Volume};
+use crate::bucket::Bucket;
+use crate::disk::TEMPORARY;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::Durability;
+use crate::route::{Route, Transport};
+
+/// So many bytes of the end of an archive come when it is opened: its index, if that is not larger.
+const TAIL_BYTES: u64 = 256 << 10;
+
+#[derive(Clone)]
+pub(crate) struct ObjectVolume {
+    bucket: Bucket,
+    holder: Arc<Fetcher>,
+}
+
+impl ObjectVolume {
+    pub(crate) fn new(bucket: Bucket) -> Self {
+        Self { holder: Arc::new(Fetcher::new(bucket.clone())), bucket }
+    }
+
+    /// Opens blobs, all at once; none for those that are not there.
+    fn far(&self, names: &[String]) -> Result<Vec<Option<Far>>> {
+        let mut paths = Vec::with_capacity(names.len());
+        for name in names {
+            paths.push(self.bucket.path(name)?);
+        }
+        let (objects, requests) = (self.bucket.objects(), self.bucket.requests());
+        let open = async move {
+            let mut opening = JoinSet::new();
+            for (place, path) in paths.into_iter().enumerate() {
+                let (objects, requests) = (objects.clone(), requests.clone());
+                opening.spawn(async move {
+                    let _one = requests.acquire().await;
+                    (place, tail(&*objects, &path).await)
+                });
+            }
+            let mut tails: Vec<_> = opening.join_all().await;
+            tails.sort_unstable_by_key(|(place, _)| *place);
+            tails.into_iter().map(|(_, tail)| tail).collect()
+        };
+        let first = names.first().map_or("", String::as_str);
+        let tails: Vec<Option<(u64, Bytes)>> = self.bucket.wait(first, open)?;
+        let far = |(name, tail): (&String, Option<(u64, Bytes)>)| {
+            let (len, tail) = tail?;
+            let (holder, blob) = (self.holder.clone(), name.as_str().into());
+            Some(Far { holder, blob, len, tail: Some(tail) })
+        };
+        Ok(names.iter().zip(tails).map(far).collect())
+    }
+
+    /// Gives up an upload that somebody has left behind.
+    fn abort(&self, name: &str, marker: &str) -> Result<()> {
+        let (objects, uploads) = (self.bucket.objects(), self.bucket.uploads());
+        let (path, marker) = (self.bucket.path(name)?, self.bucket.path(marker)?);
+        self.bucket.wait(name, async move {
+            let id = match objects.get(&marker).await {
+                Err(object_store::Error::NotFound { .. }) => return Ok(()),
+                found => found?.bytes().await?,
+            };
+            let id = String::from_utf8_lossy(&id).into_owned();
+            // It is complete, or was given up already.
+            let _ = uploads.abort_multipart(&path, &id).await;
+            objects.delete(&marker).await
+        })
+    }
+}
+
+/// The length of an object and its last bytes; none if there is no such object.
+async fn tail(
+    objects: &dyn ObjectStore,
+    path: &object_store::path::Path,
+) -> object_store::Result<Option<(u64, Bytes)>> {
+    let range = Some(GetRange::Suffix(TAIL_BYTES));
+    let options = GetOptions { range, ..GetOptions::default() };
+    let got = match objects.get_opts(path, options).await {
+        Err(object_store::Error::NotFound { .. }) => return Ok(None),
+        Err(object_store::Error::NotSupported { .. }) => {
+            // Azure gives no last bytes: the length comes first.
+            let size = objects.head(path).await?.size;
+            let range = size.saturating_sub(TAIL_BYTES)..size;
+            return Ok(Some((size, objects.get_range(path, range).await?)));
+        }
+        got => got?,
+    };
+    Ok(Some((got.meta.size, got.bytes().await?)))
+}
+
+/// Waits, longer each time, and never as long as others do.
+async fn pause(tries: u32) {
+    let mut random = [0];
+    let _ = getrandom::fill(&mut random);
+    let longest = 100_u64 << tries.min(6);
+    let span = longest / 2 + longest * u64::from(random[0]) / 512;
+    tokio::time::sleep(std::time::Duration::from_millis(span)).await;
+}
+
+/// Where it is noted which upload of a blob is under way.
+fn marker(name: &str) -> String {
+    match name.rsplit_once('/') {
+        Some((folder, file)) => format!("{folder}/{TEMPORARY}{file}"),
+        None => format!("{TEMPORARY}{name}"),
+    }
+}
+
+/// The blob whose upload is noted under a name.
+fn marked(name: &str) -> Option<String> {
+    let (folder, file) = name.rsplit_once('/').unwrap_or(("", name));
+    let file = file.strip_prefix(TEMPORARY)?;
+    Some(if folder.is_empty() { file.to_owned() } else { format!("{folder}/{file}") })
+}
+
+impl Volume for ObjectVolume {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        _durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
+        if len <= upload::SMALL_BYTES {
+            return Ok(Box::new(Small::new(self.bucket.clone(), name, len)?));
+        }
+        if name.ends_with(MANIFEST) {
+            let text = format_args!("`{name}`: {len} bytes are more than a manifest has");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(Box::new(Upload::begin(self.bucket.clone(), name, len)?))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Near>> {
+        Ok(self.far(&[name.to_owned()])?.pop().flatten().map(Near::new))
+    }
+
+    fn open_all(&self, names: &[String]) -> Result<Option<Vec<Archived>>> {
+        let all: Option<Vec<Far>> = self.far(names)?.into_iter().collect();
+        Ok(all.map(|all| all.into_iter().map(Archived::Far).collect()))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        if let Some(blob) = marked(name) {
+            return self.abort(&blob, name);
+        }
+        let (objects, path) = (self.bucket.objects(), self.bucket.path(name)?);
+        match self.bucket.wait(name, async move { objects.delete(&path).await }) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            deleted => deleted,
+        }
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        self.bucket.wait(name, self.bucket.list(name)?)
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Object, "the store is a bucket")
+    }
+
+    fn remove_folder(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+}

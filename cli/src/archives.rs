@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::is_stream;
+use crate::input::{address, is_stream};
 
 /// The file itself, or stdin; or all archives in and below a directory, in the order of their names.
 pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
@@ -24,7 +24,7 @@ pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Whether a path is that of a directory; stdin is none.
 pub(crate) fn is_directory(path: &Path) -> Result<bool> {
-    if is_stream(path) {
+    if is_stream(path) || address(path).is_some() {
         return Ok(false);
     }
     let metadata = path.metadata().map_err(|error| Failure::io("read", path, error))?;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use tssd_format::{Archive, Blob, Error, ErrorKind, MANIFEST};
+use tssd_store::ErrorKind as StoreErrorKind;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -30,6 +31,18 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
         read.map_err(|error| Failure::io("read", shown(path), error))?;
         return Ok(Arc::new(Bytes::from(bytes)));
     }
+    if let Some(url) = address(path) {
+        return tssd_store::file::open_object(url).map_err(|error| {
+            let (exit, help) = match error.kind() {
+                StoreErrorKind::NotFound => (Exit::NotFound, "check the address"),
+                StoreErrorKind::Unreachable => {
+                    (Exit::Unreachable, "check the address, and what the environment says of it")
+                }
+                _ => (Exit::Refused, "check what the environment says of keys and regions"),
+            };
+            Failure::new(exit, error).help(help)
+        });
+    }
     let failed = |error| Failure::io("read", path, error);
     // Opening a pipe would wait for its writer.
     let metadata = path.metadata().map_err(failed)?;
@@ -43,6 +56,11 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
             .help("name a file, or `-` and pipe the file into the command"));
     }
     Ok(Arc::new(File::open(path).map_err(failed)?))
+}
+
+/// The address of an object in a bucket, if it is one and no path.
+pub(crate) fn address(path: &Path) -> Option<&str> {
+    path.to_str().filter(|url| tssd_store::file::is_object(url))
 }
 
 /// Whether a path is a directory with a manifest.

@@ -314,7 +314,7 @@ impl StateDict {
         Ok(value)
     }
 
-    /// The leaf with an fqn.
+    /// The leaf with an fqn. All leaves are looked at: who wants many goes through [`StateDict::leaves`].
     ///
     /// # Errors
     ///

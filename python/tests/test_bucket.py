@@ -121,6 +121,24 @@ def test_the_command_takes_addresses_of_buckets(server: Server, tmp_path: Path) 
     assert np.array_equal(np.asarray(got["large"]), weights(5, 2)["large"])
 
 
+def test_the_command_reads_objects(server: Server, tmp_path: Path) -> None:
+    url = server.url()
+    tssd.Store(url).put_state_dict(weights(5), "policy")
+    (archive,) = (name for name in server.names(url) if "/0-1-" in name and "manifest" not in name)
+    done = command("inspect", f"{url}/{archive}")
+    assert done.returncode == 0 and "large" in done.stdout and "[10240, 1024]" in done.stdout, done
+    done = command("verify", f"{url}/{archive}")
+    assert done.returncode == 0, done
+    done = command("convert", f"{url}/{archive}", "-o", tmp_path / "out.tssd")
+    assert done.returncode == 0, done
+    got = tssd.load_file(tmp_path / "out.tssd", framework="numpy")
+    assert np.array_equal(np.asarray(got["large"]), weights(5)["large"])
+    done = command("inspect", f"{url}/missing.tssd")
+    assert done.returncode == 3 and "there is no object" in done.stderr, done
+    done = command("inspect", "s3://tssd-tests")
+    assert done.returncode == 3, done
+
+
 def test_what_is_wrong_is_said(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(tssd.TssdError, match="no-such-bucket") as raised:
         tssd.Store("s3://no-such-bucket/x").put_state_dict(weights(1, 1), "policy")

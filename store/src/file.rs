@@ -5,6 +5,7 @@
 
 use std::io::{BufWriter, Write};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -81,6 +82,45 @@ pub fn write<E: From<Error> + Send>(
     })?;
     let tail = layout.seal(filled)?;
     Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
+}
+
+/// How addresses of buckets begin.
+const BUCKETS: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "abfs", "abfss"];
+
+/// Whether an address is that of a bucket, or of an object in one, such as `s3://BUCKET/NAME`.
+pub fn is_object(url: &str) -> bool {
+    url.split_once("://").is_some_and(|(scheme, _)| BUCKETS.contains(&scheme))
+}
+
+/// Opens an object of a bucket. Its two ends come at once, the rest as it is asked for. Regions, endpoints and keys
+/// are those that the usual environment variables say.
+///
+/// # Errors
+///
+/// `NotFound` if there is no such object; `Unreachable` if the bucket cannot be reached within 30 seconds, `Refused`
+/// if it does not let us; `Invalid` without the feature `object`.
+#[cfg(feature = "object")]
+pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {
+    use crate::{Error, ErrorKind, bucket::Bucket, volume::alone};
+    let missing = || Error::new(ErrorKind::NotFound, format_args!("there is no object `{url}`"));
+    let named =
+        url.rsplit_once('/').filter(|(folder, name)| !name.is_empty() && !folder.ends_with('/'));
+    let (folder, name) = named.ok_or_else(missing)?;
+    let bucket = Bucket::open(folder, std::time::Duration::from_secs(30))?;
+    Ok(Arc::new(alone(bucket, name)?.ok_or_else(missing)?))
+}
+
+/// As with the feature `object`.
+///
+/// # Errors
+///
+/// `Invalid`, always.
+#[cfg(not(feature = "object"))]
+pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {
+    let text = format_args!(
+        "`{url}`: objects of buckets need the feature `object`: `cargo install --features object`, or the wheel"
+    );
+    Err(crate::Error::new(crate::ErrorKind::Invalid, text))
 }
 
 fn length(bytes: &[u8]) -> u64 {

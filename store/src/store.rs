@@ -13,6 +13,7 @@ use crate::controller::{Controller, LocalController, VersionInfo};
 use crate::disk::{self, Disk};
 use crate::environment::{SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
+use crate::file::is_object;
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
@@ -204,7 +205,9 @@ impl Store {
 
     #[cfg(not(feature = "object"))]
     fn bucket(url: &str, _patience: Duration) -> Result<Self> {
-        let text = format_args!("`{url}`: stores in buckets need tssd-store's feature `object`");
+        let text = format_args!(
+            "`{url}`: stores in buckets need the feature `object`: `cargo install --features object`, or the wheel"
+        );
         Err(Error::new(ErrorKind::Invalid, text))
     }
 
@@ -730,15 +733,11 @@ impl<'a> Address<'a> {
             _ if url.is_empty() => {
                 Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
             }
+            _ if is_object(url) => Ok(Self::Bucket(url)),
             Some(("memory", "")) => Ok(Self::Memory),
             Some(("file", rest)) => Ok(Self::Directory(path(rest))),
             Some(("unix", rest)) => Ok(Self::Socket(path(rest))),
             Some(("tls" | "tcp", _)) => Ok(Self::Host(url)),
-            Some(("s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss", rest))
-                if rest.starts_with("//") =>
-            {
-                Ok(Self::Bucket(url))
-            }
             Some((scheme @ ("http" | "https"), _)) => Err(Error::new(
                 ErrorKind::Invalid,
                 format_args!(

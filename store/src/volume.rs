@@ -19,7 +19,7 @@ pub(crate) use directory::DirectoryVolume;
 pub(crate) use far::{Boxed, Far, Holder, Job, Proof};
 pub(crate) use memory::MemoryVolume;
 #[cfg(feature = "object")]
-pub(crate) use object::ObjectVolume;
+pub(crate) use object::{ObjectVolume, alone};
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
 ///

@@ -46,8 +46,9 @@ fn staged(workspace: &Workspace, profile: &str, package: &Path) -> Step {
 
 /// The extension module and the command, as users have them.
 fn release() -> Step {
-    Step::cargo("release build", "build --release --package tssd --package tssd-python")
-        .worth(Worth::Nothing)
+    let packages = "build --release --package tssd --package tssd-python";
+    let features = "--features tssd/object,tssd-python/object";
+    Step::cargo("release build", &format!("{packages} {features}")).worth(Worth::Nothing)
 }
 
 /// The wheel, installed beside torch: its types, and all tests.

@@ -1,8 +1,11 @@
 //! A store in a bucket, of which each request in turn fails in each way.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::Duration;
 
 use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
 use tssd_format::{StateDict, Tensor};
 
 use super::Bucket;
@@ -10,6 +13,9 @@ use super::faulty::{FAULTS, Faulty};
 use crate::error::{ErrorKind, Result};
 use crate::get::GetOptions;
 use crate::key::Key;
+use crate::ledger::State;
+use crate::ledgers::{Ledgers, SharedLedgers, save};
+use crate::meta::ObjectMeta;
 use crate::put::{PutOptions, PutReport};
 use crate::store::Store;
 
@@ -166,6 +172,75 @@ async fn what_a_killed_upload_has_left_is_swept() {
     stage.put(&stage.store(), 2).await.unwrap();
     assert_eq!(stage.faulty.uploads(), 0);
     assert_eq!(stage.newest(&store).await.unwrap(), 2);
+}
+
+/// Ledgers whose records stay for a moment only.
+fn brief(stage: &Stage) -> SharedLedgers {
+    let bucket = Bucket::new(stage.faulty.clone(), Path::default(), "s3://test").unwrap();
+    SharedLedgers::new(Arc::new(ObjectMeta::new(bucket).keeping(Duration::from_millis(100))))
+}
+
+fn keeping(keep: u32) -> State {
+    State::keeping(NonZeroU32::new(keep).unwrap())
+}
+
+async fn records(stage: &Stage) -> usize {
+    let folder = Path::parse("policy/.ledger").unwrap();
+    stage.faulty.list_with_delimiter(Some(&folder)).await.unwrap().objects.len()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn records_that_were_followed_long_ago_are_deleted() {
+    let stage = Stage { faulty: Arc::default(), len: 10 };
+    let ledgers = brief(&stage);
+    for round in 0..4 {
+        for step in 0..30 {
+            let turn = ledgers.turn(&key()).await.unwrap();
+            assert!(save(turn, keeping(2 + step)).await.unwrap());
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert!(records(&stage).await < 75, "round {round}");
+    }
+    // Who knows nothing yet finds the newest.
+    assert_eq!(*brief(&stage).state(&key()).await.unwrap(), keeping(31));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_was_stopped_for_longer_than_records_stay_has_made_no_step() {
+    let stage = Stage { faulty: Arc::default(), len: 10 };
+    let (stopped, others) = (brief(&stage), brief(&stage));
+    let turn = stopped.turn(&key()).await.unwrap();
+    for round in 0..3 {
+        for step in 0..30 {
+            assert!(save(others.turn(&key()).await.unwrap(), keeping(2 + step)).await.unwrap());
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let _ = round;
+    }
+    assert!(save(others.turn(&key()).await.unwrap(), keeping(7)).await.unwrap());
+    // The record that it would create was there, and is deleted.
+    let first = Path::parse(format!("policy/.ledger/{:020}.json", 1)).unwrap();
+    stage.faulty.head(&first).await.unwrap_err();
+    let error = save(turn, keeping(99)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    assert_eq!(*brief(&stage).state(&key()).await.unwrap(), keeping(7));
+    // Who tries again begins with what there is.
+    let turn = stopped.turn(&key()).await.unwrap();
+    assert_eq!(*turn.state(), keeping(7));
+    assert!(save(turn, keeping(8)).await.unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_reads_what_is_deleted_hears_so() {
+    let stage = Stage { faulty: Arc::default(), len: LARGE };
+    let (writer, reader) = (stage.store(), stage.store());
+    stage.put(&writer, 1).await.unwrap();
+    let opened = reader.open(&key(), &GetOptions::default()).await.unwrap();
+    stage.put(&writer, 2).await.unwrap();
+    let error = opened.tensor("bytes", None).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Overtaken, "{error}");
+    assert!(error.to_string().contains("s3://test/some/prefix/policy/0-1-"), "{error}");
+    assert_eq!(stage.newest(&reader).await.unwrap(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -32,11 +32,19 @@ pub(crate) struct ObjectMeta {
     bucket: Bucket,
     turns: Turns,
     environment: SystemEnvironment,
+    grace: Duration,
 }
 
 impl ObjectMeta {
     pub(crate) fn new(bucket: Bucket) -> Self {
-        Self { bucket, turns: Turns::default(), environment: SystemEnvironment }
+        let (turns, environment) = (Turns::default(), SystemEnvironment);
+        Self { bucket, turns, environment, grace: GRACE }
+    }
+
+    /// The same, whose records stay for another time.
+    #[cfg(test)]
+    pub(crate) fn keeping(self, grace: Duration) -> Self {
+        Self { grace, ..self }
     }
 
     /// What is under a name, with its token.
@@ -144,7 +152,7 @@ impl MetaStore for ObjectMeta {
         let mut retired = Vec::new();
         // The oldest first, so that no gap arises that looks like an end.
         for (name, age) in followed {
-            if age.to_std().is_ok_and(|age| age <= GRACE) {
+            if age.to_std().is_ok_and(|age| age <= self.grace) {
                 break;
             }
             if self.delete(&format!("{folder}/{name}")).await.is_err() {
@@ -156,7 +164,7 @@ impl MetaStore for ObjectMeta {
     }
 
     fn grace(&self) -> Option<Duration> {
-        Some(GRACE)
+        Some(self.grace)
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {

@@ -6,9 +6,10 @@ mod upload;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt};
 use tokio::task::JoinSet;
-use tssd_format::MANIFEST;
+use tssd_format::{Blob, MANIFEST};
 
 use self::fetch::Fetcher;
 use self::upload::{Small, Upload};
@@ -21,6 +22,10 @@ use crate::route::{Route, Transport};
 
 /// So many bytes of the end of an archive come when it is opened: its index, if that is not larger.
 const TAIL_BYTES: u64 = 256 << 10;
+
+/// The same for an object that is opened by itself, of which the beginning comes too.
+const ALONE_TAIL_BYTES: u64 = 1 << 20;
+const HEAD_BYTES: u64 = 4 << 10;
 
 #[derive(Clone)]
 pub(crate) struct ObjectVolume {
@@ -46,7 +51,7 @@ impl ObjectVolume {
                 let (objects, requests) = (objects.clone(), requests.clone());
                 opening.spawn(async move {
                     let _one = requests.acquire().await;
-                    (place, tail(&*objects, &path).await)
+                    (place, tail(&*objects, &path, TAIL_BYTES).await)
                 });
             }
             let mut tails: Vec<_> = opening.join_all().await;
@@ -80,19 +85,63 @@ impl ObjectVolume {
     }
 }
 
+/// An object by itself: what is looked at when it is opened comes in two requests at once.
+struct Alone {
+    far: Far,
+    head: Bytes,
+}
+
+impl Blob for Alone {
+    fn size(&self) -> std::io::Result<u64> {
+        self.far.size()
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> std::io::Result<()> {
+        let within = usize::try_from(offset)
+            .ok()
+            .and_then(|start| self.head.get(start..start.checked_add(target.len())?));
+        match within {
+            Some(head) => target.copy_from_slice(head),
+            None => self.far.read_exact_at(target, offset)?,
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        None
+    }
+}
+
+/// The object of this name; none if there is none.
+pub(crate) fn alone(bucket: Bucket, name: &str) -> Result<Option<impl Blob + use<>>> {
+    let (objects, path) = (bucket.objects(), bucket.path(name)?);
+    let opened = bucket.wait(name, async move {
+        let (head, tail) = tokio::join!(
+            objects.get_range(&path, 0..HEAD_BYTES),
+            tail(&*objects, &path, ALONE_TAIL_BYTES)
+        );
+        // Of an object without bytes no range can be had, and none is needed.
+        Ok(tail?.map(|(len, tail)| (len, tail, head.unwrap_or_default())))
+    })?;
+    let Some((len, tail, head)) = opened else { return Ok(None) };
+    let (holder, blob) = (Arc::new(Fetcher::new(bucket)), name.into());
+    Ok(Some(Alone { far: Far { holder, blob, len, tail: Some(tail) }, head }))
+}
+
 /// The length of an object and its last bytes; none if there is no such object.
 async fn tail(
     objects: &dyn ObjectStore,
-    path: &object_store::path::Path,
+    path: &Path,
+    wanted: u64,
 ) -> object_store::Result<Option<(u64, Bytes)>> {
-    let range = Some(GetRange::Suffix(TAIL_BYTES));
+    let range = Some(GetRange::Suffix(wanted));
     let options = GetOptions { range, ..GetOptions::default() };
     let got = match objects.get_opts(path, options).await {
         Err(object_store::Error::NotFound { .. }) => return Ok(None),
         Err(object_store::Error::NotSupported { .. }) => {
             // Azure gives no last bytes: the length comes first.
             let size = objects.head(path).await?.size;
-            let range = size.saturating_sub(TAIL_BYTES)..size;
+            let range = size.saturating_sub(wanted)..size;
             return Ok(Some((size, objects.get_range(path, range).await?)));
         }
         got => got?,

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::hint::black_box;
 use std::path::Path;
@@ -128,9 +129,14 @@ impl Model {
     ///
     /// If it is not the same.
     pub fn expect_same(&self, found: &StateDict) {
-        assert_eq!(found.leaves().len(), self.tensors);
+        let leaves = found.leaves();
+        assert_eq!(leaves.len(), self.tensors);
+        let leaves: BTreeMap<String, &Value> =
+            leaves.into_iter().map(|(path, leaf)| (path.fqn(), leaf)).collect();
         for (name, tensor) in self.tensors() {
-            let Ok(Value::Tensor(read)) = found.leaf(&name) else { panic!("{name} is not there") };
+            let Some(Value::Tensor(read)) = leaves.get(&name) else {
+                panic!("{name} is not there")
+            };
             assert!(read.view().elements_equal(&tensor.view()), "{name} is not what was put");
         }
     }

@@ -108,6 +108,22 @@ tssd.Store({url!r}).put_state_dict(weights, "policy")
     assert [name for name in server.names(url) if "/.tmp-" in name] == []
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+def test_a_store_is_forked(server: Server) -> None:
+    store = tssd.Store(server.url())
+    store.put_state_dict(weights(1, 1), "policy")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            store.put_state_dict(weights(2, 1), "policy")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.get_state_dict("policy")["step"] == 2
+
+
 def test_the_command_takes_addresses_of_buckets(server: Server, tmp_path: Path) -> None:
     url = server.url()
     tssd.save_file(weights(5, 2), tmp_path / "in.tssd")

@@ -7,19 +7,22 @@ mod faulty;
 
 use std::future::Future;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use object_store::aws::AmazonS3Builder;
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
-use object_store::{ObjectStore, RetryConfig};
+use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::error::{Error, ErrorKind, Result};
+
+/// A request may take so long, its bytes included: many share a line that may be slow.
+const REQUEST: &str = "2 minutes";
 
 /// How many requests for bytes are under way at once.
 const REQUESTS: usize = 16;
@@ -65,19 +68,23 @@ impl Bucket {
         // A process has one; one that has chosen another already keeps that.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let retry = RetryConfig { retry_timeout: patience, ..RetryConfig::default() };
+        let timeout = ClientConfigKey::Timeout;
         let failed =
             |error| Error::new(ErrorKind::Invalid, format_args!("`{url}`: {}", causes(&error)));
         match scheme {
             "s3" | "s3a" => {
                 let builder = AmazonS3Builder::from_env().with_url(url).with_retry(retry);
+                let builder = builder.with_config(AmazonS3ConfigKey::Client(timeout), REQUEST);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_url(url).with_retry(retry);
+                let builder = builder.with_config(GoogleConfigKey::Client(timeout), REQUEST);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
             _ => {
                 let builder = MicrosoftAzureBuilder::from_env().with_url(url).with_retry(retry);
+                let builder = builder.with_config(AzureConfigKey::Client(timeout), REQUEST);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
         }
@@ -189,7 +196,7 @@ impl Bucket {
     ) -> Result<impl Future<Output = Answer<Vec<String>>> + Send + 'static> {
         let (objects, path) = (self.objects(), self.path(name)?);
         Ok(async move {
-            let found = objects.list_with_delimiter(Some(&path)).await?;
+            let found = again(|| objects.list_with_delimiter(Some(&path))).await?;
             let objects = found.objects.iter().map(|object| &object.location);
             let names = found.common_prefixes.iter().chain(objects).filter_map(Path::filename);
             let mut names: Vec<String> = names.map(str::to_owned).collect();
@@ -198,6 +205,38 @@ impl Bucket {
             Ok(names)
         })
     }
+}
+
+/// How often something is done again that has failed on its way, and how long after the first try no more.
+const TRIES: u32 = 4;
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Does something until it has not failed on its way: requests are tried again by themselves, but not where the
+/// connection is lost in the middle of an answer.
+pub(crate) async fn again<T, F: Future<Output = Answer<T>>>(
+    mut work: impl FnMut() -> F,
+) -> Answer<T> {
+    let (started, mut tries) = (Instant::now(), 0);
+    loop {
+        match work().await {
+            Err(object_store::Error::Generic { .. })
+                if tries < TRIES && started.elapsed() < PATIENCE =>
+            {
+                tries += 1;
+                pause(tries).await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Waits, longer each time, and never as long as others do.
+pub(crate) async fn pause(tries: u32) {
+    let mut random = [0];
+    let _ = getrandom::fill(&mut random);
+    let longest = 100_u64 << tries.min(6);
+    let span = longest / 2 + longest * u64::from(random[0]) / 512;
+    tokio::time::sleep(Duration::from_millis(span)).await;
 }
 
 /// An error with what has led to it.

@@ -97,7 +97,7 @@ pub fn is_object(url: &str) -> bool {
 ///
 /// # Errors
 ///
-/// `NotFound` if there is no such object; `Unreachable` if the bucket cannot be reached within 30 seconds, `Refused`
+/// `NotFound` if there is no such object; `Unreachable` if the bucket cannot be reached for half a minute, `Refused`
 /// if it does not let us; `Invalid` without the feature `object`.
 #[cfg(feature = "object")]
 pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {

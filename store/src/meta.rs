@@ -1,5 +1,7 @@
 //! Where the ledger's records are kept.
 
+#[cfg(test)]
+mod conformance;
 mod directory;
 #[cfg(any(test, feature = "shuttle"))]
 mod memory;

@@ -652,8 +652,12 @@ impl Store {
         located.route.admit(options.require)?;
         let locate_seconds = started.elapsed().as_secs_f64();
         let known = self.known().get(key).cloned();
+        let is_far = located.archives.values().any(|archive| archive.far().is_some());
+        let opening = span.clone();
+        let open = move || opening.in_scope(|| OpenVersion::open(located, known));
+        // What comes from elsewhere is waited for.
+        let version = if is_far { wait(open).await? } else { open()? };
         let entered = span.enter();
-        let version = OpenVersion::open(located, known)?;
         span.record("version", version.number);
         tracing::debug!(locate_seconds, seconds = started.elapsed().as_secs_f64(), "open");
         drop(entered);

@@ -277,7 +277,11 @@ impl MultipartStore for Faulty {
 
     async fn abort_multipart(&self, path: &Path, id: &String) -> Result<()> {
         let abort = async {
-            self.inner.abort_multipart(path, id).await?;
+            // As those of the clouds say it.
+            self.inner.abort_multipart(path, id).await.map_err(|source| Error::NotFound {
+                path: path.to_string(),
+                source: source.into(),
+            })?;
             self.state().uploads -= 1;
             Ok(())
         };

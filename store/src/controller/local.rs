@@ -352,7 +352,11 @@ impl LocalController {
     /// too, the version ends by its age.
     pub(crate) async fn withdraw(&self, place: &Place, count: usize) {
         let abort = Command::Abort { id: place.id, writer: place.writer };
-        let _ = self.apply(&place.key, abort).await;
+        let aborted = self.apply(&place.key, abort).await;
+        if aborted.is_err_and(|error| error.kind() == ErrorKind::Unreachable) {
+            // What was asked before may still be done: then the version needs its archives.
+            return;
+        }
         let state = self.state(&place.key).await;
         let is_committed =
             |version: &Version| version.id == place.id && version.digest_of(place.writer).is_some();

@@ -81,7 +81,10 @@ impl Records {
         loop {
             let read = Instant::now();
             let recent = self.recent().get(key).cloned();
-            let mut record = match recent.filter(|record| is_within(record.read, 2)) {
+            let recent = recent.filter(|record| is_within(record.read, 2));
+            // What has followed the record that is looked from has done so since then.
+            let since = recent.as_ref().map_or(read, |record| record.read);
+            let mut record = match recent {
                 Some(recent) => recent,
                 None => self.listed(key).await?,
             };
@@ -97,8 +100,8 @@ impl Records {
             if self.meta.grace().is_none() {
                 return Ok(record);
             }
-            // What followed it cannot have been deleted since it was read.
-            if is_within(read, 1) {
+            // So it cannot have been deleted already: there is none that was not found.
+            if is_within(since, 1) {
                 self.remember(key, &record);
                 return Ok(record);
             }
@@ -170,7 +173,8 @@ impl Records {
             self.recent().remove(key);
             return Ok(false);
         }
-        if self.meta.grace().is_some_and(|grace| last.read.elapsed() >= grace) {
+        if !self.was_next(key, last).await? {
+            self.recent().remove(key);
             let text =
                 format_args!("key `{key}`: a step of its ledger took longer than others wait");
             return Err(Error::new(ErrorKind::Busy, text));
@@ -185,6 +189,20 @@ impl Records {
             self.remember(key, last);
         }
         Ok(true)
+    }
+
+    /// Whether the record that was just created is the first of its number: where nobody can be kept away, another
+    /// one may have been there and be deleted.
+    ///
+    /// The oldest are deleted first, so as long as the one before is there, none that followed it was. The very first
+    /// has none before: of that the clock tells.
+    async fn was_next(&self, key: &Key, before: &Record) -> Result<bool> {
+        let Some(grace) = self.meta.grace() else { return Ok(true) };
+        if before.read.elapsed() >= grace / 2 {
+            return Ok(false);
+        }
+        let is_first = before.number == 0;
+        Ok(is_first || self.meta.get(&record_name(key, before.number)).await?.is_some())
     }
 
     /// The records of a key that are damaged, by their names.

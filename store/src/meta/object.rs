@@ -1,14 +1,14 @@
 //! Records as objects of a bucket.
 
 use std::any::Any;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::time::sleep;
 
 use super::{MetaStore, Poll, Turns, Watch};
-use crate::bucket::{Bucket, optional};
+use crate::bucket::{Bucket, again, optional};
 use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -24,6 +24,9 @@ const POLL: Duration = Duration::from_millis(500);
 
 /// How often it is tried to create a record that is neither there nor can be created.
 const TRIES: u32 = 8;
+
+/// After this time it is not tried again.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Behind each record stands who has created it: 32 hexadecimal digits.
 const TOKEN_BYTES: usize = 32;
@@ -51,8 +54,8 @@ impl ObjectMeta {
     async fn read(&self, name: &str) -> Result<Option<(Vec<u8>, Vec<u8>)>> {
         let (objects, path) = (self.bucket.objects(), self.bucket.path(name)?);
         let read = async move {
-            let got = async { objects.get(&path).await?.bytes().await };
-            optional(got.await)
+            let get = || async { objects.get(&path).await?.bytes().await };
+            optional(again(get).await)
         };
         let Some(object) = self.bucket.ask(name, read).await? else { return Ok(None) };
         let mut record = object.to_vec();
@@ -73,9 +76,12 @@ impl MetaStore for ObjectMeta {
         let token = format!("{:032x}", self.environment.random());
         record.extend(token.as_bytes());
         let (payload, path) = (PutPayload::from(record), self.bucket.path(name)?);
-        let mut last = None;
+        let (started, mut last) = (Instant::now(), None);
         for round in 0..TRIES {
             if round > 0 {
+                if started.elapsed() > PATIENCE {
+                    break;
+                }
                 let random = self.environment.random() % 100;
                 let random = u64::try_from(random).unwrap_or_default();
                 sleep(Duration::from_millis((50 << round) + random)).await;
@@ -154,6 +160,10 @@ impl MetaStore for ObjectMeta {
         for (name, age) in followed {
             if age.to_std().is_ok_and(|age| age <= self.grace) {
                 break;
+            }
+            // What is not among them is not ours.
+            if !names.iter().any(|own| own == name) {
+                continue;
             }
             if self.delete(&format!("{folder}/{name}")).await.is_err() {
                 break;

@@ -14,9 +14,9 @@ use tssd_format::{Blob, MANIFEST};
 use self::fetch::Fetcher;
 use self::upload::{Small, Upload};
 use super::{Archived, Far, Near, Reservation, Volume};
-use crate::bucket::Bucket;
+use crate::bucket::{Bucket, again};
 use crate::disk::TEMPORARY;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
@@ -78,9 +78,12 @@ impl ObjectVolume {
                 found => found?.bytes().await?,
             };
             let id = String::from_utf8_lossy(&id).into_owned();
-            // It is complete, or was given up already.
-            let _ = uploads.abort_multipart(&path, &id).await;
-            objects.delete(&marker).await
+            match uploads.abort_multipart(&path, &id).await {
+                // It is complete, or was given up already.
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => objects.delete(&marker).await,
+                // It stays noted, for whoever sweeps next. That hinders nobody.
+                Err(_) => Ok(()),
+            }
         })
     }
 }
@@ -134,28 +137,33 @@ async fn tail(
     path: &Path,
     wanted: u64,
 ) -> object_store::Result<Option<(u64, Bytes)>> {
+    again(|| tail_once(objects, path, wanted)).await
+}
+
+async fn tail_once(
+    objects: &dyn ObjectStore,
+    path: &Path,
+    wanted: u64,
+) -> object_store::Result<Option<(u64, Bytes)>> {
     let range = Some(GetRange::Suffix(wanted));
     let options = GetOptions { range, ..GetOptions::default() };
     let got = match objects.get_opts(path, options).await {
         Err(object_store::Error::NotFound { .. }) => return Ok(None),
         Err(object_store::Error::NotSupported { .. }) => {
             // Azure gives no last bytes: the length comes first.
-            let size = objects.head(path).await?.size;
-            let range = size.saturating_sub(wanted)..size;
-            return Ok(Some((size, objects.get_range(path, range).await?)));
+            let last = async {
+                let size = objects.head(path).await?.size;
+                let range = size.saturating_sub(wanted)..size;
+                Ok((size, objects.get_range(path, range).await?))
+            };
+            return match last.await {
+                Err(object_store::Error::NotFound { .. }) => Ok(None),
+                last => last.map(Some),
+            };
         }
         got => got?,
     };
     Ok(Some((got.meta.size, got.bytes().await?)))
-}
-
-/// Waits, longer each time, and never as long as others do.
-async fn pause(tries: u32) {
-    let mut random = [0];
-    let _ = getrandom::fill(&mut random);
-    let longest = 100_u64 << tries.min(6);
-    let span = longest / 2 + longest * u64::from(random[0]) / 512;
-    tokio::time::sleep(std::time::Duration::from_millis(span)).await;
 }
 
 /// Where it is noted which upload of a blob is under way.
@@ -180,12 +188,9 @@ impl Volume for ObjectVolume {
         len: u64,
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        if len <= upload::SMALL_BYTES {
+        // A manifest is created, however long it is, which parts cannot be.
+        if len <= upload::SMALL_BYTES || name.ends_with(MANIFEST) {
             return Ok(Box::new(Small::new(self.bucket.clone(), name, len)?));
-        }
-        if name.ends_with(MANIFEST) {
-            let text = format_args!("`{name}`: {len} bytes are more than a manifest has");
-            return Err(Error::new(ErrorKind::Invalid, text));
         }
         Ok(Box::new(Upload::begin(self.bucket.clone(), name, len)?))
     }

@@ -10,8 +10,7 @@ use bytes::Bytes;
 use object_store::ObjectStoreExt;
 use tssd_format::{Loop, Runs, copy_and_checksum, copy_runs};
 
-use super::pause;
-use crate::bucket::Bucket;
+use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
 use crate::volume::{Boxed, Holder, Job, Proof};
 
@@ -23,9 +22,6 @@ const GAP_BYTES: u64 = 64 << 10;
 
 /// How many requests a pull has under way, or answered and not looked at.
 const WINDOW: usize = 16;
-
-/// How often bytes are asked for again.
-const TRIES: u32 = 4;
 
 pub(super) struct Fetcher {
     bucket: Bucket,
@@ -51,38 +47,46 @@ struct Fetch {
     wants: Vec<Want>,
 }
 
+/// What is to come of a request: it is sent when this is dropped, whatever becomes of the request.
+struct Answer {
+    number: usize,
+    bytes: Option<object_store::Result<Bytes>>,
+    answers: Answers,
+}
+
+type Answers = mpsc::SyncSender<(usize, object_store::Result<Bytes>)>;
+
+impl Answer {
+    fn give(mut self, bytes: object_store::Result<Bytes>) {
+        self.bytes = Some(bytes);
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        let ended = || {
+            let source = "the request was cut off".into();
+            Err(object_store::Error::Generic { store: "bucket", source })
+        };
+        let bytes = self.bytes.take().unwrap_or_else(ended);
+        // Nobody waits for it any more, or there is room: no more are sent than that.
+        drop(self.answers.try_send((self.number, bytes)));
+    }
+}
+
 impl Fetcher {
     pub(super) fn new(bucket: Bucket) -> Self {
         Self { bucket }
     }
 
     /// Lets a request be made; its answer comes with its number.
-    fn send(
-        &self,
-        number: usize,
-        fetch: &Fetch,
-        answers: &mpsc::SyncSender<(usize, object_store::Result<Bytes>)>,
-    ) -> Result<()> {
+    fn send(&self, number: usize, fetch: &Fetch, answers: &Answers) -> Result<()> {
         let (objects, requests) = (self.bucket.objects(), self.bucket.requests());
         let (path, range) = (self.bucket.path(&fetch.blob)?, fetch.range.clone());
-        let answers = answers.clone();
+        let answer = Answer { number, bytes: None, answers: answers.clone() };
         self.bucket.spawn(async move {
             let _one = requests.acquire().await;
-            let mut tries = 0;
-            let answer = loop {
-                match objects.get_range(&path, range.clone()).await {
-                    Err(object_store::Error::NotFound { path, source }) => {
-                        break Err(object_store::Error::NotFound { path, source });
-                    }
-                    Err(_) if tries < TRIES => {
-                        tries += 1;
-                        pause(tries).await;
-                    }
-                    answer => break answer,
-                }
-            };
-            // Nobody waits for it any more, or there is room: no more are sent than that.
-            drop(answers.try_send((number, answer)));
+            answer.give(again(|| objects.get_range(&path, range.clone())).await);
         });
         Ok(())
     }
@@ -193,7 +197,10 @@ fn add(job: usize, each: Boxed, wants: &mut Vec<Want>) {
         return;
     }
     let mut windows = Vec::new();
-    cut(source, target, runs.run_bytes(), runs.loops(), &mut windows);
+    // What is far apart in the blob is cut first: the order in which runs are copied is nobody's concern.
+    let mut loops = runs.loops().to_vec();
+    loops.sort_by_key(|each| std::cmp::Reverse(each.source_stride));
+    cut(source, target, runs.run_bytes(), &loops, &mut windows);
     for (source, target, runs) in windows {
         let end = source + runs.source_span();
         let need = match &proof {

@@ -10,8 +10,8 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tssd_format::{Fill, Filled};
 
-use super::{marker, pause};
-use crate::bucket::Bucket;
+use super::marker;
+use crate::bucket::{Bucket, again, pause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::volume::{Part, Reservation, split};
 
@@ -27,7 +27,7 @@ const MAX_PARTS: u64 = 10_000;
 /// How many parts of an upload are under way at once.
 const PARTS_UNDER_WAY: u32 = 8;
 
-/// How often a part is sent again.
+/// How often it is asked whether an object is there after all.
 const TRIES: u32 = 4;
 
 /// A blob that goes in one request, which creates it.
@@ -207,16 +207,7 @@ impl Inner {
     async fn put(&self, number: u64, payload: PutPayload) -> object_store::Result<PartId> {
         let uploads = self.bucket.uploads();
         let index = usize::try_from(number).unwrap_or(usize::MAX);
-        let mut tries = 0;
-        loop {
-            match uploads.put_part(&self.path, &self.id, index, payload.clone()).await {
-                Err(_) if tries < TRIES => {
-                    tries += 1;
-                    pause(tries).await;
-                }
-                sent => return sent,
-            }
-        }
+        again(|| uploads.put_part(&self.path, &self.id, index, payload.clone())).await
     }
 
     fn permit(&self, count: u32) -> Result<OwnedSemaphorePermit> {
@@ -254,7 +245,7 @@ impl Drop for Upload {
             // Parts that are still under way would be parts of nothing.
             let _all = inner.under_way.acquire_many(PARTS_UNDER_WAY).await;
             let aborted = inner.bucket.uploads().abort_multipart(&inner.path, &inner.id).await;
-            if aborted.is_ok() {
+            if matches!(aborted, Ok(()) | Err(object_store::Error::NotFound { .. })) {
                 let _ = inner.bucket.objects().delete(&inner.marker).await;
             }
         });

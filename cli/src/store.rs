@@ -20,7 +20,8 @@ use crate::failure::{Failure, Result};
 /// Where the store is: the same for all of its commands.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Address {
-    /// The store: a directory; `unix:PATH` or `unix:NAME`, a daemon of this host; `tls://HOST:PORT`, of another
+    /// The store: a directory; `unix:PATH` or `unix:NAME`, a daemon of this host; `tls://HOST:PORT`, of another;
+    /// `s3://BUCKET/PREFIX`, `gs:`, `az:`, a bucket
     #[arg(long = "store", env = "TSSD_STORE", value_name = "URL")]
     url: String,
     /// For tls: the certificate of the authority that the daemon's must come from, in PEM

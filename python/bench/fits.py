@@ -18,7 +18,7 @@ from pair import Pair
 from peer import KEY, Peer
 from race import Role, Rounds, Runner, measure, timed
 
-COUNTS = (100, 3_000)
+COUNTS = (100, 1_500)
 BYTES = (32_000_000, 400_000_000)
 FORMATS = (TSSD, SAFETENSORS, TORCH, DCP)
 OPERATIONS = {

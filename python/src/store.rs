@@ -57,8 +57,9 @@ use crate::tssd::TorchStoreStateDict;
 ///
 /// Args:
 ///     url: a directory that is there; "unix:PATH" or "unix:NAME", a daemon of this host, of which one of that
-///         name is started if there is none; "tls://HOST:PORT", of another host; "memory:", in this
-///         process. None: what TSSD_STORE names, else "unix:default".
+///         name is started if there is none; "tls://HOST:PORT", of another host; "s3://BUCKET/PREFIX",
+///         "gs:", "az:", a bucket, with what the environment says of keys; "memory:", in this process.
+///         None: what TSSD_STORE names, else "unix:default".
 ///     ca, cert, key_file: for "tls:", files in PEM: the certificate of the authority that is believed,
 ///         one's own, and one's key. None: what TSSD_CA, TSSD_CERT and TSSD_KEY name.
 ///     connect_timeout: for how many seconds an answer is waited for at first.
@@ -240,7 +241,7 @@ impl Store {
     ///     transfer_dtype: the dtype that floating tensors are stored as, such as torch.bfloat16: a copy of
     ///         them. Those of fewer than 16 bits stay, and all others.
     ///     keep_dtype: fqns, or patterns of them, of floating tensors that stay as well: "*.norm.weight".
-    ///     require: "arena", "file", "memory", "tcp" or "tls": any other way is an error.
+    ///     require: "arena", "file", "memory", "object", "tcp" or "tls": any other way is an error.
     ///     rewind: whether a version that is not above the highest gives up those from it on.
     ///     allow_pickle: as for `save_file`.
     ///     timeout: for how many seconds others, and memory, are waited for. None: 60.

@@ -18,7 +18,7 @@ class PutReport:
         visible: whether readers see it.
         missing: the writers whose contributions it waits for.
         bytes: how many bytes this put has stored.
-        transport: how they went: "arena", "file", "memory", "tcp" or "tls".
+        transport: how they went: "arena", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
             there was room for it (others may have been waited for), "write" to copy and to checksum,
@@ -52,7 +52,7 @@ class GetReport:
         bytes_transferred: how many were copied, or are seen through views.
         bytes_viewed: how many of these are seen through views.
         bytes_verified: how many were compared with their checksums.
-        transport: how they came: "arena", "file", "memory", "tcp" or "tls".
+        transport: how they came: "arena", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         plan_seconds: how long it took to find out what to copy.
         seconds: how long the copy took.

@@ -202,7 +202,7 @@ def _interrupted() -> None: ...
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]
 _Durability = Literal["memory", "disk"]
-_Transport = Literal["arena", "file", "memory", "tcp", "tls"]
+_Transport = Literal["arena", "file", "memory", "object", "tcp", "tls"]
 _Metadata = dict[str, Any]
 
 @final

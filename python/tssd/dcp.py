@@ -79,7 +79,8 @@ class _Place:
 
 
 def _is_url(path_or_url: str) -> bool:
-    return path_or_url.startswith(("file:", "memory:", "tcp:", "tls:", "unix:"))
+    buckets = ("abfs://", "abfss://", "az://", "azure://", "gs://", "s3://", "s3a://")
+    return path_or_url.startswith(("file:", "memory:", "tcp:", "tls:", "unix:", *buckets))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// A request may take so long, its bytes included: many share a line that may be slow.
 const REQUEST: &str = "2 minutes";
 
+/// The name of an object is not longer, prefix included, in any of the stores.
+const MAX_PATH_BYTES: usize = 1024;
+
 /// How many requests for bytes are under way at once.
 const REQUESTS: usize = 16;
 
@@ -129,6 +132,13 @@ impl Bucket {
         } else {
             format!("{root}/{name}")
         };
+        let len = whole.len();
+        if len > MAX_PATH_BYTES {
+            let text = format_args!(
+                "`{name}`: {len} bytes are more than the {MAX_PATH_BYTES} of a name in a bucket"
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         Path::parse(whole)
             .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("`{name}`: {error}")))
     }

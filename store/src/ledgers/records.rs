@@ -15,6 +15,9 @@ use crate::sync::{Mutex, MutexGuard};
 /// How often a read starts anew because the record it was about to read is deleted.
 const READ_TRIES: u32 = 16;
 
+/// After so many that follow a record, what is listed is nearer to the newest.
+const MAX_FOLLOWED: usize = 16;
+
 /// Of how many keys the newest record is kept.
 const MAX_RECENT: usize = 64;
 
@@ -75,33 +78,39 @@ impl Records {
 
     /// The newest record of a key; an empty one of a key that has none.
     pub(crate) async fn load(&self, key: &Key) -> Result<Record> {
-        let is_within = |read: Instant, share: u32| {
-            self.meta.grace().is_some_and(|grace| read.elapsed() < grace / share)
-        };
+        match self.meta.grace() {
+            None => self.listed(key).await,
+            Some(grace) => self.followed(key, grace).await,
+        }
+    }
+
+    /// The newest record where those that follow one stay for a while: the one that none follows, looked for from the
+    /// newest that is known or listed.
+    async fn followed(&self, key: &Key, grace: Duration) -> Result<Record> {
+        let mut known = self.recent().get(key).cloned();
         loop {
             let read = Instant::now();
-            let recent = self.recent().get(key).cloned();
-            let recent = recent.filter(|record| is_within(record.read, 2));
-            // What has followed the record that is looked from has done so since then.
-            let since = recent.as_ref().map_or(read, |record| record.read);
-            let mut record = match recent {
-                Some(recent) => recent,
+            let known = known.take().filter(|known| known.read.elapsed() < grace / 2);
+            let mut record = match known {
+                Some(known) => known,
                 None => self.listed(key).await?,
             };
-            // What was created since, or is not listed yet.
-            loop {
+            // What has followed it has done so since then.
+            let since = record.read;
+            let mut is_newest = false;
+            for _ in 0..MAX_FOLLOWED {
                 let name = record_name(key, record.number.saturating_add(1));
-                let Some(next) = self.meta.get(&name).await? else { break };
+                let Some(next) = self.meta.get(&name).await? else {
+                    is_newest = true;
+                    break;
+                };
                 record.stale.extend((record.number > 0).then(|| file_name(record.number)));
                 record.state = opened(&name, &next)?;
                 record.number += 1;
             }
-            record.read = read;
-            if self.meta.grace().is_none() {
-                return Ok(record);
-            }
             // So it cannot have been deleted already: there is none that was not found.
-            if is_within(since, 1) {
+            if is_newest && since.elapsed() < grace {
+                record.read = read;
                 self.remember(key, &record);
                 return Ok(record);
             }
@@ -128,20 +137,20 @@ impl Records {
 
     /// The newest record of a key that is listed.
     async fn listed(&self, key: &Key) -> Result<Record> {
-        let folder = folder(key);
+        let (folder, read) = (folder(key), Instant::now());
         for _ in 0..READ_TRIES {
             let mut names = self.meta.list(&folder).await?;
             names.retain(|name| is_ours(name));
             let numbers = names.iter().filter_map(|name| record_number(name));
             let Some(number) = numbers.max() else {
-                return Ok(Record { stale: names, ..Record::default() });
+                return Ok(Record { stale: names, read, ..Record::default() });
             };
             // Whoever has created a newer one since may have deleted this one: look again.
             let name = record_name(key, number);
             let Some(record) = self.meta.get(&name).await? else { continue };
             let state = opened(&name, &record)?;
             names.retain(|name| *name != file_name(number));
-            return Ok(Record { number, state, stale: names, ..Record::default() });
+            return Ok(Record { number, state, stale: names, is_in_doubt: false, read });
         }
         Err(Error::new(
             ErrorKind::Corrupt,
@@ -170,8 +179,13 @@ impl Records {
             (last.number, last.is_in_doubt) = (number, true);
         }
         if !created? {
-            self.recent().remove(key);
-            return Ok(false);
+            if self.meta.grace().is_some() {
+                self.recent().remove(key);
+                return Ok(false);
+            }
+            // Nobody else could have.
+            let text = format_args!("key `{key}` was written without its lock; try again");
+            return Err(Error::new(ErrorKind::Busy, text));
         }
         if !self.was_next(key, last).await? {
             self.recent().remove(key);

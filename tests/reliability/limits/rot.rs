@@ -12,6 +12,7 @@ use tssd_store::ErrorKind;
 use tssd_store::blocking::Store;
 use tssd_tests::command::quick_folder;
 use tssd_tests::dice::Dice;
+use tssd_tests::layout;
 use tssd_tests::proof::Proof;
 use tssd_tests::served::Served;
 
@@ -182,8 +183,8 @@ fn read(store: &Store, root: &Path, flips: &[Flip], counts: &mut Counts) {
         // Who advances the ledger goes by the newest record alone.
         let is_lost = records(root, holding).last().is_some_and(|newest| is_flipped(newest));
         for version in 1..=VERSIONS {
-            let folder = Path::new(&holding.folder()).join(format!("0-{version}"));
-            let is_damaged = flips.iter().any(|flip| flip.path.starts_with(&folder));
+            let folder = layout::version(&root.join(holding.folder()), &format!("0-{version}"));
+            let is_damaged = flips.iter().any(|flip| root.join(&flip.path).starts_with(&folder));
             match holding.get(store, Some(version)) {
                 // Bytes that nobody needs may be damaged.
                 Ok(_) if !is_lost => counts.served += 1,

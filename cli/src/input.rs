@@ -34,6 +34,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     if let Some(url) = address(path) {
         return tssd_store::file::open_object(url).map_err(|error| {
             let (exit, help) = match error.kind() {
+                StoreErrorKind::Invalid => return Failure::new(Exit::Usage, error),
                 StoreErrorKind::NotFound => (Exit::NotFound, "check the address"),
                 StoreErrorKind::Unreachable => {
                     (Exit::Unreachable, "check the address, and what the environment says of it")

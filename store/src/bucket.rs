@@ -9,7 +9,6 @@ use std::future::Future;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -263,8 +262,8 @@ fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Bytes of an object; none if there is no such object.
-pub(crate) fn optional(answer: Answer<Bytes>) -> Answer<Option<Bytes>> {
+/// What is asked of an object; none if there is no such object.
+pub(crate) fn optional<T>(answer: Answer<T>) -> Answer<Option<T>> {
     match answer {
         Err(object_store::Error::NotFound { .. }) => Ok(None),
         answer => answer.map(Some),

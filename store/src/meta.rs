@@ -69,12 +69,8 @@ pub(crate) trait MetaStore: Send + Sync {
     /// other processes cannot be kept away ([`MetaStore::grace`]), it is this one's alone.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
 
-    /// Holds `name` until the result is dropped or this process has ended; none where others could not tell.
-    async fn session(&self, name: &str) -> Result<Option<Box<dyn Any + Send>>> {
-        self.lock(name).await.map(Some)
-    }
-
-    /// Whether nobody holds a session, or whoever did has ended; then what is left of it is removed.
+    /// Whether nobody holds `name`, or whoever did has ended, as far as other processes can tell; then what is left
+    /// of the lock is removed.
     async fn has_ended(&self, name: &str) -> Result<bool>;
 
     /// Tells of changes directly below `name`, for as long as `patience` lasts.

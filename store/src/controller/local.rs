@@ -180,8 +180,10 @@ impl LocalController {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
         let session = self.session().await?;
-        // What cannot be deleted hinders nobody.
-        let _ = self.sweep(key).await;
+        if session.is_some() {
+            // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
+            let _ = self.sweep(key).await;
+        }
         let id = VersionId(self.random());
         let place = |id, epoch, number| Place {
             key: key.clone(),

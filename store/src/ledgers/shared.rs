@@ -45,7 +45,7 @@ impl Ledgers for SharedLedgers {
             // What a process that has ended has left behind goes now or later.
             let _ = meta.has_ended(&session_name(other)).await;
         }
-        meta.session(&session_name(id)).await
+        meta.lock(&session_name(id)).await.map(Some)
     }
 
     async fn has_ended(&self, id: SessionId) -> Result<bool> {

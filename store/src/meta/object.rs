@@ -5,10 +5,9 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
-use tokio::time::sleep;
 
 use super::{MetaStore, Poll, Turns, Watch};
-use crate::bucket::{Bucket, again, optional};
+use crate::bucket::{Bucket, again, optional, pause};
 use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -82,9 +81,7 @@ impl MetaStore for ObjectMeta {
                 if started.elapsed() > PATIENCE {
                     break;
                 }
-                let random = self.environment.random() % 100;
-                let random = u64::try_from(random).unwrap_or_default();
-                sleep(Duration::from_millis((50 << round) + random)).await;
+                pause(round).await;
             }
             let (objects, path, payload) = (self.bucket.objects(), path.clone(), payload.clone());
             let create = async move {
@@ -179,10 +176,6 @@ impl MetaStore for ObjectMeta {
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
         Ok(Box::new(self.turns.take(name).await))
-    }
-
-    async fn session(&self, _name: &str) -> Result<Option<Box<dyn Any + Send>>> {
-        Ok(None)
     }
 
     async fn has_ended(&self, _name: &str) -> Result<bool> {

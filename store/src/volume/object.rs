@@ -14,7 +14,7 @@ use tssd_format::{Blob, MANIFEST};
 use self::fetch::Fetcher;
 use self::upload::{Small, Upload};
 use super::{Archived, Far, Near, Reservation, Volume};
-use crate::bucket::{Bucket, again};
+use crate::bucket::{Bucket, again, optional};
 use crate::disk::TEMPORARY;
 use crate::error::{ErrorKind, Result};
 use crate::ledger::Durability;
@@ -137,33 +137,23 @@ async fn tail(
     path: &Path,
     wanted: u64,
 ) -> object_store::Result<Option<(u64, Bytes)>> {
-    again(|| tail_once(objects, path, wanted)).await
-}
-
-async fn tail_once(
-    objects: &dyn ObjectStore,
-    path: &Path,
-    wanted: u64,
-) -> object_store::Result<Option<(u64, Bytes)>> {
-    let range = Some(GetRange::Suffix(wanted));
-    let options = GetOptions { range, ..GetOptions::default() };
-    let got = match objects.get_opts(path, options).await {
-        Err(object_store::Error::NotFound { .. }) => return Ok(None),
-        Err(object_store::Error::NotSupported { .. }) => {
+    let tail = || async {
+        let range = Some(GetRange::Suffix(wanted));
+        let options = GetOptions { range, ..GetOptions::default() };
+        match objects.get_opts(path, options).await {
             // Azure gives no last bytes: the length comes first.
-            let last = async {
+            Err(object_store::Error::NotSupported { .. }) => {
                 let size = objects.head(path).await?.size;
                 let range = size.saturating_sub(wanted)..size;
                 Ok((size, objects.get_range(path, range).await?))
-            };
-            return match last.await {
-                Err(object_store::Error::NotFound { .. }) => Ok(None),
-                last => last.map(Some),
-            };
+            }
+            got => {
+                let got = got?;
+                Ok((got.meta.size, got.bytes().await?))
+            }
         }
-        got => got?,
     };
-    Ok(Some((got.meta.size, got.bytes().await?)))
+    optional(again(tail).await)
 }
 
 /// Where it is noted which upload of a blob is under way.

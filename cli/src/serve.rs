@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tssd_store::blocking::Daemon;
-use tssd_store::{Credentials, DaemonOptions};
+use tssd_store::{Credentials, DaemonOptions, ErrorKind};
 
 use crate::console::Console;
 use crate::exit::Exit;
@@ -54,8 +54,13 @@ pub(crate) struct Args {
     /// of other hosts read it where this one listens
     #[arg(long, value_name = "URL", requires = "listen", conflicts_with = "root")]
     controller: Option<String>,
+    /// Share the ledgers with the daemons of other hosts in etcd (`etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`): they find
+    /// each other there, and what is put to one of them the others read where it listens. What the environment says
+    /// to etcdctl of users and certificates counts here too
+    #[arg(long, value_name = "URL", requires = "listen", conflicts_with_all = ["root", "controller"])]
+    meta: Option<String>,
     /// The name by which other daemons reach this one, if that is not the address of --listen
-    #[arg(long, value_name = "HOST:PORT", requires = "controller")]
+    #[arg(long, value_name = "HOST:PORT", requires = "listen")]
     advertise: Option<String>,
     /// This daemon's certificate, in PEM, and those between it and the authority's
     #[arg(long, value_name = "FILE", requires_all = ["key", "client_ca"])]
@@ -96,6 +101,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.metrics = args.metrics;
     options.listen = args.listen;
     options.controller.clone_from(&args.controller);
+    options.meta.clone_from(&args.meta);
     options.advertise.clone_from(&args.advertise);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());
@@ -108,7 +114,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (keep, limit) = (u64::from(args.keep.get()), options.memory_limit);
     // One more than is kept is being written, or still read.
     let model = limit / (keep + 1);
-    let daemon = Daemon::bind(options).map_err(|error| failure(&error))?;
+    let daemon = Daemon::bind(options).map_err(|error| match error.kind() {
+        ErrorKind::Unreachable => Failure::new(Exit::Unreachable, error)
+            .help("check the address of --controller or --meta, and whether somebody serves there"),
+        _ => failure(&error),
+    })?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
     let (metrics, address) = (daemon.metrics(), daemon.address());
     let mut line = format!(

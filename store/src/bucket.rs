@@ -18,6 +18,7 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
+use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A request may take so long, its bytes included: many share a line that may be slow.
@@ -237,15 +238,6 @@ pub(crate) async fn again<T, F: Future<Output = Answer<T>>>(
             answer => return answer,
         }
     }
-}
-
-/// Waits, longer each time, and never as long as others do.
-pub(crate) async fn pause(tries: u32) {
-    let mut random = [0];
-    let _ = getrandom::fill(&mut random);
-    let longest = 100_u64 << tries.min(6);
-    let span = longest / 2 + longest * u64::from(random[0]) / 512;
-    tokio::time::sleep(Duration::from_millis(span)).await;
 }
 
 /// An error with what has led to it.

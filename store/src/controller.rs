@@ -4,6 +4,7 @@ mod attempt;
 #[cfg(test)]
 mod clock;
 mod folder;
+mod keepers;
 mod local;
 mod proof;
 
@@ -28,6 +29,7 @@ use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
 pub(crate) use folder::{archives, folder};
+pub(crate) use keepers::{Keepers, Reached};
 pub(crate) use local::{LocalController, Place};
 pub(crate) use proof::{DIVERGENT, digest};
 

@@ -3,6 +3,7 @@
 mod counters;
 mod delegate;
 mod elsewhere;
+mod hosts;
 mod house;
 mod http;
 mod lost;
@@ -71,6 +72,10 @@ pub struct DaemonOptions {
     /// The daemon that decides, in place of this one: `tls://HOST:PORT`. Archives stay here; the others read
     /// them where this one listens.
     pub controller: Option<String>,
+    /// Where several daemons have their ledgers, in place of each its own: `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`.
+    /// They find each other there, archives stay where they are put, and the others read them where this one
+    /// listens.
+    pub meta: Option<String>,
     /// `HOST:PORT`, by which other hosts reach this daemon, if that is not the address that it listens at.
     pub advertise: Option<String>,
     /// How long after its last client has left it ends, unless it holds a version that would be lost
@@ -116,6 +121,7 @@ impl DaemonOptions {
             listen: None,
             credentials: None,
             controller: None,
+            meta: None,
             advertise: None,
             linger: None,
         }
@@ -180,11 +186,10 @@ impl Daemon {
         // What listens nowhere any more was left by a daemon that was killed.
         disk::remove(socket).map_err(at)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
-        let controller = match &options.controller {
-            Some(url) => Some((url.parse()?, own_endpoint(&options, far.as_ref(), &identity)?)),
-            None => None,
-        };
-        let house = Arc::new(House::open(&options, identity.clone(), controller).await?);
+        let is_alone = options.controller.is_none() && options.meta.is_none();
+        let own = || own_endpoint(&options, far.as_ref(), &identity);
+        let own = if is_alone { None } else { Some(own()?) };
+        let house = Arc::new(House::open(&options, identity.clone(), own).await?);
         tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
         let options = Arc::new(options);
         Ok(Self { listener, house, metrics, far, identity, options, _locks: locks })
@@ -271,6 +276,7 @@ impl Daemon {
         };
         // Whoever takes longer is cut off.
         let _ = tokio::time::timeout(DRAIN, all).await;
+        self.house.registry.leave().await;
         Ok(())
     }
 }
@@ -282,12 +288,20 @@ fn own_endpoint(
     identity: &Identity,
 ) -> Result<Endpoint> {
     let invalid = |text: &str| Error::new(ErrorKind::Invalid, text);
+    if options.controller.is_some() && options.meta.is_some() {
+        return Err(invalid("either another daemon decides, --controller, or all do, --meta"));
+    }
     if options.root.is_some() {
-        let text = "what must last belongs to the daemon that decides: serve that one with --root";
+        let text = match &options.meta {
+            Some(_) => {
+                "what is kept in a directory of one host does not outlast that: serve without --root"
+            }
+            None => "what must last belongs to the daemon that decides: serve that one with --root",
+        };
         return Err(invalid(text));
     }
     let address = listener.and_then(|listener| listener.local_addr().ok()).ok_or_else(|| {
-        invalid("others could not read what is put here: --controller needs --listen")
+        invalid("others could not read what is put here: --controller and --meta need --listen")
     })?;
     match &options.advertise {
         Some(place) if identity.is_some() => format!("tls://{place}").parse(),

@@ -41,6 +41,16 @@ pub(crate) async fn wait<T: Send + 'static>(
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }
 
+/// Waits before something is tried again: longer each time, and never as long as others do.
+#[cfg(any(feature = "etcd", feature = "object"))]
+pub(crate) async fn pause(tries: u32) {
+    let mut random = [0];
+    let _ = getrandom::fill(&mut random);
+    let longest = 100_u64 << tries.min(6);
+    let span = longest / 2 + longest * u64::from(random[0]) / 512;
+    tokio::time::sleep(std::time::Duration::from_millis(span)).await;
+}
+
 /// Runs something that takes long on this thread, whose other tasks go elsewhere if they can.
 pub(crate) fn in_place<T>(work: impl FnOnce() -> T) -> T {
     use tokio::runtime::{Handle, RuntimeFlavor};

@@ -109,7 +109,9 @@ impl Error {
 
     pub(crate) fn refused(key: impl fmt::Display, refusal: Refusal) -> Self {
         let kind = match &refusal {
-            Refusal::NotFound { .. } | Refusal::Gone { .. } => ErrorKind::NotFound,
+            Refusal::NotFound { .. }
+            | Refusal::Gone { .. }
+            | Refusal::Dropped { reason: Reason::Lost { .. }, .. } => ErrorKind::NotFound,
             Refusal::Dropped { reason: Reason::Rejected { .. }, .. } => ErrorKind::Rejected,
             Refusal::Dropped { reason: Reason::Superseded { .. } | Reason::Deleted, .. } => {
                 ErrorKind::Overtaken

@@ -94,6 +94,7 @@ impl State {
             Command::Commit(commit) => self.commit(commit),
             Command::Abort { id, writer } => Ok(self.abort(id, writer)),
             Command::SessionEnded { session } => Ok(self.session_ended(session)),
+            Command::Keep { id, writer, session } => Ok(self.keep(id, writer, session)),
             Command::Proved { id, manifest, now } => self.proved(id, manifest, now),
             Command::Rejected { id, reason } => self.rejected(id, reason),
             Command::Expire { now } => Ok(self.expire(now)),

@@ -3,10 +3,16 @@
 #[cfg(test)]
 mod conformance;
 mod directory;
+#[cfg(feature = "etcd")]
+mod etcd;
 #[cfg(any(test, feature = "shuttle"))]
 mod memory;
 #[cfg(feature = "object")]
 mod object;
+#[cfg(all(test, feature = "etcd"))]
+#[path = "../../tests/src/etcd.rs"]
+#[expect(unreachable_pub, reason = "other tests use all of it")]
+mod server;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -19,6 +25,8 @@ use crate::error::Result;
 use crate::sync::{AsyncMutex, Mutex, OwnedMutexGuard, sleep};
 
 pub(crate) use directory::DirectoryMeta;
+#[cfg(feature = "etcd")]
+use etcd::EtcdMeta;
 #[cfg(any(test, feature = "shuttle"))]
 pub(crate) use memory::MemoryMeta;
 #[cfg(feature = "object")]
@@ -36,6 +44,18 @@ pub(crate) use object::ObjectMeta;
 pub(crate) trait MetaStore: Send + Sync {
     /// Creates a record; false if there is one of this name.
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool>;
+
+    /// Creates the record of a folder that follows its last one, if it has any; false if there is one of this name, or
+    /// it is seen that `last` is the last no more.
+    async fn follow(
+        &self,
+        folder: &str,
+        _last: Option<&str>,
+        next: &str,
+        record: Vec<u8>,
+    ) -> Result<bool> {
+        self.create(&format!("{folder}/{next}"), record).await
+    }
 
     /// Makes the records directly below `name` durable, whoever has created them: he may have been killed
     /// before they were.
@@ -66,17 +86,43 @@ pub(crate) trait MetaStore: Send + Sync {
     }
 
     /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after a minute. Where
-    /// other processes cannot be kept away ([`MetaStore::grace`]), it is this one's alone.
+    /// other processes are not kept away, it is this one's alone.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
 
+    /// Holds `name` until the result is dropped or this process has ended. Processes of other hosts find the record
+    /// under that name.
+    async fn session(&self, name: &str, _record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
+        self.lock(name).await
+    }
+
     /// Whether nobody holds `name`, or whoever did has ended, as far as other processes can tell; then what is left
-    /// of the lock is removed.
+    /// of it is removed.
     async fn has_ended(&self, name: &str) -> Result<bool>;
 
     /// Tells of changes directly below `name`, for as long as `patience` lasts.
     fn watch(&self, _name: &str, patience: Duration) -> Box<dyn Watch> {
         Box::new(Poll::new(Duration::from_millis(100), patience))
     }
+}
+
+/// The meta store at an address that several hosts share.
+///
+/// # Errors
+///
+/// `Invalid` for an address that is none, or without the feature `etcd`; `Unreachable` or `Refused` if nobody answers
+/// there, or lets us.
+#[cfg(feature = "etcd")]
+pub(crate) async fn open(url: &str) -> Result<Arc<dyn MetaStore>> {
+    Ok(Arc::new(EtcdMeta::connect(url).await?))
+}
+
+#[cfg(not(feature = "etcd"))]
+#[expect(clippy::unused_async, reason = "it is with the feature")]
+pub(crate) async fn open(url: &str) -> Result<Arc<dyn MetaStore>> {
+    let text = format_args!(
+        "`{url}`: etcd needs the feature `etcd`: `cargo install --features etcd`, which needs protoc, or the wheel"
+    );
+    Err(crate::error::Error::new(crate::error::ErrorKind::Invalid, text))
 }
 
 /// Who waits for changes.

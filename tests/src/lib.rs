@@ -6,6 +6,8 @@ pub mod bench;
 pub mod command;
 pub mod damage;
 pub mod dice;
+#[cfg(target_os = "linux")]
+pub mod etcd;
 pub mod fuzz;
 pub mod generate;
 #[cfg(target_os = "linux")]

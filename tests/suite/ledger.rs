@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use tssd_store::ledger::{
     ArchiveReference, Begin, Command, Commit, Contribution, Digest, Durability, Effect, Fate,
     JobId, LeaseId, MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome,
-    Refusal, Selection, Selector, SessionId, State, Status, Step, Timestamp, Version, VersionId,
-    WriterSet, pending, step,
+    Reason, Refusal, Selection, Selector, SessionId, State, Status, Step, Timestamp, Version,
+    VersionId, WriterSet, pending, step,
 };
 
 proptest! {
@@ -35,10 +35,10 @@ enum Move {
     Give(Command),
     /// A writer begins; a repetition has the identity of the last begin.
     Begin { begin: Begin, repeats: bool },
-    /// A writer commits, by default under the job of the version.
-    Commit { back: usize, writer: u32, job: Option<JobId>, contents: u8 },
+    /// A writer commits, by default under the job of the version; a process keeps it, or all do.
+    Commit { back: usize, writer: u32, job: Option<JobId>, contents: u8, keeper: Option<SessionId> },
     /// All writers of a version that are missing commit.
-    Complete { back: usize },
+    Complete { back: usize, keeper: Option<SessionId> },
     /// A command about the version.
     About { back: usize, about: About },
     /// Somebody carries out everything that is owed.
@@ -53,18 +53,21 @@ enum About {
     Reclaimed,
     Delete,
     Lease(u128),
+    Keep(u32, SessionId),
 }
 
 fn any_move() -> impl Strategy<Value = Move> {
     let back = 0..4_usize;
-    let commit = (back.clone(), 0..4_u32, prop::option::weighted(0.2, any_job()), 0..3_u8);
+    let keeper = || prop::option::weighted(0.4, any_session());
+    let job = prop::option::weighted(0.2, any_job());
+    let commit = (back.clone(), 0..4_u32, job, 0..3_u8, keeper());
     prop_oneof![
         8 => (any_begin(), prop::bool::weighted(0.1))
             .prop_map(|(begin, repeats)| Move::Begin { begin, repeats }),
-        4 => commit.prop_map(|(back, writer, job, contents)| {
-            Move::Commit { back, writer, job, contents }
+        4 => commit.prop_map(|(back, writer, job, contents, keeper)| {
+            Move::Commit { back, writer, job, contents, keeper }
         }),
-        6 => back.clone().prop_map(|back| Move::Complete { back }),
+        6 => (back.clone(), keeper()).prop_map(|(back, keeper)| Move::Complete { back, keeper }),
         3 => (back, any_about()).prop_map(|(back, about)| Move::About { back, about }),
         5 => Just(Move::Settle),
         5 => any_command().prop_map(Move::Give),
@@ -136,6 +139,7 @@ fn any_about() -> impl Strategy<Value = About> {
         1 => Just(About::Reclaimed),
         1 => Just(About::Delete),
         2 => (0..4_u128).prop_map(About::Lease),
+        2 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::Keep(writer, keeper)),
     ]
 }
 
@@ -202,17 +206,17 @@ impl World {
                 let job = begin.job.map(|job| self.job(&job));
                 self.give(&Command::Begin(Begin { id, now, number, call, job, ..begin }))
             }
-            Move::Commit { back, writer, job, contents } => {
+            Move::Commit { back, writer, job, contents, keeper } => {
                 let Some(id) = self.back(back) else {
                     return;
                 };
                 let of_version = self.opened[&id].job.clone();
                 let job = job.map(|job| self.job(&job)).or(of_version);
-                self.commit(id, writer, job, contents)
+                self.commit(id, writer, job, contents, keeper)
             }
-            Move::Complete { back } => {
+            Move::Complete { back, keeper } => {
                 let Some(id) = self.back(back) else { return };
-                self.complete(id);
+                self.complete(id, keeper);
                 return;
             }
             Move::About { back, about } => {
@@ -267,14 +271,15 @@ impl World {
         writer: u32,
         job: Option<JobId>,
         contents: u8,
+        keeper: Option<SessionId>,
     ) -> Result<Outcome, Refusal> {
         let archives =
             vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 }];
         let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
-        self.give(&Command::Commit(Commit { id, writer, job, digest, archives, now }))
+        self.give(&Command::Commit(Commit { id, writer, job, digest, archives, keeper, now }))
     }
 
-    fn complete(&mut self, id: VersionId) {
+    fn complete(&mut self, id: VersionId, keeper: Option<SessionId>) {
         let Version { number, job, writers, .. } = self.opened[&id].clone();
         for writer in writers.iter() {
             let begin = Begin {
@@ -293,7 +298,7 @@ impl World {
             };
             self.proposed += 1;
             self.give(&Command::Begin(begin)).ok();
-            self.commit(id, writer, job.clone(), 1).ok();
+            self.commit(id, writer, job.clone(), 1, keeper).ok();
         }
     }
 
@@ -308,6 +313,7 @@ impl World {
             About::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
             About::Reclaimed => Command::Reclaimed { id },
             About::Delete => Command::Delete { selection: Selection::Id(id) },
+            About::Keep(writer, session) => Command::Keep { id, writer, session },
             About::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
                 let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));
@@ -395,6 +401,7 @@ impl World {
         self.check_size();
         self.check_stored(&before);
         self.check_sessions(command);
+        self.check_keepers(&before, command);
         Ok(outcome)
     }
 
@@ -406,6 +413,65 @@ impl World {
                 let has_ended =
                     matches!(command, Command::SessionEnded { session: it } if it == session);
                 assert!(!has_ended || !version.is_open(), "{version:?}");
+            }
+        }
+    }
+
+    /// What a process kept alone is lost with it, and nothing else; what is lost nobody reads or holds.
+    fn check_keepers(&mut self, before: &State, command: &Command) {
+        for version in before.versions() {
+            let now = self.state.versions().find(|now| now.id == version.id);
+            let Some(now) = now else { continue };
+            let mut alone = BTreeSet::new();
+            for (writer, contribution) in &version.contributions {
+                let keepers: Vec<_> = contribution.keepers().collect();
+                let left = now.contributions.get(writer).map(|now| now.keepers().collect());
+                let mut wanted = keepers.clone();
+                match command {
+                    Command::SessionEnded { session } => {
+                        wanted.retain(|keeper| keeper != session);
+                        if keepers == [*session] {
+                            alone.insert(*writer);
+                        }
+                    }
+                    Command::Keep { id, writer: of, session }
+                        if (id, of) == (&version.id, writer)
+                            && version.is_visible()
+                            && !keepers.is_empty() =>
+                    {
+                        wanted.push(*session);
+                        wanted.sort_unstable();
+                        wanted.dedup();
+                    }
+                    Command::Commit(Commit { id, writer: of, .. })
+                        if (id, of) == (&version.id, writer)
+                            && *contribution == Contribution::Begun =>
+                    {
+                        continue;
+                    }
+                    _ => {}
+                }
+                assert!(left.is_none_or(|left: Vec<_>| left == wanted), "{command:?}");
+            }
+            let was_there = version.is_open() || version.is_visible();
+            let reason = match &now.status {
+                Status::Dropped { reason: Reason::Lost { writers } } => Some(writers.clone()),
+                _ => None,
+            };
+            // It has begun more in that version, and that is said first.
+            let is_aborted = version.is_open()
+                && matches!(&now.status, Status::Dropped { reason: Reason::Aborted { .. } });
+            if was_there && !alone.is_empty() && !is_aborted {
+                assert_eq!(reason, Some(alone.into_iter().collect()), "{command:?}");
+                assert!(!self.state.is_held(now.id));
+                let number = now.number;
+                let said = self.state.found(Selector::Id(now.id)).err();
+                let is_said = |said: &Refusal| matches!(said, Refusal::Dropped { number: of, reason: Reason::Lost { .. } } if *of == number);
+                assert!(said.as_ref().is_some_and(is_said), "{said:?}");
+                self.fates.insert(now.id, now.fate());
+                self.shown.remove(&now.id);
+            } else if was_there {
+                assert_eq!(reason, None, "{command:?}");
             }
         }
     }
@@ -516,7 +582,12 @@ impl World {
                     assert!(version.missing().is_empty(), "visible without a contribution");
                     version.clone()
                 });
-                assert_eq!(shown.contributions, version.contributions);
+                assert!(shown.contributions.keys().eq(version.contributions.keys()));
+                let archives = |of: &Version| {
+                    let all = of.contributions.values().map(Contribution::archives);
+                    all.map(<[_]>::to_vec).collect::<Vec<_>>()
+                };
+                assert_eq!(archives(shown), archives(version));
                 assert_eq!(shown.manifest(), version.manifest());
             }
             if version.is_open() {
@@ -544,7 +615,10 @@ impl World {
                 assert!(self.state.open().all(|open| place(open) > (epoch, number)));
             }
         }
-        if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
+        if !matches!(
+            command,
+            Command::Delete { .. } | Command::Expire { .. } | Command::SessionEnded { .. }
+        ) {
             assert!(before.head().map(place) <= self.state.head().map(place));
         }
     }
@@ -560,8 +634,17 @@ impl World {
                 let from = fresh.first().and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
                 from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
             };
-            let stay =
-                before.visible().filter(|it| !is_taken_back(it)).chain(fresh.iter().copied());
+            let is_lost = |version: &&Version| {
+                let mut keepers = version.contributions.values().map(Contribution::keepers);
+                match command {
+                    Command::SessionEnded { session } => {
+                        keepers.any(|keepers| keepers.collect::<Vec<_>>() == [*session])
+                    }
+                    _ => false,
+                }
+            };
+            let stay = before.visible().filter(|it| !is_taken_back(it) && !is_lost(it));
+            let stay = stay.chain(fresh.iter().copied());
             let mut stay: Vec<_> = stay.map(|version| version.id).collect();
             let surplus = stay.len().saturating_sub(self.keep());
             let pinned: BTreeSet<_> = self.state.pins().map(|(_, id)| id).collect();
@@ -586,6 +669,8 @@ impl World {
                 (Some(Fate::Pending { .. }) | None, Some(now)) => {
                     self.fates.insert(*id, now);
                 }
+                // What is lost was visible before.
+                (Some(Fate::Visible), Some(Fate::Dropped(Reason::Lost { .. }))) => {}
                 (Some(known), Some(now)) => assert_eq!(known, &now),
                 (known, None) => assert!(!matches!(known, Some(Fate::Pending { .. }))),
             }
@@ -609,5 +694,6 @@ impl World {
 }
 
 fn manifest(id: VersionId) -> ManifestReference {
-    ManifestReference { name: format!("{id}.manifest"), digest: Digest([9; 16]) }
+    let (name, digest) = (format!("{id}.manifest"), Digest([9; 16]));
+    ManifestReference { name, digest, file_len: 1, keeper: None }
 }

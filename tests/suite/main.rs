@@ -24,6 +24,9 @@ mod far;
 mod fuzz;
 /// Meshes, placements and boxes against naive index sets.
 mod geometry;
+/// Daemons that share their ledgers in etcd.
+#[cfg(all(target_os = "linux", feature = "etcd"))]
+mod hosts;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
 /// Daemons that clients start, that end by themselves, that serve a group.

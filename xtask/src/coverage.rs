@@ -6,6 +6,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
+use crate::etcd;
 use crate::figures::{self, Figures};
 use crate::report::LeftOut;
 use crate::runner;
@@ -56,7 +57,9 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     if profiles.exists() {
         fs::remove_dir_all(&profiles)?;
     }
-    let report = runner::run(workspace, steps(&folder), Vec::new(), verbose)?;
+    let mut all = Vec::from_iter(etcd::installation(workspace));
+    all.extend(steps(&folder));
+    let report = runner::run(workspace, all, Vec::new(), verbose)?;
     if !report.has_passed() {
         return Ok(false);
     }

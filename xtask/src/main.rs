@@ -10,6 +10,7 @@ mod bench;
 mod coverage;
 /// What comes from others: licences, versions, sources.
 mod dependencies;
+mod etcd;
 /// What proofs count, in `target/reliability.json`.
 mod figures;
 /// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.

@@ -47,7 +47,7 @@ fn staged(workspace: &Workspace, profile: &str, package: &Path) -> Step {
 /// The extension module and the command, as users have them.
 fn release() -> Step {
     let packages = "build --release --package tssd --package tssd-python";
-    let features = "--features tssd/object,tssd-python/object";
+    let features = "--features tssd/etcd,tssd/object,tssd-python/object";
     Step::cargo("release build", &format!("{packages} {features}")).worth(Worth::Nothing)
 }
 

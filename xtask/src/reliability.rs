@@ -1,6 +1,7 @@
 use std::fs;
 use std::io;
 
+use crate::etcd;
 use crate::figures;
 use crate::runner;
 use crate::sanitize::{self, Sanitizer};
@@ -53,10 +54,11 @@ fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
     ];
     // The last step has several proofs, which share its time.
     let seconds = (minutes * 60 / 15).to_string();
-    let mut steps = vec![
+    let mut steps = Vec::from_iter(etcd::installation(workspace));
+    steps.push(
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),
-    ];
+    );
     steps.extend(proofs.map(|step| step.env(SECONDS, &seconds).worth(Worth::Tests)));
     steps
 }

@@ -3,6 +3,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::etcd;
 use crate::report::{Done, LeftOut, Report, Style};
 use crate::step::{Step, Worth};
 use crate::tally::Tally;
@@ -76,6 +77,11 @@ impl Runner<'_> {
         let (reader, writer) = io::pipe()?;
         let command = &mut step.command;
         command.current_dir(&self.workspace.root).env("CARGO_TERM_COLOR", "never");
+        command.env(etcd::VARIABLE, etcd::program(self.workspace));
+        // What speaks to etcd is built with it.
+        if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
+            command.env("PROTOC", protoc);
+        }
         command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
         // The command owns our ends for writing; while they are open, the output has no end.

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use serde_json::json;
 
+use crate::etcd;
 use crate::figures::{self, Figures};
 use crate::report::{LeftOut, Report};
 use crate::runner;
@@ -36,7 +37,8 @@ pub(crate) enum Sanitizer {
 
 /// Runs the suites with both, as far as they are there.
 pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
-    let mut steps = Sanitizer::Address.steps(workspace)?;
+    let mut steps = Vec::from_iter(etcd::installation(workspace));
+    steps.extend(Sanitizer::Address.steps(workspace)?);
     let left_out = add_thread(workspace, &mut steps)?;
     let report = runner::run(workspace, steps, left_out.into_iter().collect(), verbose)?;
     figures::keep(workspace, figures(&report))?;

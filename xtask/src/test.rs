@@ -1,6 +1,7 @@
 use std::io;
 
 use crate::dependencies;
+use crate::etcd;
 use crate::python;
 use crate::report::LeftOut;
 use crate::runner;
@@ -11,7 +12,8 @@ use crate::workspace::Workspace;
 /// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch, valgrind or what has to be
 /// built first.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
-    let mut steps = checks(workspace);
+    let mut steps = Vec::from_iter(etcd::installation(workspace));
+    steps.extend(checks(workspace));
     steps.extend(python::checks(workspace)?);
     let environment = torch::environment(workspace);
     let mut more = vec![instructions()];

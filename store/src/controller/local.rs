@@ -15,20 +15,21 @@ use tssd_format::MANIFEST;
 
 use super::attempt::Attempt;
 use super::folder::{archives, clear, folder, folder_of, is_version, locate, remove, write};
+use super::keepers::{Everyone, Keepers, Reached};
 use super::proof::{digest, prove};
 use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
 use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId,
+    ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId, LeaseId,
     ManifestReference, Outcome, Reason, Refusal, Selection, Selector, SessionId, State, Status,
     Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
-use crate::sync::{Mutex, MutexGuard, OnceCell};
+use crate::sync::{Mutex, MutexGuard, OnceCell, sleep};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -40,6 +41,10 @@ const OPEN_TRIES: u32 = 16;
 /// How often others that are in the way are looked at.
 const WAIT: Duration = Duration::from_millis(100);
 
+/// How often, and with what pauses, it is looked whether others see that this process ends.
+const LEAVE_TRIES: u32 = 20;
+const LEAVE_PAUSE: Duration = Duration::from_millis(50);
+
 /// How many keys' versions stay open between reads.
 const MAX_OPENED: usize = 16;
 
@@ -49,6 +54,7 @@ pub(crate) struct LocalController(Arc<Inner>);
 struct Inner {
     ledgers: Arc<dyn Ledgers>,
     volume: Arc<dyn Volume>,
+    keepers: Arc<dyn Keepers>,
     environment: Arc<dyn Environment>,
     opened: Mutex<Opened>,
     /// What this process proves now: nobody takes that over.
@@ -56,6 +62,8 @@ struct Inner {
     /// The keys in whose folders nothing is left of others' versions.
     swept: Mutex<BTreeSet<Key>>,
     session: OnceCell<Option<Session>>,
+    /// The leases that could not be released yet.
+    unreleased: Mutex<Vec<(Key, LeaseId)>>,
 }
 
 /// A process, and what others see of it as long as it lives.
@@ -128,9 +136,29 @@ impl LocalController {
         volume: Arc<dyn Volume>,
         environment: Arc<dyn Environment>,
     ) -> Self {
+        Self::among(ledgers, volume, Arc::new(Everyone), environment)
+    }
+
+    /// One of several, each of which keeps what is put to it.
+    pub(crate) fn among(
+        ledgers: Arc<dyn Ledgers>,
+        volume: Arc<dyn Volume>,
+        keepers: Arc<dyn Keepers>,
+        environment: Arc<dyn Environment>,
+    ) -> Self {
         let (opened, proving, swept) = (Mutex::default(), Mutex::default(), Mutex::default());
         let session = OnceCell::new();
-        Self(Arc::new(Inner { ledgers, volume, environment, opened, proving, swept, session }))
+        Self(Arc::new(Inner {
+            ledgers,
+            volume,
+            keepers,
+            environment,
+            opened,
+            proving,
+            swept,
+            session,
+            unreleased: Mutex::default(),
+        }))
     }
 
     /// How many use it, those included who were not waited for.
@@ -252,17 +280,82 @@ impl LocalController {
         Ok(session.as_ref().map(|(id, _)| *id))
     }
 
-    /// Takes back what processes that have ended have begun.
-    async fn end_sessions(&self, key: &Key) -> Result<()> {
+    /// Ends the session, and waits a moment until others can see that.
+    pub(crate) async fn leave(&self) {
+        let Some(Some((id, held))) = self.0.session.get() else { return };
+        *held.lock().expect("nobody panics while holding the session") = Box::new(());
+        for _ in 0..LEAVE_TRIES {
+            if !matches!(self.0.ledgers.has_ended(*id).await, Ok(false)) {
+                return;
+            }
+            sleep(LEAVE_PAUSE).await;
+        }
+    }
+
+    /// Takes back what processes that have ended have begun, and what they hold.
+    pub(crate) async fn end_sessions(&self, key: &Key) -> Result<()> {
         let state = self.0.ledgers.state(key).await?;
-        let sessions = state.open().flat_map(|version| version.sessions.values().copied());
-        let sessions: BTreeSet<SessionId> = sessions.collect();
-        for session in sessions {
+        for session in state.sessions() {
             if self.0.ledgers.has_ended(session).await? {
                 self.apply(key, Command::SessionEnded { session }).await?;
             }
         }
         Ok(())
+    }
+
+    /// The process that keeps what is put to this one, if it ends with that.
+    async fn keeper(&self) -> Result<Option<SessionId>> {
+        if self.are_many() { self.session().await } else { Ok(None) }
+    }
+
+    /// Finds what others keep of a version.
+    async fn reach(&self, key: &Key, version: &Version) -> Result<Reached> {
+        match self.keeper().await? {
+            Some(own) => self.0.keepers.reach(&folder(key, version), version, own).await,
+            None => Ok(Reached::default()),
+        }
+    }
+
+    /// Takes a version for a reader, under a lease of its own: what the ledger says of it, and what others keep.
+    pub(crate) async fn take(
+        &self,
+        key: &Key,
+        selector: Selector,
+        holder: String,
+        ttl: Duration,
+    ) -> Result<(LeaseId, Version, Reached)> {
+        let holder = self.keeper().await?.map_or(holder, |own| own.to_string());
+        loop {
+            let (lease, now) = (LeaseId(self.random()), self.now());
+            let holder = holder.clone();
+            let command = Command::Lease { selector, lease, holder, ttl, now };
+            let leased = self.apply(key, command).await?;
+            let Outcome::Leased { id, .. } = leased else {
+                unreachable!("a lease does not lead to {leased:?}")
+            };
+            let state = self.state(key).await?;
+            let leased = state.versions().find(|version| version.id == id).cloned();
+            let reached = match &leased {
+                Some(version) => self.reach(key, version).await,
+                // What kept it has ended meanwhile.
+                None => Ok(Reached::default()),
+            };
+            let ended = match (leased, reached) {
+                (Some(version), Ok(reached)) if reached.ended.is_empty() => {
+                    return Ok((lease, version, reached));
+                }
+                (_, Ok(reached)) => reached.ended,
+                (_, Err(error)) => {
+                    self.apply(key, Command::Release { lease }).await?;
+                    return Err(error);
+                }
+            };
+            // If all is kept by others too, it is still there.
+            for session in ended {
+                self.apply(key, Command::SessionEnded { session }).await?;
+            }
+            self.apply(key, Command::Release { lease }).await?;
+        }
     }
 
     /// Commits the contribution, whose archives have these lengths in bytes, and proves the version if it
@@ -280,12 +373,14 @@ impl LocalController {
             bytes: *len,
         };
         let archives: Vec<_> = lens.iter().enumerate().map(archive).collect();
+        let keeper = self.keeper().await?;
         let commit = || Commit {
             id: *id,
             writer: *writer,
             job: job.clone(),
             digest,
             archives: archives.clone(),
+            keeper,
             now: self.now(),
         };
         let committed = |outcome| match outcome {
@@ -398,12 +493,48 @@ impl LocalController {
         self.sweep(key).await
     }
 
+    /// Releases a lease; one that cannot be now is released later.
+    pub(crate) async fn release(&self, key: &Key, lease: LeaseId) {
+        let mut unreleased = std::mem::take(&mut *self.unreleased());
+        unreleased.push((key.clone(), lease));
+        for (key, lease) in unreleased {
+            if self.apply(&key, Command::Release { lease }).await.is_err() {
+                self.unreleased().push((key, lease));
+                continue;
+            }
+            // What cannot be deleted now stays owed.
+            let _ = self.reclaim_owed(&key).await;
+        }
+    }
+
+    fn unreleased(&self) -> MutexGuard<'_, Vec<(Key, LeaseId)>> {
+        self.0.unreleased.lock().expect("nobody panics while holding the leases")
+    }
+
+    /// Whether others decide too, each of whom keeps what is put to it.
+    pub(crate) fn are_many(&self) -> bool {
+        self.0.keepers.are_many()
+    }
+
+    /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
+    pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
+        self.end_sessions(key).await?;
+        self.settle(key).await?;
+        self.clean(key).await
+    }
+
     /// Deletes the data of versions that the ledger of a key does not know, once: processes that died have left
     /// it behind, and a power cut brings back what was deleted just before.
     async fn sweep(&self, key: &Key) -> Result<()> {
-        if self.swept().contains(key) {
-            return Ok(());
+        if !self.swept().contains(key) {
+            self.clean(key).await?;
+            self.swept().insert(key.clone());
         }
+        Ok(())
+    }
+
+    /// Deletes the data of versions that the ledger of a key does not know.
+    async fn clean(&self, key: &Key) -> Result<()> {
         // First the folders, then the versions: what begins meanwhile has none of these.
         let path = key.to_path();
         let names = self.on_disk(move |volume| volume.list(&path)).await?;
@@ -421,7 +552,6 @@ impl LocalController {
             })
             .await?;
         }
-        self.swept().insert(key.clone());
         Ok(())
     }
 
@@ -462,6 +592,13 @@ impl LocalController {
         let Some(_proving) = Proving::begin(self, id) else { return Ok(()) };
         let state = self.0.ledgers.state(key).await?;
         let Some(version) = proving(&state, id).cloned() else { return Ok(()) };
+        let (keeper, reached) = (self.keeper().await?, self.reach(key, &version).await?);
+        if !reached.ended.is_empty() {
+            for session in reached.ended {
+                self.apply(key, Command::SessionEnded { session }).await?;
+            }
+            return Ok(());
+        }
         let folder = folder(key, &version);
         let merged = {
             let (version, folder) = (version.clone(), folder.clone());
@@ -474,9 +611,11 @@ impl LocalController {
         let command = match merged {
             Err(reason) => Command::Rejected { id, reason },
             Ok(manifest) => {
-                let digest = digest(&manifest);
                 let name = format!("{folder}/{MANIFEST}");
+                let file_len = u64::try_from(manifest.len()).expect("usize is at most 64 bits");
                 let (path, named) = (name.clone(), archives(&version));
+                let manifest_reference =
+                    ManifestReference { name, digest: digest(&manifest), file_len, keeper };
                 let durability = version.durability;
                 self.on_disk(move |volume| {
                     // What tries that died have left behind is no part of the version, and goes with it at
@@ -485,11 +624,7 @@ impl LocalController {
                     write(volume, &path, &manifest, durability)
                 })
                 .await?;
-                Command::Proved {
-                    id,
-                    manifest: ManifestReference { name, digest },
-                    now: self.now(),
-                }
+                Command::Proved { id, manifest: manifest_reference, now: self.now() }
             }
         };
         loop {
@@ -514,6 +649,8 @@ impl LocalController {
         let version = turn.state().versions().find(|version| version.id == id);
         let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
         let (folder, named) = (folder(key, version), archives(version));
+        // What others have kept who have ended is gone.
+        let _reached = self.reach(key, version).await?;
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
         self.on_disk(move |volume| remove(volume, &folder, &named)).await?;

@@ -308,7 +308,8 @@ impl Registry for Delegate {
         let (missing, instance) = (Some((manifest, at, len)), controller.instance());
         // Another version may come to have the same number: its manifest is another one.
         let manifest = format!("manifest/{id}");
-        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives })
+        let reached = None;
+        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives, reached })
     }
 
     async fn release(&self, _key: &Key, lease: LeaseId) {
@@ -321,6 +322,8 @@ impl Registry for Delegate {
     async fn holds_memory(&self) -> Result<bool> {
         Ok(!self.tiers.pool.names("").is_empty())
     }
+
+    async fn leave(&self) {}
 
     fn instance(&self) -> u64 {
         self.instance.load(Ordering::Relaxed)

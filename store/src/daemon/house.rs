@@ -1,5 +1,6 @@
 //! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,12 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 use tssd_format::Blob;
 
 use super::DaemonOptions;
 use super::counters::{Counters, Reader};
 use super::delegate::Delegate;
 use super::elsewhere::Elsewhere;
+use super::hosts::{self, Hosts};
 use super::lost::Lost;
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
@@ -24,8 +27,8 @@ use crate::environment::{Environment, SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{LeaseId, Selector};
-use crate::ledgers::OwnedLedgers;
-use crate::meta::DirectoryMeta;
+use crate::ledgers::{OwnedLedgers, SharedLedgers};
+use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
 use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
@@ -59,6 +62,8 @@ pub(super) struct House {
     closing: watch::Sender<bool>,
     /// How many are connected.
     present: watch::Sender<usize>,
+    /// What goes on by itself, and ends with this.
+    _upkeep: JoinSet<()>,
 }
 
 #[derive(Default)]
@@ -90,6 +95,8 @@ pub(super) struct Leased {
 struct Registered {
     key: Key,
     lease: LeaseId,
+    /// What others keep of the version.
+    _reached: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// A lease that a peer holds.
@@ -105,12 +112,12 @@ struct Held {
 }
 
 impl House {
-    /// With what the directory holds, if there is one; or with a controller, another daemon, which is told
-    /// where this one is.
+    /// With what the directory holds, if there is one; or with a controller, another daemon, or ledgers that others
+    /// have too, who are told where this one is.
     pub(super) async fn open(
         options: &DaemonOptions,
         identity: Identity,
-        controller: Option<(Endpoint, Endpoint)>,
+        own: Option<Endpoint>,
     ) -> Result<Self> {
         let pool = Arc::new(Pool::new(options.memory_limit));
         let mut ledgers = OwnedLedgers::keeping(options.keep);
@@ -122,18 +129,36 @@ impl House {
             directory = Some(DirectoryVolume::new(disk));
         }
         let tiers = Tiers::new(pool, directory, Elsewhere::new(identity.clone()));
-        let registry: Arc<dyn Registry> = if let Some((controller, own)) = controller {
-            Arc::new(Delegate::connect(controller, identity, own, tiers.clone()).await?)
-        } else {
-            let controller = LocalController::new(
-                Arc::new(ledgers),
-                Arc::new(tiers.clone()),
-                Arc::new(SystemEnvironment),
-            );
-            controller.recover().await?;
-            Arc::new(controller)
+        let mut upkeep = JoinSet::new();
+        let registry: Arc<dyn Registry> = match (&options.controller, &options.meta, own) {
+            (Some(controller), _, Some(own)) => {
+                let controller = controller.parse()?;
+                Arc::new(Delegate::connect(controller, identity, own, tiers.clone()).await?)
+            }
+            (None, Some(url), Some(own)) => {
+                let record = own.to_string().into_bytes();
+                let ledgers = SharedLedgers::of_host(meta::open(url).await?, record, options.keep);
+                let hosts = Hosts::new(ledgers.clone(), tiers.elsewhere.clone());
+                let controller = LocalController::among(
+                    Arc::new(ledgers),
+                    Arc::new(tiers.clone()),
+                    Arc::new(hosts),
+                    Arc::new(SystemEnvironment),
+                );
+                upkeep.spawn(hosts::look_after(controller.clone(), tiers.pool.clone()));
+                Arc::new(controller)
+            }
+            _ => {
+                let controller = LocalController::new(
+                    Arc::new(ledgers),
+                    Arc::new(tiers.clone()),
+                    Arc::new(SystemEnvironment),
+                );
+                controller.recover().await?;
+                Arc::new(controller)
+            }
         };
-        Ok(Self::new(registry, tiers))
+        Ok(Self { _upkeep: upkeep, ..Self::new(registry, tiers) })
     }
 
     /// With what is in these tiers, and whoever decides about that.
@@ -155,6 +180,7 @@ impl House {
             started: Instant::now(),
             closing: watch::channel(false).0,
             present: watch::channel(0).0,
+            _upkeep: JoinSet::new(),
         }
     }
 
@@ -257,8 +283,9 @@ impl House {
 
     /// A peer holds what it was granted.
     fn hold(&self, peer: PeerId, key: &Key, grant: Grant) -> Grant {
-        let registered = Some(Arc::new(Registered { key: key.clone(), lease: grant.lease }));
-        self.hold_under(&mut self.inner(), peer, key, grant, registered)
+        let (key, lease, reached) = (key.clone(), grant.lease, grant.reached.clone());
+        let registered = Arc::new(Registered { key: key.clone(), lease, _reached: reached });
+        self.hold_under(&mut self.inner(), peer, &key, grant, Some(registered))
     }
 
     fn hold_under(
@@ -322,7 +349,11 @@ impl House {
     /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
     /// holds the version.
     async fn copy_manifest(&self, grant: &Grant) -> Result<()> {
-        let Some((name, endpoint, len)) = grant.missing.clone() else { return Ok(()) };
+        let missing = grant.missing.clone().or_else(|| {
+            let (endpoint, len) = self.tiers.elsewhere.place(&grant.manifest)?;
+            Some((grant.manifest.clone(), endpoint, len))
+        });
+        let Some((name, endpoint, len)) = missing else { return Ok(()) };
         let _copying = self.copying.lock().await;
         if self.pool.span(&grant.manifest).is_some() {
             return Ok(());
@@ -369,7 +400,7 @@ impl House {
 
     async fn end(&self, held: Held) {
         self.pool.let_go(&held.names);
-        if let Some(Registered { key, lease }) = held.registered.and_then(Arc::into_inner) {
+        if let Some(Registered { key, lease, .. }) = held.registered.and_then(Arc::into_inner) {
             self.registry.release(&key, lease).await;
         }
     }
@@ -413,8 +444,7 @@ impl House {
     /// A version is here, as far as it was wanted: it stays until another one of its key is. If all of it is
     /// a copy, whoever else has it need not keep it for us.
     pub(super) async fn fetched(&self, key: &Key, grant: Grant) {
-        let is_copied = grant.missing.is_some()
-            && grant.archives.values().all(|name| self.pool.is_doomed(name));
+        let is_copied = grant.names().all(|name| self.pool.is_doomed(name));
         let lease = grant.lease;
         let (earlier, registered) = {
             let mut inner = self.inner();
@@ -422,7 +452,7 @@ impl House {
             let registered = held.and_then(|held| held.registered.take());
             (inner.fetched.insert(key.clone(), grant), registered)
         };
-        if let Some(Registered { key, lease }) = registered.and_then(Arc::into_inner) {
+        if let Some(Registered { key, lease, .. }) = registered.and_then(Arc::into_inner) {
             self.registry.release(&key, lease).await;
         }
         if let Some(earlier) = earlier {

@@ -1,14 +1,18 @@
 //! Who decides for the sessions of a daemon what versions there are.
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use crate::arena::PeerId;
-use crate::controller::{Catalog, LocalController, Place, Progress, Proposal, archives, folder};
+use crate::controller::{
+    Catalog, LocalController, Place, Progress, Proposal, Reached, archives, folder,
+};
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::ledger::{Command, Digest, LeaseId, Outcome, Selector, VersionId};
+use crate::ledger::{Digest, LeaseId, Refusal, Selector, Version, VersionId};
 use crate::net::Endpoint;
 
 /// A controller whose parts a daemon calls one by one, for those who are connected.
@@ -41,15 +45,18 @@ pub(super) trait Registry: Catalog {
     /// Whether there is a version, or a part of one, that ends with this daemon.
     async fn holds_memory(&self) -> Result<bool>;
 
+    /// The daemon ends: whoever shares its ledgers need not wait until he misses it.
+    async fn leave(&self);
+
     /// Another one as soon as what was leased before may be gone.
     fn instance(&self) -> u64;
 
-    /// Whether another daemon decides.
+    /// Whether other daemons decide about what is kept here.
     fn is_elsewhere(&self) -> bool;
 }
 
 /// A lease, and the names of what it holds.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Grant {
     pub(super) lease: LeaseId,
     pub(super) id: VersionId,
@@ -63,6 +70,8 @@ pub(super) struct Grant {
     pub(super) missing: Option<(String, Endpoint, u64)>,
     /// The names of the archives in the volume, by those that the manifest gives them.
     pub(super) archives: BTreeMap<String, String>,
+    /// What others keep of it can be opened as long as this lives.
+    pub(super) reached: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Grant {
@@ -100,31 +109,28 @@ impl Registry for LocalController {
     }
 
     async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<Grant> {
-        let (lease, now) = (LeaseId(self.random()), self.now());
-        let holder = holder.to_string();
-        let command = Command::Lease { selector, lease, holder, ttl: LEASE, now };
-        let leased = self.apply(key, command).await?;
-        let Outcome::Leased { id, number, manifest, .. } = leased else {
-            unreachable!("a lease does not lead to {leased:?}")
-        };
-        let state = self.state(key).await?;
-        let version = state.versions().find(|version| version.id == id);
-        let version = version.expect("the lease holds it");
-        let (epoch, folder) = (version.epoch, folder(key, version));
-        let named = archives(version).into_iter();
+        let taken = self.take(key, selector, holder.to_string(), LEASE).await?;
+        let (lease, version, Reached { held: reached, .. }) = taken;
+        let Version { id, epoch, number, .. } = version;
+        let folder = folder(key, &version);
+        let manifest = version.manifest().map(|manifest| manifest.name.clone());
+        let manifest = manifest.ok_or_else(|| Error::refused(key, Refusal::Unknown { id }))?;
+        let named = archives(&version).into_iter();
         let archives = named.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
-        let manifest = manifest.name;
-        Ok(Grant { lease, id, number, epoch, instance: 0, manifest, missing: None, archives })
+        let (instance, missing) = (0, None);
+        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives, reached })
     }
 
     async fn release(&self, key: &Key, lease: LeaseId) {
-        // Both are in memory; what fails all the same stays owed.
-        let _ = self.apply(key, Command::Release { lease }).await;
-        let _ = self.reclaim_owed(key).await;
+        LocalController::release(self, key, lease).await;
     }
 
     async fn holds_memory(&self) -> Result<bool> {
         LocalController::holds_memory(self).await
+    }
+
+    async fn leave(&self) {
+        LocalController::leave(self).await;
     }
 
     fn instance(&self) -> u64 {
@@ -132,6 +138,6 @@ impl Registry for LocalController {
     }
 
     fn is_elsewhere(&self) -> bool {
-        false
+        self.are_many()
     }
 }

@@ -33,8 +33,18 @@ pub enum Command {
         /// The writer whose put failed.
         writer: u32,
     },
-    /// A process has ended: what it had begun and not committed is withdrawn, as by [`Command::Abort`].
+    /// A process has ended: what it had begun and not committed is withdrawn, as by [`Command::Abort`], its leases are
+    /// released, and what it alone has kept of a version is lost, and with that the version.
     SessionEnded {
+        /// The process.
+        session: SessionId,
+    },
+    /// A process keeps what a writer has committed, besides those that did before.
+    Keep {
+        /// The version.
+        id: VersionId,
+        /// The writer.
+        writer: u32,
         /// The process.
         session: SessionId,
     },
@@ -161,6 +171,9 @@ pub struct Commit {
     pub digest: Digest,
     /// Where they are, in their order: usually there is one.
     pub archives: Vec<ArchiveReference>,
+    /// The process that keeps them, if they end with it.
+    #[serde(default)]
+    pub keeper: Option<SessionId>,
     /// The moment.
     pub now: Timestamp,
 }

@@ -9,7 +9,7 @@ use super::version::{Contribution, Durability, ManifestReference, Status, Versio
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
-        let Commit { id, writer, job, digest, archives, now } = commit;
+        let Commit { id, writer, job, digest, archives, keeper, now } = commit;
         self.refuse_fenced(job.as_ref())?;
         let version = self.named(id)?;
         version.refuse_dropped()?;
@@ -21,7 +21,10 @@ impl State {
                 return Err(Refusal::ContributionDiffers { number, writer, committed: *committed });
             }
             Some(Contribution::Committed { .. }) => {}
-            Some(begun) => *begun = Contribution::Committed { digest, archives },
+            Some(begun) => {
+                let keepers = keeper.into_iter().collect();
+                *begun = Contribution::Committed { digest, archives, keepers };
+            }
         }
         version.sessions.remove(&writer);
         let missing = version.missing();
@@ -55,6 +58,27 @@ impl State {
         for (id, writer) in begun {
             self.abort(id, writer);
         }
+        let is_kept = |version: &Version| {
+            let mut keepers = version.contributions.values().flat_map(Contribution::keepers);
+            keepers.any(|keeper| keeper == session)
+        };
+        let mut lost = Vec::new();
+        self.change(is_kept, |version| lost.extend(version.lose(session).then_some(version.id)));
+        // Whoever holds them can hold nothing of them.
+        self.pins.retain(|_, id| !lost.contains(id));
+        self.leases.retain(|_, lease| !lost.contains(&lease.version));
+        self.holder_gone(&session.to_string())
+    }
+
+    pub(super) fn keep(&mut self, id: VersionId, writer: u32, session: SessionId) -> Outcome {
+        if let Ok(version) = self.named(id)
+            && version.is_visible()
+            && let Some(Contribution::Committed { keepers, .. }) =
+                version.contributions.get_mut(&writer)
+            && !keepers.is_empty()
+        {
+            keepers.insert(session);
+        }
         Outcome::Done
     }
 
@@ -74,7 +98,7 @@ impl State {
                 Ok(Outcome::Done)
             }
             Status::Visible { manifest: shown, .. } | Status::Retired { manifest: shown } => {
-                if *shown == manifest {
+                if shown.is_same(&manifest) {
                     Ok(Outcome::Done)
                 } else {
                     Err(Refusal::ManifestDiffers { number })

@@ -2,9 +2,9 @@
 
 use super::command::{Outcome, Selector};
 use super::identity::{LeaseId, Timestamp};
-use super::refusal::Refusal;
+use super::refusal::{Reason, Refusal};
 use super::state::{Lease, State};
-use super::version::Version;
+use super::version::{Status, Version};
 
 impl State {
     pub(super) fn lease_version(
@@ -58,11 +58,34 @@ impl State {
     ///
     /// [`Refusal::NotFound`], which says what there is instead.
     pub fn found(&self, selector: Selector) -> Result<&Version, Refusal> {
-        self.version(selector).ok_or_else(|| Refusal::NotFound {
-            selector,
-            newest: self.head().map(|version| version.number),
-            coming: self.open().next_back().map(|open| (open.number, open.missing())),
+        self.version(selector).ok_or_else(|| {
+            self.lost(selector).unwrap_or_else(|| Refusal::NotFound {
+                selector,
+                newest: self.head().map(|version| version.number),
+                coming: self.open().next_back().map(|open| (open.number, open.missing())),
+            })
         })
+    }
+
+    /// What is to be said of a version that is lost: why readers do not find what they have seen, or heard of.
+    fn lost(&self, selector: Selector) -> Option<Refusal> {
+        let known = self.versions().rev().filter_map(|version| match &version.status {
+            Status::Dropped { reason } => Some((version.id, version.number, reason)),
+            _ => None,
+        });
+        let ended = self.ended.iter().rev();
+        let ended =
+            ended.filter_map(|ended| Some((ended.id, ended.number, ended.reason.as_ref()?)));
+        let mut lost = known.chain(ended).filter(|(id, number, reason)| {
+            let is_meant = match selector {
+                Selector::Newest => Some(*number) == self.highest,
+                Selector::Number(wanted) => *number == wanted,
+                Selector::Id(wanted) => *id == wanted,
+            };
+            is_meant && matches!(reason, Reason::Lost { .. })
+        });
+        let (_, number, reason) = lost.next()?;
+        Some(Refusal::Dropped { number, reason: reason.clone() })
     }
 }
 

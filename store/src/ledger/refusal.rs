@@ -9,7 +9,7 @@ use super::identity::{Digest, JobId, LeaseId, VersionId};
 use super::version::Durability;
 use super::writers::WriterSet;
 
-/// Why a version never became visible.
+/// Why a version never became visible, or is so no longer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -41,6 +41,11 @@ pub enum Reason {
     },
     /// It was deleted while it was open.
     Deleted,
+    /// The hosts that kept some of its archives have ended. It may have been visible.
+    Lost {
+        /// The writers whose archives they were.
+        writers: WriterSet,
+    },
 }
 
 impl fmt::Display for Reason {
@@ -57,6 +62,9 @@ impl fmt::Display for Reason {
             Self::Fenced { by } => write!(f, "fenced: job {by} has taken over the key"),
             Self::Aborted { writer } => write!(f, "aborted: the put of writer {writer} failed"),
             Self::Deleted => f.write_str("deleted while it was open"),
+            Self::Lost { writers } => {
+                write!(f, "lost: the hosts that kept the archives of writers {writers} have ended")
+            }
         }
     }
 }
@@ -69,6 +77,7 @@ impl Reason {
             Self::Rejected { .. } => "mend the state dicts and put again in every writer",
             Self::Fenced { .. } => "end this job, or start it anew as a newer one",
             Self::Deleted => "put again if it is still wanted",
+            Self::Lost { .. } => "read another version, or put again in every writer",
         }
     }
 }

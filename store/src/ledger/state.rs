@@ -1,6 +1,6 @@
 //! All that the ledger knows of a key, and the questions it answers.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::MAX_ENDED;
 use super::command::{Effect, Selector};
-use super::identity::{JobId, LeaseId, Timestamp, VersionId};
+use super::identity::{JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::refusal::Refusal;
-use super::version::{Durability, Ended, Fate, Status, Version};
+use super::version::{Contribution, Durability, Ended, Fate, Status, Version};
 use super::writers::WriterSet;
 
 /// The ledger of one key at one moment. The default is that of a key never written.
@@ -169,6 +169,15 @@ impl State {
     /// The newest job that contributed.
     pub fn job(&self) -> Option<&JobId> {
         self.job.as_ref().map(|job| &job.id)
+    }
+
+    /// The processes that matter to it: that have begun something, or keep it.
+    pub(crate) fn sessions(&self) -> BTreeSet<SessionId> {
+        let of = |version: &Version| {
+            let kept = version.contributions.values().flat_map(Contribution::keepers);
+            version.sessions.values().copied().chain(kept).collect::<Vec<_>>()
+        };
+        self.versions().flat_map(of).collect()
     }
 
     /// A lease that is held.

@@ -18,6 +18,8 @@ struct Ledger {
     state: State,
     now: u64,
     ids: u128,
+    /// Who keeps what is committed.
+    keeper: Option<SessionId>,
 }
 
 impl Ledger {
@@ -72,6 +74,7 @@ impl Ledger {
                 file_len: 1,
                 bytes: 1,
             }],
+            keeper: self.keeper,
             now: Timestamp(self.now),
         }))
     }
@@ -84,7 +87,8 @@ impl Ledger {
     }
 
     fn prove(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
-        let manifest = ManifestReference { name: format!("{id}"), digest: Digest([1; 16]) };
+        let (name, digest) = (format!("{id}"), Digest([1; 16]));
+        let manifest = ManifestReference { name, digest, file_len: 1, keeper: None };
         self.give(Command::Proved { id, manifest, now: Timestamp(self.now) })
     }
 

@@ -73,6 +73,9 @@ pub enum Contribution {
         digest: Digest,
         /// Where they are, in their order: usually there is one.
         archives: Vec<ArchiveReference>,
+        /// The processes that keep them, each all of them, if they end with the last of these.
+        #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+        keepers: BTreeSet<SessionId>,
     },
 }
 
@@ -94,6 +97,19 @@ pub struct ManifestReference {
     pub name: String,
     /// What it contains.
     pub digest: Digest,
+    /// Its whole length.
+    #[serde(default)]
+    pub file_len: u64,
+    /// The process that keeps it, if it ends with that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeper: Option<SessionId>,
+}
+
+impl ManifestReference {
+    /// Whether another one is of the same manifest, whoever keeps it.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        (&self.name, self.digest) == (&other.name, other.digest)
+    }
 }
 
 /// How far a version has come. Each step leads down this list, to `Visible` and `Retired` or
@@ -122,7 +138,7 @@ pub enum Status {
         /// Its manifest.
         manifest: ManifestReference,
     },
-    /// It never became visible and never will; its data is to be deleted.
+    /// It never became visible and never will, or it was and has lost archives; its data is to be deleted.
     Dropped {
         /// Why.
         reason: Reason,
@@ -139,7 +155,7 @@ pub enum Fate {
     },
     /// It became visible. (It may have been retired since, and its data deleted.)
     Visible,
-    /// It never became visible and never will.
+    /// It never became visible and never will, or it was and is lost.
     Dropped(Reason),
 }
 
@@ -149,6 +165,23 @@ impl Contribution {
         match self {
             Self::Begun => &[],
             Self::Committed { archives, .. } => archives,
+        }
+    }
+
+    /// The processes that keep them, if they end with the last of these.
+    pub fn keepers(&self) -> impl Iterator<Item = SessionId> {
+        let keepers = match self {
+            Self::Begun => None,
+            Self::Committed { keepers, .. } => Some(keepers),
+        };
+        keepers.into_iter().flatten().copied()
+    }
+
+    /// A process keeps them no longer. Says whether now nobody does.
+    fn lose(&mut self, session: SessionId) -> bool {
+        match self {
+            Self::Begun => false,
+            Self::Committed { keepers, .. } => keepers.remove(&session) && keepers.is_empty(),
         }
     }
 }
@@ -246,6 +279,21 @@ impl Version {
         self.status = Status::Dropped { reason };
     }
 
+    /// A process has ended. If it alone has kept something, that is lost, and nobody can read the version any more; says
+    /// whether that is so.
+    pub(super) fn lose(&mut self, session: SessionId) -> bool {
+        let lost = self
+            .contributions
+            .iter_mut()
+            .filter_map(|(writer, contribution)| contribution.lose(session).then_some(*writer));
+        let writers = WriterSet::from_iter(lost.collect::<Vec<_>>());
+        let is_lost = !writers.is_empty() && (self.is_open() || self.is_visible());
+        if is_lost {
+            self.status = Status::Dropped { reason: Reason::Lost { writers } };
+        }
+        is_lost
+    }
+
     /// Takes a visible version from the readers.
     pub(super) fn retire(&mut self) {
         if let Status::Visible { manifest, .. } = &self.status {
@@ -266,7 +314,7 @@ pub(super) struct Ended {
     pub(super) number: u64,
     pub(super) job: Option<JobId>,
     pub(super) call: Option<u64>,
-    /// Why it was dropped; none if it was visible.
+    /// Why it was dropped; none if it was visible to its end.
     pub(super) reason: Option<Reason>,
 }
 

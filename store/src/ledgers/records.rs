@@ -173,19 +173,16 @@ impl Records {
         let record = sealed(&name, &next).map_err(|error| {
             Error::new(ErrorKind::Invalid, format_args!("key `{key}`: {error}"))
         })?;
-        let created = self.meta.create(&name, record).await;
+        let before = (last.number > 0).then(|| file_name(last.number));
+        let next_name = file_name(number);
+        let created = self.meta.follow(&folder(key), before.as_deref(), &next_name, record).await;
         if created.is_err() {
             last.stale.extend([last.number, number].map(file_name));
             (last.number, last.is_in_doubt) = (number, true);
         }
         if !created? {
-            if self.meta.grace().is_some() {
-                self.recent().remove(key);
-                return Ok(false);
-            }
-            // Nobody else could have.
-            let text = format_args!("key `{key}` was written without its lock; try again");
-            return Err(Error::new(ErrorKind::Busy, text));
+            self.recent().remove(key);
+            return Ok(false);
         }
         if !self.was_next(key, last).await? {
             self.recent().remove(key);

@@ -1,6 +1,7 @@
 //! Ledgers that several processes advance: whoever does locks the key.
 
 use std::any::Any;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,50 +18,76 @@ use crate::meta::MetaStore;
 const SESSIONS: &str = ".sessions";
 
 #[derive(Clone)]
-pub(crate) struct SharedLedgers(Records);
+pub(crate) struct SharedLedgers {
+    records: Records,
+    /// What the ledger of a key is before anybody has written it.
+    blank: Arc<State>,
+    /// What others find under the session of this process.
+    record: Arc<Vec<u8>>,
+}
 
 impl SharedLedgers {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        Self(Records::new(meta))
+        Self { records: Records::new(meta), blank: Arc::default(), record: Arc::default() }
+    }
+
+    /// The same of a process that others find by what is said here, and which keeps so many versions of a key as long
+    /// as nobody says otherwise.
+    pub(crate) fn of_host(meta: Arc<dyn MetaStore>, record: Vec<u8>, keep: NonZeroU32) -> Self {
+        let blank = Arc::new(State::keeping(keep));
+        Self { records: Records::new(meta), blank, record: Arc::new(record) }
+    }
+
+    /// What a process has said of itself; none if it has ended.
+    pub(crate) async fn session_record(&self, id: SessionId) -> Result<Option<Vec<u8>>> {
+        self.records.meta.get(&session_name(id)).await
+    }
+
+    async fn load(&self, key: &Key) -> Result<Record> {
+        let mut record = self.records.load(key).await?;
+        if record.number == 0 {
+            record.state = (*self.blank).clone();
+        }
+        Ok(record)
     }
 }
 
 #[async_trait]
 impl Ledgers for SharedLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
-        Ok(Arc::new(self.0.load(key).await?.state))
+        Ok(Arc::new(self.load(key).await?.state))
     }
 
     async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
-        let lock = self.0.meta.lock(&format!("{}/.lock", key.to_path())).await?;
-        let record = self.0.load(key).await?;
-        Ok(Box::new(SharedTurn { records: self.0.clone(), key: key.clone(), record, _lock: lock }))
+        let lock = self.records.meta.lock(&format!("{}/.lock", key.to_path())).await?;
+        let (records, record) = (self.records.clone(), self.load(key).await?);
+        Ok(Box::new(SharedTurn { records, key: key.clone(), record, _lock: lock }))
     }
 
     async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
-        let meta = &self.0.meta;
+        let meta = &self.records.meta;
         let names = meta.list(SESSIONS).await?;
         // What has another name is not ours.
         for other in names.iter().filter_map(|name| name.parse().ok()) {
             // What a process that has ended has left behind goes now or later.
             let _ = meta.has_ended(&session_name(other)).await;
         }
-        meta.lock(&session_name(id)).await.map(Some)
+        meta.session(&session_name(id), self.record.to_vec()).await.map(Some)
     }
 
     async fn has_ended(&self, id: SessionId) -> Result<bool> {
-        self.0.meta.has_ended(&session_name(id)).await
+        self.records.meta.has_ended(&session_name(id)).await
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {
-        self.0.keys().await
+        self.records.keys().await
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let mut watch = self.0.watch(key, patience);
+        let mut watch = self.records.watch(key, patience);
         while watch.changed().await {
             // What cannot be read now is for the caller to find.
-            if self.0.load(key).await.map_or(true, |record| record.state != **seen) {
+            if self.load(key).await.map_or(true, |record| record.state != **seen) {
                 return;
             }
         }

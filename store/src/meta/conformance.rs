@@ -1,5 +1,6 @@
 //! What every meta store does, whatever it keeps its records in: the same tests for all.
 
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,38 +12,68 @@ use crate::key::Key;
 use crate::ledger::State;
 use crate::ledgers::{Ledgers, SharedLedgers, save};
 
-/// A meta store as two processes have it, and what is to be kept until the end.
-type Pair = ([Arc<dyn MetaStore>; 2], Option<tempfile::TempDir>);
+/// A meta store as two processes have it.
+struct Kind {
+    name: &'static str,
+    metas: [Arc<dyn MetaStore>; 2],
+    /// Whether a lock keeps the other process away.
+    locks: bool,
+    /// Whether it can tell that a process has ended.
+    tells: bool,
+    /// What is to be kept until the end.
+    _keep: Option<Box<dyn Any>>,
+}
 
-/// Each kind, by name.
-fn kinds() -> Vec<(&'static str, Pair)> {
-    let memory: Arc<dyn MetaStore> = Arc::new(MemoryMeta::default());
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().canonicalize().unwrap();
-    let directory = || Arc::new(DirectoryMeta::new(Disk::at(root.clone()))) as Arc<dyn MetaStore>;
-    let directories = [directory(), directory()];
+#[cfg_attr(not(feature = "etcd"), expect(clippy::unused_async, reason = "it is with etcd"))]
+async fn kinds() -> Vec<Kind> {
     vec![
-        ("memory", ([memory.clone(), memory], None)),
-        ("directory", (directories, Some(folder))),
+        memory(),
+        directory(),
+        #[cfg(feature = "etcd")]
+        etcd().await,
         #[cfg(feature = "object")]
-        ("object", (objects(), None)),
+        object(),
     ]
 }
 
+fn memory() -> Kind {
+    let memory: Arc<dyn MetaStore> = Arc::new(MemoryMeta::default());
+    let metas = [memory.clone(), memory];
+    Kind { name: "memory", metas, locks: true, tells: true, _keep: None }
+}
+
+fn directory() -> Kind {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().canonicalize().unwrap();
+    let directory = || Arc::new(DirectoryMeta::new(Disk::at(root.clone()))) as Arc<dyn MetaStore>;
+    let (metas, keep) = ([directory(), directory()], Box::new(folder));
+    Kind { name: "directory", metas, locks: true, tells: true, _keep: Some(keep) }
+}
+
+#[cfg(feature = "etcd")]
+async fn etcd() -> Kind {
+    let etcd = super::server::Etcd::start(1);
+    let url = format!("{}/some/prefix", etcd.url());
+    let connect = async || Arc::new(super::EtcdMeta::connect(&url).await.unwrap());
+    let metas: [Arc<dyn MetaStore>; 2] = [connect().await, connect().await];
+    Kind { name: "etcd", metas, locks: false, tells: true, _keep: Some(Box::new(etcd)) }
+}
+
 #[cfg(feature = "object")]
-fn objects() -> [Arc<dyn MetaStore>; 2] {
+fn object() -> Kind {
     let objects = Arc::new(object_store::memory::InMemory::new());
     let object = || {
         let root = object_store::path::Path::parse("some/prefix").unwrap();
         let bucket = crate::bucket::Bucket::new(objects.clone(), root, "s3://test/some/prefix");
         Arc::new(super::ObjectMeta::new(bucket.unwrap())) as Arc<dyn MetaStore>
     };
-    [object(), object()]
+    let metas = [object(), object()];
+    Kind { name: "object", metas, locks: false, tells: false, _keep: None }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn records_are_created_once_and_never_change() {
-    for (kind, ([one, other], _keep)) in kinds() {
+    for Kind { name: kind, metas: [one, other], _keep, .. } in kinds().await {
         let name = "policy%2Factor/.ledger/00000000000000000001.json";
         assert_eq!(one.get(name).await.unwrap(), None, "{kind}");
         assert_eq!(one.list("policy%2Factor/.ledger").await.unwrap(), [""; 0], "{kind}");
@@ -65,7 +96,7 @@ async fn records_are_created_once_and_never_change() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_listing_has_what_is_directly_below() {
-    for (kind, ([one, other], _keep)) in kinds() {
+    for Kind { name: kind, metas: [one, other], _keep, .. } in kinds().await {
         for name in ["a/x", "a/y/z", "a/y/w", "a%/x", "b", "ab/x"] {
             assert!(one.create(name, name.into()).await.unwrap(), "{kind}");
         }
@@ -81,7 +112,7 @@ async fn a_listing_has_what_is_directly_below() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_many_that_create_one_name_one_succeeds() {
-    for (kind, ([one, other], _keep)) in kinds() {
+    for Kind { name: kind, metas: [one, other], _keep, .. } in kinds().await {
         for round in 0..20 {
             let create = |number: u8| {
                 let meta = if number.is_multiple_of(2) { one.clone() } else { other.clone() };
@@ -102,19 +133,26 @@ async fn of_many_that_create_one_name_one_succeeds() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_holds_a_name_keeps_others_away_or_nobody_relies_on_it() {
-    for (kind, ([one, other], _keep)) in kinds() {
+    for Kind { name: kind, metas: [one, other], locks, tells, _keep } in kinds().await {
         let held = one.lock("policy/.lock").await.unwrap();
         let short = Duration::from_millis(50);
         let second = tokio::time::timeout(short, other.lock("policy/.lock")).await;
-        assert_eq!(second.is_err(), one.grace().is_none(), "{kind}");
+        assert_eq!(second.is_err(), locks, "{kind}");
         drop((held, second));
         other.lock("policy/.lock").await.unwrap();
-        let session = one.lock(".sessions/1").await.unwrap();
+        let session = one.session(".sessions/1", b"who".to_vec()).await.unwrap();
         assert!(!other.has_ended(".sessions/1").await.unwrap(), "{kind}");
         drop(session);
         // Who cannot tell takes nobody for dead.
-        let can_tell = one.grace().is_none();
-        assert_eq!(other.has_ended(".sessions/1").await.unwrap(), can_tell, "{kind}");
+        let mut has_ended = other.has_ended(".sessions/1").await.unwrap();
+        for _ in 0..200 {
+            if has_ended || !tells {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            has_ended = other.has_ended(".sessions/1").await.unwrap();
+        }
+        assert_eq!(has_ended, tells, "{kind}");
     }
 }
 
@@ -124,7 +162,7 @@ async fn steps_of_two_processes_follow_each_other() {
     const STEPS: u32 = 40;
     let key = Key::new("policy").unwrap();
     let kept = |state: &State| (1..=2 * STEPS + 1).find(|keep| *state == keeping(*keep));
-    for (kind, (metas, _keep)) in kinds() {
+    for Kind { name: kind, metas, _keep, .. } in kinds().await {
         let count = |meta: Arc<dyn MetaStore>| {
             let (ledgers, key) = (SharedLedgers::new(meta), key.clone());
             tokio::spawn(async move {
@@ -150,7 +188,7 @@ async fn steps_of_two_processes_follow_each_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_waits_sees_what_another_process_does() {
     let key = Key::new("policy").unwrap();
-    for (kind, ([one, other], _keep)) in kinds() {
+    for Kind { name: kind, metas: [one, other], _keep, .. } in kinds().await {
         let (one, other) = (SharedLedgers::new(one), SharedLedgers::new(other));
         let seen = one.state(&key).await.unwrap();
         let (waiting, waited) = (one.clone(), key.clone());
@@ -169,4 +207,76 @@ async fn who_waits_sees_what_another_process_does() {
 
 fn keeping(keep: u32) -> State {
     State::keeping(std::num::NonZeroU32::new(keep).unwrap())
+}
+
+#[cfg(feature = "etcd")]
+mod etcd_alone {
+    use super::*;
+    use crate::meta::EtcdMeta;
+    use crate::meta::server::Etcd;
+
+    async fn connect(etcd: &Etcd) -> EtcdMeta {
+        EtcdMeta::connect(&format!("{}/tssd", etcd.url())).await.unwrap()
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_follows_a_record_that_others_have_followed_is_none() {
+        let etcd = Etcd::start(1);
+        let (one, other) = (connect(&etcd).await, connect(&etcd).await);
+        let record = || b"{}".to_vec();
+        assert!(one.follow("a/.ledger", None, "1", record()).await.unwrap());
+        assert!(one.follow("a/.ledger", Some("1"), "2", record()).await.unwrap());
+        assert!(one.follow("a/.ledger", Some("2"), "3", record()).await.unwrap());
+        assert_eq!(one.retire("a/.ledger", vec!["1".into(), "2".into()]).await, [""; 0]);
+        // Who has stopped meanwhile believes that the first one is the last, or that there is none.
+        assert!(!other.follow("a/.ledger", Some("1"), "2", record()).await.unwrap());
+        assert!(!other.follow("a/.ledger", None, "1", record()).await.unwrap());
+        assert!(other.follow("a", None, "1", record()).await.is_ok_and(|created| !created));
+        assert_eq!(other.list("a/.ledger").await.unwrap(), ["3"]);
+        assert!(other.follow("a/.ledger", Some("3"), "4", record()).await.unwrap());
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_listing_has_more_names_than_a_page() {
+        let etcd = Etcd::start(1);
+        let meta = Arc::new(connect(&etcd).await);
+        let create = |number: u32| {
+            let meta = meta.clone();
+            tokio::spawn(async move { meta.create(&format!("many/{number:05}"), vec![]).await })
+        };
+        for created in (0..2100).map(create).collect::<Vec<_>>() {
+            assert!(created.await.unwrap().unwrap());
+        }
+        let listed = meta.list("many").await.unwrap();
+        assert!(listed.iter().map(|name| name.parse::<u32>().unwrap()).eq(0..2100));
+        assert_eq!(meta.list("").await.unwrap(), ["many"]);
+        assert_eq!(meta.retire("many", listed).await, [""; 0]);
+        assert_eq!(meta.list("many").await.unwrap(), [""; 0]);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_member_that_is_killed_delays_and_no_more() {
+        let mut etcd = Etcd::start(3);
+        let meta = connect(&etcd).await;
+        let session = meta.session(".sessions/1", b"tls://h1:7777".to_vec()).await.unwrap();
+        for member in 0..3 {
+            etcd.kill(member);
+            let name = format!("a/{member}");
+            assert!(meta.create(&name, vec![7]).await.unwrap());
+            assert_eq!(meta.get(&name).await.unwrap(), Some(vec![7]));
+            let said = meta.get(".sessions/1").await.unwrap();
+            assert_eq!(said, Some(b"tls://h1:7777".to_vec()));
+            etcd.launch(member);
+            etcd.wait();
+        }
+        drop(session);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn who_cannot_be_reached_or_let_in_is_said() {
+        let error = EtcdMeta::connect("etcd://").await.err().unwrap();
+        assert_eq!(error.kind(), crate::ErrorKind::Invalid, "{error}");
+        let error = EtcdMeta::connect("etcd://root:secret@127.0.0.1:1").await.err().unwrap();
+        assert!(error.to_string().contains("ETCDCTL_USER"), "{error}");
+    }
 }

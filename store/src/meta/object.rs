@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 
 use super::{MetaStore, Poll, Turns, Watch};
-use crate::bucket::{Bucket, again, optional, pause};
-use crate::environment::{Environment, SystemEnvironment};
+use crate::bucket::{Bucket, again, optional};
+use crate::environment::{Environment, SystemEnvironment, pause};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long a record that others have followed stays. Nobody can be kept from creating one, so who has stopped in

@@ -18,7 +18,12 @@ fn a_version_is_visible_when_all_have_committed_and_the_proof_has_come() {
     assert!(ledger.state.head().is_none());
     ledger.prove(id).unwrap();
     assert_eq!(ledger.state.head().unwrap().id, id);
-    let other = ManifestReference { name: "other".to_owned(), digest: Digest([2; 16]) };
+    let other = ManifestReference {
+        name: "other".to_owned(),
+        digest: Digest([2; 16]),
+        file_len: 1,
+        keeper: None,
+    };
     let again = Command::Proved { id, manifest: other, now: Timestamp(0) };
     assert_eq!(ledger.give(again), Err(Refusal::ManifestDiffers { number: 5 }));
 }
@@ -167,4 +172,37 @@ fn a_refusal_names_what_it_is_about() {
         let said = refusal.to_string();
         assert_eq!(said.split("; ").next(), Some(text), "{said}");
     }
+}
+
+#[test]
+fn what_a_process_kept_alone_is_lost_with_it() {
+    let mut ledger = Ledger::default();
+    let ended = |ledger: &mut Ledger, session| {
+        ledger.give(Command::SessionEnded { session: SessionId(session) }).unwrap();
+    };
+    let kept_by = |ledger: &mut Ledger, id, put: Put<'_>, keeper: u128| {
+        ledger.keeper = Some(SessionId(keeper));
+        ledger.commit(id, put, 7).unwrap();
+        ledger.keeper = None;
+    };
+    let id = ledger.begin(step_of("a", 0, 5)).unwrap();
+    ledger.begin(step_of("a", 1, 5)).unwrap();
+    kept_by(&mut ledger, id, step_of("a", 0, 5), 1);
+    kept_by(&mut ledger, id, step_of("a", 1, 5), 2);
+    ledger.prove(id).unwrap();
+    ledger.give(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
+    // Somebody else keeps it too.
+    ledger.give(Command::Keep { id, writer: 1, session: SessionId(3) }).unwrap();
+    ended(&mut ledger, 2);
+    assert!(ledger.state.head().is_some());
+    ended(&mut ledger, 3);
+    let reason = Reason::Lost { writers: writers("1") };
+    assert_eq!(ledger.reason(id), reason);
+    assert_eq!(pending(&ledger.state), [Effect::Delete { id, epoch: 0, number: 5 }]);
+    let lost = Refusal::Dropped { number: 5, reason };
+    for selector in [Selector::Newest, Selector::Number(5), Selector::Id(id)] {
+        assert_eq!(ledger.state.found(selector).err().as_ref(), Some(&lost));
+    }
+    ledger.settle();
+    assert_eq!(ledger.state.found(Selector::Number(5)).err(), Some(lost));
 }

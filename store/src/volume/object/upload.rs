@@ -11,7 +11,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tssd_format::{Fill, Filled};
 
 use super::marker;
-use crate::bucket::{Bucket, again, pause};
+use crate::bucket::{Bucket, again};
+use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
 use crate::volume::{Part, Reservation, split};
 

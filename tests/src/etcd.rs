@@ -1,0 +1,144 @@
+//! Members of etcd on this host, for tests.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// Names the program, if it is not on the path.
+const PROGRAM: &str = "TSSD_ETCD";
+
+/// How long members have until they answer.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Members that make one cluster. They end with this, however the process ends.
+pub struct Etcd {
+    members: Vec<Member>,
+    folder: TempDir,
+}
+
+struct Member {
+    client: SocketAddr,
+    peer: SocketAddr,
+    process: Option<Child>,
+}
+
+impl Etcd {
+    /// So many members, which answer.
+    ///
+    /// # Panics
+    ///
+    /// If there is no etcd, or it does not answer.
+    pub fn start(members: usize) -> Self {
+        let address = || {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+            listener.and_then(|listener| listener.local_addr()).expect("there are ports")
+        };
+        let member = |_| Member { client: address(), peer: address(), process: None };
+        let folder = tempfile::tempdir().expect("there is room for folders");
+        let mut etcd = Self { members: (0..members).map(member).collect(), folder };
+        (0..members).for_each(|member| etcd.launch(member));
+        etcd.wait();
+        etcd
+    }
+
+    /// Their address, as stores and daemons take it.
+    pub fn url(&self) -> String {
+        let hosts: Vec<_> = self.members.iter().map(|member| member.client.to_string()).collect();
+        format!("etcd://{}", hosts.join(","))
+    }
+
+    /// Kills a member.
+    ///
+    /// # Panics
+    ///
+    /// If it was killed already.
+    pub fn kill(&mut self, member: usize) {
+        let mut process = self.members[member].process.take().expect("it runs");
+        process.kill().and_then(|()| process.wait()).expect("it is ours");
+    }
+
+    /// Starts a member over what it has written before.
+    pub fn launch(&mut self, member: usize) {
+        let of = |member: usize, peer: SocketAddr| format!("m{member}=http://{peer}");
+        let cluster: Vec<_> =
+            self.members.iter().enumerate().map(|(number, it)| of(number, it.peer)).collect();
+        let Member { client, peer, .. } = self.members[member];
+        let folder = self.folder.path();
+        let log = File::create(folder.join(format!("m{member}.log"))).expect("there is room");
+        let program =
+            std::env::var_os(PROGRAM).map_or_else(|| PathBuf::from("etcd"), PathBuf::from);
+        // Whatever ends this process ends them.
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL"])
+            .arg(&program)
+            .arg(format!("--name=m{member}"))
+            .arg(format!("--data-dir={}", folder.join(format!("m{member}")).display()))
+            .arg(format!("--listen-client-urls=http://{client}"))
+            .arg(format!("--advertise-client-urls=http://{client}"))
+            .arg(format!("--listen-peer-urls=http://{peer}"))
+            .arg(format!("--initial-advertise-peer-urls=http://{peer}"))
+            .arg(format!("--initial-cluster={}", cluster.join(",")))
+            // A leader that is lost is missed soon.
+            .args(["--heartbeat-interval=50", "--election-timeout=500", "--pre-vote"])
+            .args(["--logger=zap", "--log-level=warn"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        let process = command.spawn();
+        let process = process.unwrap_or_else(|error| panic!("{}: {error}", program.display()));
+        self.members[member].process = Some(process);
+    }
+
+    /// Waits until all that run answer.
+    ///
+    /// # Panics
+    ///
+    /// If one does not within a minute, with what it has said.
+    pub fn wait(&mut self) {
+        let started = Instant::now();
+        let folder = self.folder.path();
+        for (number, member) in self.members.iter_mut().enumerate() {
+            let Some(process) = &mut member.process else { continue };
+            while !is_healthy(member.client) {
+                let has_ended = process.try_wait().expect("it is ours").is_some();
+                if has_ended || started.elapsed() > PATIENCE {
+                    let log = std::fs::read_to_string(folder.join(format!("m{number}.log")));
+                    panic!(
+                        "etcd does not answer; it is `etcd` of the PATH, or what {PROGRAM} names:\n{}",
+                        log.unwrap_or_default()
+                    );
+                }
+                sleep(Duration::from_millis(20));
+            }
+        }
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        for process in self.members.iter_mut().filter_map(|member| member.process.as_mut()) {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+/// Whether a member answers and knows a leader.
+fn is_healthy(address: SocketAddr) -> bool {
+    let ask = || -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(address)?;
+        stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    ask().is_ok_and(|answer| answer.contains("\"health\":\"true\""))
+}

@@ -1,0 +1,167 @@
+//! Daemons of several hosts that share their ledgers in etcd: none of them decides for the others.
+
+use std::time::{Duration, Instant};
+
+use tssd_format::{ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_store::blocking::Store;
+use tssd_store::ledger::{Reason, Refusal};
+use tssd_store::{ErrorKind, GetOptions, JobId, Key, PutOptions};
+use tssd_tests::etcd::Etcd;
+use tssd_tests::served::Served;
+
+/// Rows of a tensor that a writer has, and elements of a row.
+const ROWS: u64 = 64;
+const COLUMNS: u64 = 4096;
+
+fn key() -> Key {
+    Key::new("policy").unwrap()
+}
+
+/// A daemon that has its ledgers in etcd.
+fn host(etcd: &Etcd) -> Served {
+    Served::bound(1 << 30, |options| {
+        options.meta = Some(etcd.url());
+        options.keep = 2.try_into().unwrap();
+    })
+}
+
+/// What one of several writers has in a step: its rows.
+fn part(step: u64, writer: u32, writers: u32) -> StateDict {
+    let elements: Vec<u64> = (0..ROWS * COLUMNS).map(|at| element(step, writer, at)).collect();
+    let rows = Tensor::from_slice(&elements, &[ROWS, COLUMNS]).unwrap();
+    let global = [u64::from(writers) * ROWS, COLUMNS];
+    let place = TensorSlice::new(&[u64::from(writer) * ROWS, 0], &[ROWS, COLUMNS], &global);
+    let mut dict = StateDict::new();
+    dict.insert("step", step.cast_signed());
+    let shard = tssd_format::Shard::new(rows, ShardPlace::new(place.unwrap())).unwrap();
+    dict.insert("weight", shard);
+    dict
+}
+
+fn element(step: u64, writer: u32, at: u64) -> u64 {
+    (step << 40 | u64::from(writer) << 32 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+fn options(step: u64, writer: u32, writers: u32) -> PutOptions {
+    PutOptions {
+        writer: Some(writer),
+        writers: Some(
+            if writers == 1 { "0".to_owned() } else { format!("0-{}", writers - 1) }
+                .parse()
+                .unwrap(),
+        ),
+        job: Some(JobId("run".to_owned())),
+        version: Some(step),
+        ..PutOptions::default()
+    }
+}
+
+/// Each host's trainer puts its part.
+fn publish(stores: &[Store], step: u64) {
+    let writers = u32::try_from(stores.len()).unwrap();
+    std::thread::scope(|scope| {
+        for (writer, store) in (0..).zip(stores) {
+            scope.spawn(move || {
+                let (dict, options) = (part(step, writer, writers), options(step, writer, writers));
+                store.put_state_dict(&key(), &dict, &options).unwrap()
+            });
+        }
+    });
+}
+
+/// Reads a version, or the newest, and proves that it is whole; says which it is.
+fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, tssd_store::Error> {
+    let options = GetOptions { version, ..GetOptions::default() };
+    let (dict, _) = store.get_state_dict(&key(), &options)?;
+    let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("a step: {dict:?}") };
+    let step: u64 = step.to_string().parse().unwrap();
+    let Value::Tensor(weight) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
+    let bytes = weight.view().to_contiguous(u64::MAX).unwrap();
+    let wanted = (0..writers)
+        .flat_map(|writer| (0..ROWS * COLUMNS).map(move |at| element(step, writer, at)));
+    assert!(
+        bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).eq(wanted),
+        "version {step} is what was put"
+    );
+    Ok(step)
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < Duration::from_mins(1), "{what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn lost_writers(error: &tssd_store::Error) -> Option<String> {
+    match error.refusal() {
+        Some(Refusal::Dropped { reason: Reason::Lost { writers }, .. }) => {
+            Some(writers.to_string())
+        }
+        _ => None,
+    }
+}
+
+#[test]
+fn what_is_put_on_several_hosts_is_one_version_on_all() {
+    let etcd = Etcd::start(1);
+    let hosts = [host(&etcd), host(&etcd), host(&etcd)];
+    let stores = hosts.each_ref().map(Served::connect);
+    let far = hosts[2].connect_far();
+    let waiting = hosts[2].connect();
+    let waiter = std::thread::spawn(move || {
+        waiting.wait_for_version(&key(), 6, Duration::from_mins(1)).unwrap()
+    });
+    for step in 1..=6 {
+        publish(&stores[..2], step);
+        for store in stores.iter().chain([&far]) {
+            assert_eq!(read(store, None, 2).unwrap(), step);
+        }
+    }
+    waiter.join().unwrap();
+    assert_eq!(read(&stores[2], Some(5), 2).unwrap(), 5, "two are kept");
+    let error = read(&stores[2], Some(4), 2).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    // Who keeps them is told what nobody needs.
+    for store in &stores {
+        eventually("memory is written again", || {
+            let memory = store.status().unwrap().memory;
+            memory.used - memory.warm < 16 << 20
+        });
+    }
+    // What is said of a key is said to all.
+    stores[0].pin(&key(), Some(5), "best").unwrap();
+    assert_eq!(stores[1].pins(&key()).unwrap()["best"], 5);
+    assert_eq!(stores[2].delete(&key(), None).unwrap(), 2);
+    assert_eq!(stores[0].keys(None).unwrap(), [] as [Key; 0]);
+}
+
+#[test]
+fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
+    let etcd = Etcd::start(1);
+    let [first, second, third] = [host(&etcd), host(&etcd), host(&etcd)];
+    let stores = [first.connect(), second.connect()];
+    let reader = third.connect();
+    let own = Key::new("own").unwrap();
+    reader.put_state_dict(&own, &part(1, 0, 1), &PutOptions::default()).unwrap();
+    publish(&stores[..1], 1);
+    publish(&stores, 2);
+    assert_eq!(read(&reader, None, 2).unwrap(), 2);
+    drop(second);
+    let mut last = String::new();
+    // Until it is known that it has ended, it cannot be reached.
+    eventually("a host that has ended is missed", || {
+        let error = read(&reader, Some(2), 2).unwrap_err();
+        last = error.to_string();
+        assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
+        lost_writers(&error).as_deref() == Some("1")
+    });
+    assert!(last.contains("the hosts that kept the archives of writers 1 have ended"), "{last}");
+    // The one before is there, and so is what others keep.
+    assert_eq!(read(&reader, None, 1).unwrap(), 1);
+    assert!(reader.get_state_dict(&own, &GetOptions::default()).is_ok());
+    // It goes on.
+    publish(&stores[..1], 3);
+    assert_eq!(read(&reader, None, 1).unwrap(), 3);
+}

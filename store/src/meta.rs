@@ -45,8 +45,13 @@ pub(crate) trait MetaStore: Send + Sync {
     /// Creates a record; false if there is one of this name.
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool>;
 
+    /// The same with the records themselves, where they come along.
+    async fn list_records(&self, name: &str) -> Result<Vec<(String, Option<Vec<u8>>)>> {
+        Ok(self.list(name).await?.into_iter().map(|name| (name, None)).collect())
+    }
+
     /// Creates the record of a folder that follows its last one, if it has any; false if there is one of this name, or
-    /// it is seen that `last` is the last no more.
+    /// it is seen that `last` is the last no more. What is older than `last` may go with it.
     async fn follow(
         &self,
         folder: &str,

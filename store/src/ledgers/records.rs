@@ -139,15 +139,24 @@ impl Records {
     async fn listed(&self, key: &Key) -> Result<Record> {
         let (folder, read) = (folder(key), Instant::now());
         for _ in 0..READ_TRIES {
-            let mut names = self.meta.list(&folder).await?;
-            names.retain(|name| is_ours(name));
-            let numbers = names.iter().filter_map(|name| record_number(name));
-            let Some(number) = numbers.max() else {
+            let mut records = self.meta.list_records(&folder).await?;
+            records.retain(|(name, _)| is_ours(name));
+            let newest = records.iter_mut().rev().find_map(|(name, record)| {
+                record_number(name).map(|number| (number, record.take()))
+            });
+            let mut names: Vec<String> = records.into_iter().map(|(name, _)| name).collect();
+            let Some((number, record)) = newest else {
                 return Ok(Record { stale: names, read, ..Record::default() });
             };
-            // Whoever has created a newer one since may have deleted this one: look again.
             let name = record_name(key, number);
-            let Some(record) = self.meta.get(&name).await? else { continue };
+            let record = match record {
+                Some(record) => record,
+                // Whoever has created a newer one since may have deleted this one: look again.
+                None => match self.meta.get(&name).await? {
+                    Some(record) => record,
+                    None => continue,
+                },
+            };
             let state = opened(&name, &record)?;
             names.retain(|name| *name != file_name(number));
             return Ok(Record { number, state, stale: names, is_in_doubt: false, read });

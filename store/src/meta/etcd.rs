@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use etcd_client::{
-    Certificate, Client, Compare, CompareOp, ConnectOptions, GetOptions, Identity, PutOptions,
-    TlsOptions, Txn, TxnOp, TxnOpResponse, WatchOptions, WatchStream,
+    Certificate, Client, Compare, CompareOp, ConnectOptions, DeleteOptions, GetOptions, Identity,
+    KeyValue, PutOptions, TlsOptions, Txn, TxnOp, TxnOpResponse, WatchOptions, WatchStream,
 };
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
@@ -41,9 +41,8 @@ const RENEWAL: Duration = Duration::from_secs(3);
 /// Behind each record stands who has created it: so many bytes.
 const TOKEN_BYTES: usize = 16;
 
-/// How many names are listed by one request, and how many records are deleted.
+/// How many names are listed by one request.
 const PAGE: i64 = 1000;
-const DELETIONS: usize = 100;
 
 /// The keys below a prefix.
 pub(crate) struct EtcdMeta {
@@ -115,6 +114,16 @@ impl EtcdMeta {
         if name.is_empty() { self.prefix.clone() } else { format!("{}{name}/", self.prefix) }
     }
 
+    /// What is stored of a record.
+    fn record(&self, name: &str, found: &KeyValue) -> Result<Vec<u8>> {
+        let record = found.value();
+        let record = record.len().checked_sub(TOKEN_BYTES).map(|len| record[..len].to_vec());
+        record.ok_or_else(|| {
+            let text = format_args!("`{}`: `{name}` is cut off", self.shown);
+            Error::new(ErrorKind::Corrupt, text)
+        })
+    }
+
     /// Asks until there is an answer.
     async fn ask<T, F: Future<Output = Answer<T>>>(
         &self,
@@ -137,23 +146,22 @@ impl EtcdMeta {
         }
     }
 
-    /// Creates a record, if what is compared besides is so.
+    /// Creates a record, if a condition holds, and does something besides.
     async fn put(
         &self,
         name: &str,
         mut record: Vec<u8>,
-        conditions: Vec<Compare>,
-        lease: Option<i64>,
+        condition: Option<Compare>,
+        besides: Option<TxnOp>,
     ) -> Result<bool> {
         let token = self.environment.random().to_le_bytes();
         record.extend(token);
         let key = self.key(name);
-        let mut when = conditions;
-        when.push(Compare::create_revision(key.clone(), CompareOp::Equal, 0));
-        let options = lease.map(|lease| PutOptions::new().with_lease(lease));
+        let is_new = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
+        let put = TxnOp::put(key.clone(), record, None);
         let create = Txn::new()
-            .when(when)
-            .and_then([TxnOp::put(key.clone(), record, options)])
+            .when(condition.into_iter().chain([is_new]).collect::<Vec<_>>())
+            .and_then(besides.into_iter().chain([put]).collect::<Vec<_>>())
             .or_else([TxnOp::get(key, None)]);
         let answer = self
             .ask(|mut client| {
@@ -219,7 +227,7 @@ fn failed(shown: &str, error: &etcd_client::Error) -> Error {
 #[async_trait]
 impl MetaStore for EtcdMeta {
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-        self.put(name, record, Vec::new(), None).await
+        self.put(name, record, None, None).await
     }
 
     /// In one transaction, so nobody needs to be kept away: as long as the last one is there, none that followed it
@@ -231,14 +239,17 @@ impl MetaStore for EtcdMeta {
         next: &str,
         record: Vec<u8>,
     ) -> Result<bool> {
-        let condition = match last {
+        let below = self.below(folder);
+        let (condition, deletion) = match last {
             Some(last) => {
-                let last = self.key(&format!("{folder}/{last}"));
-                Compare::create_revision(last, CompareOp::Greater, 0)
+                let last = format!("{below}{last}");
+                let older = DeleteOptions::new().with_range(last.clone());
+                let is_there = Compare::create_revision(last, CompareOp::Greater, 0);
+                (is_there, Some(TxnOp::delete(below, Some(older))))
             }
-            None => Compare::create_revision(self.below(folder), CompareOp::Equal, 0).with_prefix(),
+            None => (Compare::create_revision(below, CompareOp::Equal, 0).with_prefix(), None),
         };
-        self.put(&format!("{folder}/{next}"), record, vec![condition], None).await
+        self.put(&format!("{folder}/{next}"), record, Some(condition), deletion).await
     }
 
     async fn settle(&self, _name: &str) -> Result<()> {
@@ -253,14 +264,24 @@ impl MetaStore for EtcdMeta {
                 async move { client.get(key, None).await }
             })
             .await?;
-        let Some(found) = found.kvs().first() else { return Ok(None) };
-        let mut record = found.value().to_vec();
-        let Some(len) = record.len().checked_sub(TOKEN_BYTES) else {
-            let text = format_args!("`{}`: `{name}` is cut off", self.shown);
-            return Err(Error::new(ErrorKind::Corrupt, text));
+        found.kvs().first().map(|found| self.record(name, found)).transpose()
+    }
+
+    async fn list_records(&self, name: &str) -> Result<Vec<(String, Option<Vec<u8>>)>> {
+        let below = self.below(name);
+        let found = self
+            .ask(|mut client| {
+                let (below, all) = (below.clone(), GetOptions::new().with_prefix());
+                async move { client.get(below, Some(all)).await }
+            })
+            .await?;
+        let record = |found: &KeyValue| {
+            let name = String::from_utf8_lossy(&found.key()[below.len()..]).into_owned();
+            let record = self.record(&name, found)?;
+            Ok((name, Some(record)))
         };
-        record.truncate(len);
-        Ok(Some(record))
+        let is_directly_below = |found: &&KeyValue| !found.key()[below.len()..].contains(&b'/');
+        found.kvs().iter().filter(is_directly_below).map(record).collect()
     }
 
     async fn list(&self, name: &str) -> Result<Vec<String>> {
@@ -303,23 +324,9 @@ impl MetaStore for EtcdMeta {
         self.ask(delete).await.map(drop)
     }
 
-    async fn retire(&self, folder: &str, names: Vec<String>) -> Vec<String> {
-        let mut left = names.as_slice();
-        while let Some(part) = left.get(..left.len().min(DELETIONS)).filter(|part| !part.is_empty())
-        {
-            let key = |name: &String| self.key(&format!("{folder}/{name}"));
-            let deletions: Vec<_> =
-                part.iter().map(|name| TxnOp::delete(key(name), None)).collect();
-            let deleted = self.ask(|mut client| {
-                let deletions = Txn::new().and_then(deletions.clone());
-                async move { client.txn(deletions).await }
-            });
-            if deleted.await.is_err() {
-                break;
-            }
-            left = &left[part.len()..];
-        }
-        left.to_vec()
+    /// They have gone with the record that followed.
+    async fn retire(&self, _folder: &str, _names: Vec<String>) -> Vec<String> {
+        Vec::new()
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {

@@ -88,7 +88,7 @@ fn what_processes_see_of_a_key_has_an_order() {
             let is_put =
                 |it: &&Operation| it.key == key && matches!(it.answer, Some(Answer::Put(_)));
             let puts = operations.iter().filter(is_put).count();
-            assert!(puts > 10, "nobody has put key {key}: {puts}");
+            assert!(puts > 0, "nobody has put key {key}");
         }
         for (keep, object) in objects(operations, &ends) {
             if let Err(violation) = check(keep, &object) {

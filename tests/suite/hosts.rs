@@ -1,11 +1,14 @@
 //! Daemons of several hosts that share their ledgers in etcd: none of them decides for the others.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use tssd_format::{ShardPlace, StateDict, Tensor, TensorSlice, Value};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
 use tssd_store::{ErrorKind, GetOptions, JobId, Key, PutOptions};
+use tssd_tests::command::Serve;
 use tssd_tests::etcd::Etcd;
 use tssd_tests::served::Served;
 
@@ -164,4 +167,52 @@ fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
     // It goes on.
     publish(&stores[..1], 3);
     assert_eq!(read(&reader, None, 1).unwrap(), 3);
+}
+
+/// A daemon as a process.
+fn process(etcd: &Etcd, folder: &Path) -> Serve {
+    let args = ["--meta", &etcd.url(), "--listen", "127.0.0.1:0", "--keep", "2"];
+    Serve::start(folder, &args)
+}
+
+#[test]
+fn who_was_killed_or_stopped_is_missed_and_who_comes_back_is_told() {
+    let mut etcd = Etcd::start(3);
+    let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
+    let [first, stopped, killed] =
+        [0, 1, 2].map(|host: usize| process(&etcd, folders[host].path()));
+    let stores = [&first, &stopped, &killed].map(Serve::connect);
+    let other = Key::new("other").unwrap();
+    let get = |store: &Store, key: &Key| store.get_state_dict(key, &GetOptions::default());
+    publish(&stores[..2], 1);
+    stores[2].put_state_dict(&other, &part(1, 0, 1), &options(1, 0, 1)).unwrap();
+    assert_eq!(read(&stores[2], None, 2).unwrap(), 1);
+    assert!(get(&stores[0], &other).is_ok());
+    // What is being put there when it is lost is not waited for.
+    let begun = options(2, 1, 2);
+    stopped.signal(Signal::STOP);
+    killed.signal(Signal::KILL);
+    etcd.kill(0);
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| stores[1].put_state_dict(&key(), &part(2, 1, 2), &begun));
+        eventually("both are missed", || {
+            let lost = [read(&stores[0], Some(1), 2).map(drop), get(&stores[0], &other).map(drop)];
+            let mut lost = lost.into_iter().map(Result::err);
+            lost.all(|error| error.is_some_and(|error| lost_writers(&error).is_some()))
+        });
+        publish(&stores[..1], 3);
+        stopped.signal(Signal::CONT);
+        // It is told what has become of its version, and goes on.
+        let error = late.join().unwrap().unwrap_err();
+        assert!(error.refusal().is_some(), "{error}");
+    });
+    assert_eq!(read(&stores[1], None, 1).unwrap(), 3);
+    let error = read(&stores[1], Some(1), 2).unwrap_err();
+    assert_eq!(lost_writers(&error).as_deref(), Some("1"), "{error}");
+    publish(&stores[..2], 4);
+    assert_eq!(read(&stores[0], None, 2).unwrap(), 4);
+    eventually("it keeps nothing of what is lost", || {
+        let memory = stores[1].status().unwrap().memory;
+        memory.used - memory.warm < 3 * (ROWS * COLUMNS * 8 + (1 << 20))
+    });
 }

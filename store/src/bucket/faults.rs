@@ -150,7 +150,7 @@ async fn what_a_killed_upload_has_left_is_swept() {
     let stage = Stage { faulty: Arc::default(), len: LARGE };
     let store = stage.store();
     stage.put(&store, 1).await.unwrap();
-    // Its process ends in the middle: nobody gives it up.
+    // Its process is in the middle of it when it ends: nobody gives it up.
     let bucket =
         Bucket::new(stage.faulty.clone(), Path::parse("some/prefix").unwrap(), "s3://test");
     let volume = crate::volume::ObjectVolume::new(bucket.unwrap());
@@ -158,15 +158,15 @@ async fn what_a_killed_upload_has_left_is_swept() {
     let abandoned = tokio::task::spawn_blocking(move || {
         use crate::volume::Volume;
         let durability = crate::ledger::Durability::Disk;
-        std::mem::forget(volume.reserve(&name, u64::try_from(LARGE).unwrap(), durability).unwrap());
-        std::mem::forget(volume);
+        (volume.reserve(&name, u64::try_from(LARGE).unwrap(), durability).unwrap(), volume)
     });
-    abandoned.await.unwrap();
+    let abandoned = abandoned.await.unwrap();
     assert_eq!(stage.faulty.uploads(), 1);
     // The next process that writes finds it.
     stage.put(&stage.store(), 2).await.unwrap();
     assert_eq!(stage.faulty.uploads(), 0);
     assert_eq!(stage.newest(&store).await.unwrap(), 2);
+    tokio::task::spawn_blocking(move || drop(abandoned)).await.unwrap();
 }
 
 /// Ledgers whose records stay for a moment only.

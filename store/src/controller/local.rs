@@ -41,9 +41,9 @@ const OPEN_TRIES: u32 = 16;
 /// How often others that are in the way are looked at.
 const WAIT: Duration = Duration::from_millis(100);
 
-/// How often, and with what pauses, it is looked whether others see that this process ends.
+/// With what pauses it is looked whether others see this process, and how often until they see that it ends.
+const SEEN_PAUSE: Duration = Duration::from_millis(50);
 const LEAVE_TRIES: u32 = 20;
-const LEAVE_PAUSE: Duration = Duration::from_millis(50);
 
 /// How many keys' versions stay open between reads.
 const MAX_OPENED: usize = 16;
@@ -208,6 +208,9 @@ impl LocalController {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
         let session = self.session().await?;
+        if self.are_many() {
+            self.be_found(deadline).await?;
+        }
         if session.is_some() {
             // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
             let _ = self.sweep(key).await;
@@ -223,6 +226,7 @@ impl LocalController {
             durability: proposal.durability,
             stem: format!("{}-{:032x}", proposal.writer, self.random()),
         };
+        let mut is_cleared = false;
         loop {
             let begin = Begin {
                 writer: proposal.writer,
@@ -249,7 +253,9 @@ impl LocalController {
                 other => unreachable!("begin does not lead to {other:?}"),
             };
             let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) || !is_wanted() {
+            let is_late = deadline.is_some_and(|deadline| now >= deadline) || !is_wanted();
+            // Who has no time to wait need not, if nobody who lives is in the way.
+            if is_late && is_cleared {
                 let on: Vec<String> = on.iter().map(ToString::to_string).collect();
                 return Err(Error::new(
                     ErrorKind::Busy,
@@ -264,8 +270,11 @@ impl LocalController {
             self.end_sessions(key).await?;
             let seen = self.state(key).await?;
             self.reclaim_owed(key).await?;
+            is_cleared = true;
             let left = deadline.map_or(WAIT, |deadline| deadline.saturating_duration_since(now));
-            self.0.ledgers.changed(key, &seen, left.min(WAIT)).await;
+            if !is_late {
+                self.0.ledgers.changed(key, &seen, left.min(WAIT)).await;
+            }
         }
     }
 
@@ -288,17 +297,33 @@ impl LocalController {
             if !matches!(self.0.ledgers.has_ended(*id).await, Ok(false)) {
                 return;
             }
-            sleep(LEAVE_PAUSE).await;
+            sleep(SEEN_PAUSE).await;
         }
     }
 
     /// Takes back what processes that have ended have begun, and what they hold.
     pub(crate) async fn end_sessions(&self, key: &Key) -> Result<()> {
         let state = self.0.ledgers.state(key).await?;
-        for session in state.sessions() {
+        let own = self.session().await?;
+        // Who was stopped for a while has not ended, even if others could think so.
+        for session in state.sessions().into_iter().filter(|session| Some(*session) != own) {
             if self.0.ledgers.has_ended(session).await? {
                 self.apply(key, Command::SessionEnded { session }).await?;
             }
+        }
+        Ok(())
+    }
+
+    /// Waits until others find this process, so that nobody takes what is put to it for lost: who was stopped, or cut
+    /// off from where sessions are, may have been missed.
+    async fn be_found(&self, deadline: Option<Instant>) -> Result<()> {
+        let Some(own) = self.session().await? else { return Ok(()) };
+        while self.0.ledgers.has_ended(own).await? {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                let text = "this daemon's session has ended, and it could not begin it again";
+                return Err(Error::new(ErrorKind::Unreachable, text));
+            }
+            sleep(SEEN_PAUSE).await;
         }
         Ok(())
     }

@@ -273,6 +273,30 @@ mod etcd_alone {
     }
 
     #[tokio::test(flavor = "multi_thread")]
+    async fn a_session_whose_lease_has_run_out_is_there_again() {
+        let etcd = Etcd::start(1);
+        let (own, other) = (connect(&etcd).await, connect(&etcd).await);
+        let said = b"tls://h1:7777".to_vec();
+        let session = own.session(".sessions/1", said.clone()).await.unwrap();
+        let host = etcd.url().replace("etcd://", "");
+        let mut client = etcd_client::Client::connect([host], None).await.unwrap();
+        for lease in client.leases().await.unwrap().leases() {
+            client.lease_revoke(lease.id()).await.unwrap();
+        }
+        assert!(other.has_ended(".sessions/1").await.unwrap());
+        let mut found = None;
+        for _ in 0..200 {
+            found = other.get(".sessions/1").await.unwrap();
+            if found.is_some() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        assert_eq!(found, Some(said));
+        drop(session);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
     async fn who_cannot_be_reached_or_let_in_is_said() {
         let error = EtcdMeta::connect("etcd://").await.err().unwrap();
         assert_eq!(error.kind(), crate::ErrorKind::Invalid, "{error}");

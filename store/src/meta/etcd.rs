@@ -381,15 +381,27 @@ impl Session {
     /// stands in the ledgers, and nothing else hangs on it.
     async fn last(self, mut lease: i64, ended: oneshot::Receiver<()>) {
         let renewed = async {
+            let mut tries = 0;
             loop {
-                sleep(RENEWAL).await;
-                match timeout(REQUEST, self.renew(lease)).await {
-                    Ok(Ok(true)) => {}
+                match tries {
+                    0 => sleep(RENEWAL).await,
+                    tries => pause(tries).await,
+                }
+                let renewed = timeout(REQUEST, self.renew(lease)).await;
+                let failed = match renewed {
+                    Ok(Ok(true)) => None,
                     Ok(Ok(false)) => match timeout(REQUEST, self.begin()).await {
-                        Ok(Ok(begun)) => lease = begun,
-                        failed => tracing::warn!(?failed, key = self.key, "not begun again"),
+                        Ok(Ok(begun)) => {
+                            lease = begun;
+                            None
+                        }
+                        failed => Some(failed.map(drop)),
                     },
-                    failed => tracing::warn!(?failed, key = self.key, "not renewed"),
+                    failed => Some(failed.map(drop)),
+                };
+                tries = if failed.is_some() { tries + 1 } else { 0 };
+                if let Some(failed) = failed {
+                    tracing::warn!(?failed, key = self.key, "not renewed");
                 }
             }
         };
@@ -403,9 +415,12 @@ impl Session {
 
     /// Whether the lease was still there.
     async fn renew(&self, lease: i64) -> Answer<bool> {
-        let (mut keeper, mut answers) = self.client.clone().lease_keep_alive(lease).await?;
-        keeper.keep_alive().await?;
-        Ok(answers.message().await?.is_some_and(|answer| answer.ttl() > 0))
+        // It renews the lease before it returns.
+        match self.client.clone().lease_keep_alive(lease).await {
+            Ok(_) => Ok(true),
+            Err(etcd_client::Error::LeaseKeepAliveError(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ mod memory;
 mod object;
 #[cfg(all(test, feature = "etcd"))]
 #[path = "../../tests/src/etcd.rs"]
-#[expect(unreachable_pub, reason = "other tests use all of it")]
+#[expect(dead_code, unreachable_pub, reason = "other tests use all of it")]
 mod server;
 
 use std::any::Any;

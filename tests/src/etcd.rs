@@ -53,6 +53,21 @@ impl Etcd {
         format!("etcd://{}", hosts.join(","))
     }
 
+    /// How many requests the first member has answered that read or write keys.
+    ///
+    /// # Panics
+    ///
+    /// If it does not say so.
+    pub fn requests(&self) -> u64 {
+        let said = ask(self.members[0].client, "/metrics").expect("it answers");
+        let is_counted = |line: &&str| {
+            line.starts_with("grpc_server_handled_total{grpc_code=\"OK\"")
+                && line.contains("grpc_service=\"etcdserverpb.KV\"")
+        };
+        let counts = said.lines().filter(is_counted).filter_map(|line| line.rsplit(' ').next());
+        counts.map(|count| count.parse::<u64>().expect("it is a number")).sum()
+    }
+
     /// Kills a member.
     ///
     /// # Panics
@@ -132,13 +147,14 @@ impl Drop for Etcd {
 
 /// Whether a member answers and knows a leader.
 fn is_healthy(address: SocketAddr) -> bool {
-    let ask = || -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(address)?;
-        stream.set_read_timeout(Some(Duration::from_secs(2)))?;
-        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    ask().is_ok_and(|answer| answer.contains("\"health\":\"true\""))
+    ask(address, "/health").is_ok_and(|answer| answer.contains("\"health\":\"true\""))
+}
+
+fn ask(address: SocketAddr, path: &str) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer)
 }

@@ -29,7 +29,7 @@ use crate::ledger::{
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
-use crate::sync::{Mutex, MutexGuard, OnceCell, sleep};
+use crate::sync::{self, Mutex, MutexGuard, OnceCell, sleep};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -418,11 +418,18 @@ impl LocalController {
             return Ok(progress);
         }
         loop {
-            if let Err(error) = self.prove(key, *id).await {
-                // Nobody is left to complete it: a version that cannot be proven now is no version.
-                let reason = error.to_string();
-                let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
-                return Err(error);
+            match self.prove(key, *id).await {
+                Ok(false) => {}
+                Ok(true) => {
+                    let _ = self.reclaim_owed(key).await;
+                    return Ok(Progress { visible: true, missing: WriterSet::default() });
+                }
+                Err(error) => {
+                    // Nobody is left to complete it: a version that cannot be proven now is no version.
+                    let reason = error.to_string();
+                    let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
+                    return Err(error);
+                }
             }
             // What is owed beyond the version itself stays owed if it cannot be done now.
             let _ = self.reclaim_owed(key).await;
@@ -518,10 +525,19 @@ impl LocalController {
         self.sweep(key).await
     }
 
-    /// Releases a lease; one that cannot be now is released later.
+    /// Releases a lease; one that cannot be now is released later. Where others decide too, that is not waited for.
     pub(crate) async fn release(&self, key: &Key, lease: LeaseId) {
-        let mut unreleased = std::mem::take(&mut *self.unreleased());
-        unreleased.push((key.clone(), lease));
+        self.unreleased().push((key.clone(), lease));
+        if self.are_many() {
+            let controller = self.clone();
+            drop(sync::spawn(async move { controller.release_owed().await }));
+        } else {
+            self.release_owed().await;
+        }
+    }
+
+    async fn release_owed(&self) {
+        let unreleased = std::mem::take(&mut *self.unreleased());
         for (key, lease) in unreleased {
             if self.apply(&key, Command::Release { lease }).await.is_err() {
                 self.unreleased().push((key, lease));
@@ -543,8 +559,11 @@ impl LocalController {
 
     /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
     pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
+        self.release_owed().await;
         self.end_sessions(key).await?;
-        self.settle(key).await?;
+        // Proofs that are owed for long, too.
+        self.state(key).await?;
+        self.reclaim_owed(key).await?;
         self.clean(key).await
     }
 
@@ -612,17 +631,18 @@ impl LocalController {
         Ok(())
     }
 
-    /// Proves a version that all writers have committed, and makes it visible or drops it.
-    pub(crate) async fn prove(&self, key: &Key, id: VersionId) -> Result<()> {
-        let Some(_proving) = Proving::begin(self, id) else { return Ok(()) };
+    /// Proves a version that all writers have committed, and makes it visible or drops it. Says whether it has made it
+    /// visible.
+    pub(crate) async fn prove(&self, key: &Key, id: VersionId) -> Result<bool> {
+        let Some(_proving) = Proving::begin(self, id) else { return Ok(false) };
         let state = self.0.ledgers.state(key).await?;
-        let Some(version) = proving(&state, id).cloned() else { return Ok(()) };
+        let Some(version) = proving(&state, id).cloned() else { return Ok(false) };
         let (keeper, reached) = (self.keeper().await?, self.reach(key, &version).await?);
         if !reached.ended.is_empty() {
             for session in reached.ended {
                 self.apply(key, Command::SessionEnded { session }).await?;
             }
-            return Ok(());
+            return Ok(false);
         }
         let folder = folder(key, &version);
         let merged = {
@@ -631,8 +651,9 @@ impl LocalController {
         };
         let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
-            return Ok(());
+            return Ok(false);
         }
+        let is_proven = merged.is_ok();
         let command = match merged {
             Err(reason) => Command::Rejected { id, reason },
             Ok(manifest) => {
@@ -655,11 +676,11 @@ impl LocalController {
         loop {
             let next = advance(key, turn.state(), command.clone())?;
             if save(turn, next.state).await? {
-                return Ok(());
+                return Ok(is_proven);
             }
             turn = self.0.ledgers.turn(key).await?;
             if proving(turn.state(), id).is_none() {
-                return Ok(());
+                return Ok(false);
             }
         }
     }

@@ -171,13 +171,15 @@ impl State {
         self.job.as_ref().map(|job| &job.id)
     }
 
-    /// The processes that matter to it: that have begun something, or keep it.
+    /// The processes that matter to it: that have begun something, keep it, or read it.
     pub(crate) fn sessions(&self) -> BTreeSet<SessionId> {
         let of = |version: &Version| {
             let kept = version.contributions.values().flat_map(Contribution::keepers);
             version.sessions.values().copied().chain(kept).collect::<Vec<_>>()
         };
-        self.versions().flat_map(of).collect()
+        // Other holders are no processes that others know.
+        let reading = self.leases.values().filter_map(|lease| lease.holder.parse().ok());
+        self.versions().flat_map(of).chain(reading).collect()
     }
 
     /// A lease that is held.

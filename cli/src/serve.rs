@@ -129,6 +129,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(model),
         keep,
     );
+    if let Some(meta) = &args.meta {
+        line = format!("{line}, ledgers in {meta}");
+    }
     if let Some(address) = &address {
         line = format!("{line}, for other hosts {address}");
     }

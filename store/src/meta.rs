@@ -90,8 +90,12 @@ pub(crate) trait MetaStore: Send + Sync {
         None
     }
 
-    /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after a minute. Where
-    /// other processes are not kept away, it is this one's alone.
+    /// Whether a lock keeps other processes away, and not only others in this one.
+    fn keeps_away(&self) -> bool {
+        true
+    }
+
+    /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after a minute.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
 
     /// Holds `name` until the result is dropped or this process has ended. Processes of other hosts find the record

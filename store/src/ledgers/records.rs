@@ -191,6 +191,11 @@ impl Records {
         }
         if !created? {
             self.recent().remove(key);
+            if self.meta.keeps_away() {
+                // Nobody else could have.
+                let text = format_args!("key `{key}` was written without its lock; try again");
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
             return Ok(false);
         }
         if !self.was_next(key, last).await? {

@@ -16,8 +16,6 @@ use crate::ledgers::{Ledgers, SharedLedgers, save};
 struct Kind {
     name: &'static str,
     metas: [Arc<dyn MetaStore>; 2],
-    /// Whether a lock keeps the other process away.
-    locks: bool,
     /// Whether it can tell that a process has ended.
     tells: bool,
     /// What is to be kept until the end.
@@ -39,7 +37,7 @@ async fn kinds() -> Vec<Kind> {
 fn memory() -> Kind {
     let memory: Arc<dyn MetaStore> = Arc::new(MemoryMeta::default());
     let metas = [memory.clone(), memory];
-    Kind { name: "memory", metas, locks: true, tells: true, _keep: None }
+    Kind { name: "memory", metas, tells: true, _keep: None }
 }
 
 fn directory() -> Kind {
@@ -47,7 +45,7 @@ fn directory() -> Kind {
     let root = folder.path().canonicalize().unwrap();
     let directory = || Arc::new(DirectoryMeta::new(Disk::at(root.clone()))) as Arc<dyn MetaStore>;
     let (metas, keep) = ([directory(), directory()], Box::new(folder));
-    Kind { name: "directory", metas, locks: true, tells: true, _keep: Some(keep) }
+    Kind { name: "directory", metas, tells: true, _keep: Some(keep) }
 }
 
 #[cfg(feature = "etcd")]
@@ -56,7 +54,7 @@ async fn etcd() -> Kind {
     let url = format!("{}/some/prefix", etcd.url());
     let connect = async || Arc::new(super::EtcdMeta::connect(&url).await.unwrap());
     let metas: [Arc<dyn MetaStore>; 2] = [connect().await, connect().await];
-    Kind { name: "etcd", metas, locks: false, tells: true, _keep: Some(Box::new(etcd)) }
+    Kind { name: "etcd", metas, tells: true, _keep: Some(Box::new(etcd)) }
 }
 
 #[cfg(feature = "object")]
@@ -68,7 +66,7 @@ fn object() -> Kind {
         Arc::new(super::ObjectMeta::new(bucket.unwrap())) as Arc<dyn MetaStore>
     };
     let metas = [object(), object()];
-    Kind { name: "object", metas, locks: false, tells: false, _keep: None }
+    Kind { name: "object", metas, tells: false, _keep: None }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -133,11 +131,11 @@ async fn of_many_that_create_one_name_one_succeeds() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_holds_a_name_keeps_others_away_or_nobody_relies_on_it() {
-    for Kind { name: kind, metas: [one, other], locks, tells, _keep } in kinds().await {
+    for Kind { name: kind, metas: [one, other], tells, _keep } in kinds().await {
         let held = one.lock("policy/.lock").await.unwrap();
         let short = Duration::from_millis(50);
         let second = tokio::time::timeout(short, other.lock("policy/.lock")).await;
-        assert_eq!(second.is_err(), locks, "{kind}");
+        assert_eq!(second.is_err(), one.keeps_away(), "{kind}");
         drop((held, second));
         other.lock("policy/.lock").await.unwrap();
         let session = one.session(".sessions/1", b"who".to_vec()).await.unwrap();

@@ -329,6 +329,10 @@ impl MetaStore for EtcdMeta {
         Vec::new()
     }
 
+    fn keeps_away(&self) -> bool {
+        false
+    }
+
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
         Ok(Box::new(self.turns.take(name).await))
     }

@@ -174,6 +174,10 @@ impl MetaStore for ObjectMeta {
         Some(self.grace)
     }
 
+    fn keeps_away(&self) -> bool {
+        false
+    }
+
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
         Ok(Box::new(self.turns.take(name).await))
     }

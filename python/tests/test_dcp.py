@@ -106,8 +106,8 @@ def test_checkpoint_ids_say_where(tmp_path: Path) -> None:
         assert into["w"].tolist() == [number, number]
     assert not (tmp_path / "never").exists()
     for place in (TssdWriter, TssdReader):
-        assert place.validate_checkpoint_id("unix:default") and place.validate_checkpoint_id(tmp_path / "x")
-        assert not place.validate_checkpoint_id("s3://bucket/x")
+        assert all(place.validate_checkpoint_id(it) for it in ("unix:default", "s3://bucket/x", tmp_path / "x"))
+        assert not place.validate_checkpoint_id("http://host/x")
 
 
 def test_a_daemon_has_checkpoints(tmp_path: Path) -> None:

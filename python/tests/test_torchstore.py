@@ -94,11 +94,11 @@ def run(*command: str | Path, timeout: int = 240) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def outcomes(module: str, folder: Path) -> dict[str, Any]:
+def outcomes(module: str, folder: Path, *wanted: str) -> dict[str, Any]:
     if importlib.util.find_spec("monarch") is None or importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} or Monarch is not installed")
     out = folder / "outcomes.json"
-    run("torchstore_cases.py", module, out)
+    run("torchstore_cases.py", module, out, *wanted)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -110,18 +110,25 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return outcomes("torchstore", tmp_path_factory.mktemp("theirs"))
+    first = outcomes("torchstore", tmp_path_factory.mktemp("theirs"))
+    # On a busy machine its actors lose each other at times, and then those after them. Who failed is asked once more.
+    lost = [name for name, each in first.items() if raised(each) in ("ActorError", "TimeoutError")]
+    return first | outcomes("torchstore", tmp_path_factory.mktemp("theirs"), *lost)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_what_torchstore_does(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    here, there = ours[name], theirs[name]
-    if isinstance(there, dict) and "raised" in there:
-        there = there["raised"].split(":")[0]
+    here, there = ours[name], raised(theirs[name]) or theirs[name]
     if name in SINCE:
-        assert there in ("AttributeError", "TypeError") and here == said(SINCE[name])
+        assert there in ("AttributeError", "TypeError") and here == said(SINCE[name]), theirs[name]
     else:
-        assert [there, here] == ([here, here] if name not in DIFFERENT else [*map(said, DIFFERENT[name])])
+        expected = [here, here] if name not in DIFFERENT else [*map(said, DIFFERENT[name])]
+        assert [there, here] == expected, theirs[name]
+
+
+def raised(outcome: Any) -> str | None:
+    """The class of what a case has raised."""
+    return outcome["raised"].split(":")[0] if isinstance(outcome, dict) and "raised" in outcome else None
 
 
 def said(value: Any) -> Any:
@@ -129,7 +136,7 @@ def said(value: Any) -> Any:
 
 
 def test_nothing_fails_that_should_not(ours: dict[str, Any]) -> None:
-    assert not [each for each in ours.values() if isinstance(each, dict) and "raised" in each]
+    assert not [each for each in ours.values() if raised(each)]
 
 
 def test_ranks_of_torchrun(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@
 //! a manifest gets its name, so that all of these see one order. Whoever finds an effect owed by
 //! a process that died carries it out.
 
-use std::any::Any;
+mod sessions;
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -13,9 +16,10 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tssd_format::MANIFEST;
 
+use self::sessions::Session;
 use super::attempt::Attempt;
 use super::folder::{archives, clear, folder, folder_of, is_version, locate, remove, write};
-use super::keepers::{Everyone, Keepers, Reached};
+use super::keepers::{Everyone, Keepers};
 use super::proof::{digest, prove};
 use super::{Begun, Catalog, Controller, Located, Progress, Proposal, VersionInfo};
 use crate::environment::{Environment, wait};
@@ -23,13 +27,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
     ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId, LeaseId,
-    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, SessionId, State, Status,
-    Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State, Status, Step,
+    Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
-use crate::sync::{self, Mutex, MutexGuard, OnceCell, sleep};
+use crate::sync::{Mutex, MutexGuard, OnceCell};
 use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
@@ -40,10 +44,6 @@ const OPEN_TRIES: u32 = 16;
 
 /// How often others that are in the way are looked at.
 const WAIT: Duration = Duration::from_millis(100);
-
-/// With what pauses it is looked whether others see this process, and how often until they see that it ends.
-const SEEN_PAUSE: Duration = Duration::from_millis(50);
-const LEAVE_TRIES: u32 = 20;
 
 /// How many keys' versions stay open between reads.
 const MAX_OPENED: usize = 16;
@@ -65,9 +65,6 @@ struct Inner {
     /// The leases that could not be released yet.
     unreleased: Mutex<Vec<(Key, LeaseId)>>,
 }
-
-/// A process, and what others see of it as long as it lives.
-type Session = (SessionId, Mutex<Box<dyn Any + Send>>);
 
 #[derive(Default)]
 struct Opened {
@@ -208,9 +205,7 @@ impl LocalController {
         // A timeout beyond all time is none.
         let deadline = Instant::now().checked_add(proposal.timeout);
         let session = self.session().await?;
-        if self.are_many() {
-            self.be_found(deadline).await?;
-        }
+        self.be_found(deadline).await?;
         if session.is_some() {
             // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
             let _ = self.sweep(key).await;
@@ -278,111 +273,6 @@ impl LocalController {
         }
     }
 
-    /// What others know this process by, if there are others.
-    async fn session(&self) -> Result<Option<SessionId>> {
-        let begin = async || {
-            let id = SessionId(self.random());
-            let held = self.0.ledgers.session(id).await?;
-            Ok::<_, Error>(held.map(|held| (id, Mutex::new(held))))
-        };
-        let session = self.0.session.get_or_try_init(begin).await?;
-        Ok(session.as_ref().map(|(id, _)| *id))
-    }
-
-    /// Ends the session, and waits a moment until others can see that.
-    pub(crate) async fn leave(&self) {
-        let Some(Some((id, held))) = self.0.session.get() else { return };
-        *held.lock().expect("nobody panics while holding the session") = Box::new(());
-        for _ in 0..LEAVE_TRIES {
-            if !matches!(self.0.ledgers.has_ended(*id).await, Ok(false)) {
-                return;
-            }
-            sleep(SEEN_PAUSE).await;
-        }
-    }
-
-    /// Takes back what processes that have ended have begun, and what they hold.
-    pub(crate) async fn end_sessions(&self, key: &Key) -> Result<()> {
-        let state = self.0.ledgers.state(key).await?;
-        let own = self.session().await?;
-        // Who was stopped for a while has not ended, even if others could think so.
-        for session in state.sessions().into_iter().filter(|session| Some(*session) != own) {
-            if self.0.ledgers.has_ended(session).await? {
-                self.apply(key, Command::SessionEnded { session }).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits until others find this process, so that nobody takes what is put to it for lost: who was stopped, or cut
-    /// off from where sessions are, may have been missed.
-    async fn be_found(&self, deadline: Option<Instant>) -> Result<()> {
-        let Some(own) = self.session().await? else { return Ok(()) };
-        while self.0.ledgers.has_ended(own).await? {
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                let text = "this daemon's session has ended, and it could not begin it again";
-                return Err(Error::new(ErrorKind::Unreachable, text));
-            }
-            sleep(SEEN_PAUSE).await;
-        }
-        Ok(())
-    }
-
-    /// The process that keeps what is put to this one, if it ends with that.
-    async fn keeper(&self) -> Result<Option<SessionId>> {
-        if self.are_many() { self.session().await } else { Ok(None) }
-    }
-
-    /// Finds what others keep of a version.
-    async fn reach(&self, key: &Key, version: &Version) -> Result<Reached> {
-        match self.keeper().await? {
-            Some(own) => self.0.keepers.reach(&folder(key, version), version, own).await,
-            None => Ok(Reached::default()),
-        }
-    }
-
-    /// Takes a version for a reader, under a lease of its own: what the ledger says of it, and what others keep.
-    pub(crate) async fn take(
-        &self,
-        key: &Key,
-        selector: Selector,
-        holder: String,
-        ttl: Duration,
-    ) -> Result<(LeaseId, Version, Reached)> {
-        let holder = self.keeper().await?.map_or(holder, |own| own.to_string());
-        loop {
-            let (lease, now) = (LeaseId(self.random()), self.now());
-            let holder = holder.clone();
-            let command = Command::Lease { selector, lease, holder, ttl, now };
-            let leased = self.apply(key, command).await?;
-            let Outcome::Leased { id, .. } = leased else {
-                unreachable!("a lease does not lead to {leased:?}")
-            };
-            let state = self.state(key).await?;
-            let leased = state.versions().find(|version| version.id == id).cloned();
-            let reached = match &leased {
-                Some(version) => self.reach(key, version).await,
-                // What kept it has ended meanwhile.
-                None => Ok(Reached::default()),
-            };
-            let ended = match (leased, reached) {
-                (Some(version), Ok(reached)) if reached.ended.is_empty() => {
-                    return Ok((lease, version, reached));
-                }
-                (_, Ok(reached)) => reached.ended,
-                (_, Err(error)) => {
-                    self.apply(key, Command::Release { lease }).await?;
-                    return Err(error);
-                }
-            };
-            // If all is kept by others too, it is still there.
-            for session in ended {
-                self.apply(key, Command::SessionEnded { session }).await?;
-            }
-            self.apply(key, Command::Release { lease }).await?;
-        }
-    }
-
     /// Commits the contribution, whose archives have these lengths in bytes, and proves the version if it
     /// was the last one.
     pub(crate) async fn commit(
@@ -418,21 +308,18 @@ impl LocalController {
             return Ok(progress);
         }
         loop {
-            match self.prove(key, *id).await {
-                Ok(false) => {}
-                Ok(true) => {
-                    let _ = self.reclaim_owed(key).await;
-                    return Ok(Progress { visible: true, missing: WriterSet::default() });
-                }
-                Err(error) => {
-                    // Nobody is left to complete it: a version that cannot be proven now is no version.
-                    let reason = error.to_string();
-                    let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
-                    return Err(error);
-                }
+            let proven = self.prove(key, *id).await;
+            if let Err(error) = proven {
+                // Nobody is left to complete it: a version that cannot be proven now is no version.
+                let reason = error.to_string();
+                let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;
+                return Err(error);
             }
             // What is owed beyond the version itself stays owed if it cannot be done now.
             let _ = self.reclaim_owed(key).await;
+            if let Ok(true) = proven {
+                return Ok(Progress { visible: true, missing: WriterSet::default() });
+            }
             let seen = self.0.ledgers.state(key).await?;
             // The same commit again tells how the proof went: visible, or the reason why not.
             match self.apply(key, Command::Commit(commit())).await {
@@ -525,48 +412,6 @@ impl LocalController {
         self.sweep(key).await
     }
 
-    /// Releases a lease; one that cannot be now is released later. Where others decide too, that is not waited for.
-    pub(crate) async fn release(&self, key: &Key, lease: LeaseId) {
-        self.unreleased().push((key.clone(), lease));
-        if self.are_many() {
-            let controller = self.clone();
-            drop(sync::spawn(async move { controller.release_owed().await }));
-        } else {
-            self.release_owed().await;
-        }
-    }
-
-    async fn release_owed(&self) {
-        let unreleased = std::mem::take(&mut *self.unreleased());
-        for (key, lease) in unreleased {
-            if self.apply(&key, Command::Release { lease }).await.is_err() {
-                self.unreleased().push((key, lease));
-                continue;
-            }
-            // What cannot be deleted now stays owed.
-            let _ = self.reclaim_owed(&key).await;
-        }
-    }
-
-    fn unreleased(&self) -> MutexGuard<'_, Vec<(Key, LeaseId)>> {
-        self.0.unreleased.lock().expect("nobody panics while holding the leases")
-    }
-
-    /// Whether others decide too, each of whom keeps what is put to it.
-    pub(crate) fn are_many(&self) -> bool {
-        self.0.keepers.are_many()
-    }
-
-    /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
-    pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
-        self.release_owed().await;
-        self.end_sessions(key).await?;
-        // Proofs that are owed for long, too.
-        self.state(key).await?;
-        self.reclaim_owed(key).await?;
-        self.clean(key).await
-    }
-
     /// Deletes the data of versions that the ledger of a key does not know, once: processes that died have left
     /// it behind, and a power cut brings back what was deleted just before.
     async fn sweep(&self, key: &Key) -> Result<()> {
@@ -639,9 +484,7 @@ impl LocalController {
         let Some(version) = proving(&state, id).cloned() else { return Ok(false) };
         let (keeper, reached) = (self.keeper().await?, self.reach(key, &version).await?);
         if !reached.ended.is_empty() {
-            for session in reached.ended {
-                self.apply(key, Command::SessionEnded { session }).await?;
-            }
+            self.say_ended(key, reached.ended).await?;
             return Ok(false);
         }
         let folder = folder(key, &version);
@@ -914,154 +757,4 @@ fn begins(error: &Error, reason: &str) -> bool {
 fn proving(state: &State, id: VersionId) -> Option<&Version> {
     let version = state.versions().find(|version| version.id == id)?;
     matches!(version.status, Status::Proving { .. }).then_some(version)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::disk::Disk;
-    use crate::environment::SystemEnvironment;
-    use crate::ledgers::{OwnedLedgers, SharedLedgers};
-    use crate::meta::DirectoryMeta;
-    use crate::volume::{DirectoryVolume, MemoryVolume, Near, Reservation};
-    use crate::{PutOptions, Store};
-
-    /// A volume of which the next call of a name fails.
-    #[derive(Clone, Default)]
-    struct Failing(MemoryVolume, Arc<Mutex<Option<&'static str>>>);
-
-    impl Failing {
-        fn fail(&self, call: &'static str) {
-            *self.1.lock().unwrap() = Some(call);
-        }
-
-        fn may(&self, call: &str) -> Result<()> {
-            match self.1.lock().unwrap().take_if(|failing| *failing == call) {
-                None => Ok(()),
-                Some(_) => Err(Error::new(ErrorKind::Io, "the disk says no")),
-            }
-        }
-
-        fn controller(&self) -> LocalController {
-            let ledgers = Arc::new(OwnedLedgers::default());
-            LocalController::new(ledgers, Arc::new(self.clone()), Arc::new(SystemEnvironment))
-        }
-    }
-
-    impl Volume for Failing {
-        fn reserve(
-            &self,
-            name: &str,
-            len: u64,
-            durability: Durability,
-        ) -> Result<Box<dyn Reservation>> {
-            self.0.reserve(name, len, durability)
-        }
-
-        fn open(&self, name: &str) -> Result<Option<Near>> {
-            self.may("open")?;
-            self.0.open(name)
-        }
-
-        fn delete(&self, name: &str) -> Result<()> {
-            self.0.delete(name)
-        }
-
-        fn list(&self, name: &str) -> Result<Vec<String>> {
-            self.may("list")?;
-            self.0.list(name)
-        }
-
-        fn route(&self) -> Route {
-            self.0.route()
-        }
-
-        fn remove_folder(&self, name: &str) -> Result<()> {
-            self.0.remove_folder(name)
-        }
-    }
-
-    fn proposal(durability: Durability) -> Proposal {
-        Proposal {
-            writer: 0,
-            writers: WriterSet::one(0),
-            writers_defaulted: false,
-            job: None,
-            call: None,
-            number: Some(1),
-            rewind: false,
-            durability,
-            file_len: 1,
-            timeout: Duration::ZERO,
-        }
-    }
-
-    #[tokio::test]
-    async fn a_try_that_comes_while_another_one_is_proven_hears_how_that_ends() {
-        let (volume, key) = (MemoryVolume::default(), Key::new("policy").unwrap());
-        let ledgers = Arc::new(OwnedLedgers::default());
-        let controller =
-            LocalController::new(ledgers, Arc::new(volume.clone()), Arc::new(SystemEnvironment));
-        let proposal = proposal(Durability::Memory);
-        let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
-        let dict = tssd_format::StateDict::new();
-        let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
-        let bytes = archive.as_bytes();
-        write(&volume, &place.path(0), bytes, Durability::Memory).unwrap();
-        let other = Proving::begin(&controller, place.id).unwrap();
-        let lens = [u64::try_from(bytes.len()).unwrap()];
-        let mut commit = std::pin::pin!(controller.commit(&place, digest(bytes), &lens));
-        tokio::time::timeout(Duration::from_millis(20), &mut commit).await.unwrap_err();
-        drop(other);
-        assert!(commit.await.unwrap().visible);
-    }
-
-    #[tokio::test]
-    async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
-        let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
-        let store = Store::new(volume.controller());
-        let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
-        volume.fail("open");
-        let error = store.put_state_dict(&key, &dict, &options).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
-        assert!(store.put_state_dict(&key, &dict, &options).await.unwrap().visible);
-    }
-
-    #[tokio::test]
-    async fn what_another_try_left_is_owed_until_it_is_deleted() {
-        let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
-        let controller = volume.controller();
-        let store = Store::new(controller.clone());
-        let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
-        let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
-        let folder = folder_of(&key, put.epoch, put.version, put.id);
-        let left = format!("{folder}/0-{:032x}.tssd", 7);
-        let left = volume.0.reserve(&left, 0, Durability::Memory);
-        assert!(left.unwrap().seal().unwrap());
-        volume.fail("list");
-        store.delete(&key, None).await.unwrap_err();
-        controller.reclaim_owed(&key).await.unwrap();
-        assert_eq!(volume.0.list(&folder).unwrap(), [""; 0]);
-    }
-
-    #[tokio::test]
-    async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
-        let root = tempfile::tempdir().unwrap();
-        let disk = Disk::at(root.path().canonicalize().unwrap());
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-        let volume = Arc::new(DirectoryVolume::new(disk));
-        let controller =
-            LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
-        let (key, proposal) = (Key::new("policy").unwrap(), proposal(Durability::Disk));
-        let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
-        controller.delete(&key, Selection::All).await.unwrap();
-        let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();
-        assert_ne!(first.folder(), second.folder());
-        let reservation = volume.reserve(&second.path(0), 1, Durability::Disk).unwrap();
-        controller.withdraw(&first, 1).await;
-        assert!(reservation.seal().unwrap());
-        // His own folder he takes along.
-        controller.withdraw(&second, 1).await;
-        assert!(!root.path().join(second.folder()).exists());
-    }
 }

@@ -17,7 +17,7 @@ use crate::environment::{Environment, SystemEnvironment, pause};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How an address of etcd begins.
-pub(crate) const SCHEME: &str = "etcd://";
+const SCHEME: &str = "etcd://";
 
 /// Where keys are, if nothing else is said.
 const PREFIX: &str = "tssd";
@@ -58,9 +58,9 @@ pub(crate) struct EtcdMeta {
 type Answer<T> = std::result::Result<T, etcd_client::Error>;
 
 impl EtcdMeta {
-    /// Those at an address `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`, below `tssd` if no prefix is named. Certificates, and the name and password of a
-    /// user, are those that `etcdctl` takes from the environment: `ETCDCTL_CACERT`, `ETCDCTL_CERT`, `ETCDCTL_KEY`
-    /// and `ETCDCTL_USER`.
+    /// Those at an address `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`, below `tssd` if no prefix is named. Certificates,
+    /// and the name and password of a user, are those that `etcdctl` takes from the environment: `ETCDCTL_CACERT`,
+    /// `ETCDCTL_CERT`, `ETCDCTL_KEY` and `ETCDCTL_USER`.
     pub(crate) async fn connect(url: &str) -> Result<Self> {
         let invalid = |text: &str| Error::new(ErrorKind::Invalid, format_args!("`{url}`: {text}"));
         let rest = url.strip_prefix(SCHEME).unwrap_or(url);
@@ -82,15 +82,9 @@ impl EtcdMeta {
             Some(tls) => options.with_tls(tls),
             None => options,
         };
-        let options = match std::env::var("ETCDCTL_USER") {
-            Ok(user) => {
-                let named = user.split_once(':');
-                let (name, password) = named.ok_or_else(|| {
-                    invalid("the environment says ETCDCTL_USER without `:PASSWORD`")
-                })?;
-                options.with_user(name, password)
-            }
-            Err(_) => options,
+        let options = match user()? {
+            Some((name, password)) => options.with_user(name, password),
+            None => options,
         };
         // A process has one; one that has chosen another already keeps that.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -178,6 +172,16 @@ impl EtcdMeta {
         };
         Ok(answer.succeeded() || answer.op_responses().into_iter().any(is_ours))
     }
+}
+
+/// The name and the password of etcd's user, if the environment says them.
+fn user() -> Result<Option<(String, String)>> {
+    let Ok(user) = std::env::var("ETCDCTL_USER") else { return Ok(None) };
+    let named = user.split_once(':').ok_or_else(|| {
+        let text = "the environment says ETCDCTL_USER without `:PASSWORD`";
+        Error::new(ErrorKind::Invalid, text)
+    })?;
+    Ok(Some((named.0.to_owned(), named.1.to_owned())))
 }
 
 /// How connections to etcd are encrypted, if the environment says that they are.

@@ -1,0 +1,175 @@
+//! Processes that share ledgers: what others know this one by, who of them has ended, and what readers hold.
+
+use std::any::Any;
+use std::time::{Duration, Instant};
+
+use super::{LocalController, folder};
+use crate::controller::keepers::Reached;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Command, LeaseId, Outcome, Selector, SessionId, Version};
+use crate::sync::{self, Mutex, MutexGuard, sleep};
+
+/// With what pauses it is looked whether others see this process, and how often until they see that it ends.
+const SEEN_PAUSE: Duration = Duration::from_millis(50);
+const LEAVE_TRIES: u32 = 20;
+
+/// A process, and what others see of it as long as it lives.
+pub(super) struct Session {
+    id: SessionId,
+    held: Mutex<Box<dyn Any + Send>>,
+}
+
+impl LocalController {
+    /// What others know this process by, if there are others.
+    pub(super) async fn session(&self) -> Result<Option<SessionId>> {
+        let begin = async || {
+            let id = SessionId(self.random());
+            let held = self.0.ledgers.session(id).await?;
+            Ok::<_, Error>(held.map(|held| Session { id, held: Mutex::new(held) }))
+        };
+        let session = self.0.session.get_or_try_init(begin).await?;
+        Ok(session.as_ref().map(|session| session.id))
+    }
+
+    /// Ends the session, and waits a moment until others can see that.
+    pub(crate) async fn leave(&self) {
+        let Some(Some(Session { id, held })) = self.0.session.get() else { return };
+        *held.lock().expect("nobody panics while holding the session") = Box::new(());
+        for _ in 0..LEAVE_TRIES {
+            if !matches!(self.0.ledgers.has_ended(*id).await, Ok(false)) {
+                return;
+            }
+            sleep(SEEN_PAUSE).await;
+        }
+    }
+
+    /// Takes back what processes that have ended have begun, and what they hold.
+    pub(crate) async fn end_sessions(&self, key: &Key) -> Result<()> {
+        let state = self.0.ledgers.state(key).await?;
+        let own = self.session().await?;
+        let mut ended = Vec::new();
+        // Who was stopped for a while has not ended, even if others could think so.
+        for session in state.sessions().into_iter().filter(|session| Some(*session) != own) {
+            if self.0.ledgers.has_ended(session).await? {
+                ended.push(session);
+            }
+        }
+        self.say_ended(key, ended).await
+    }
+
+    /// Takes back what these processes have begun of a key, and what they hold of it.
+    pub(super) async fn say_ended(&self, key: &Key, ended: Vec<SessionId>) -> Result<()> {
+        for session in ended {
+            self.apply(key, Command::SessionEnded { session }).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until others find this process, so that nobody takes what is put to it for lost: who was stopped, or cut
+    /// off from where sessions are, may have been missed.
+    pub(super) async fn be_found(&self, deadline: Option<Instant>) -> Result<()> {
+        let Some(own) = self.keeper().await? else { return Ok(()) };
+        while self.0.ledgers.has_ended(own).await? {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                let text = "this daemon's session has ended, and it could not begin it again";
+                return Err(Error::new(ErrorKind::Unreachable, text));
+            }
+            sleep(SEEN_PAUSE).await;
+        }
+        Ok(())
+    }
+
+    /// Whether others decide too, each of whom keeps what is put to it.
+    pub(crate) fn are_many(&self) -> bool {
+        self.0.keepers.are_many()
+    }
+
+    /// The process that keeps what is put to this one, if it ends with that.
+    pub(super) async fn keeper(&self) -> Result<Option<SessionId>> {
+        if self.are_many() { self.session().await } else { Ok(None) }
+    }
+
+    /// Finds what others keep of a version.
+    pub(super) async fn reach(&self, key: &Key, version: &Version) -> Result<Reached> {
+        match self.keeper().await? {
+            Some(own) => self.0.keepers.reach(&folder(key, version), version, own).await,
+            None => Ok(Reached::default()),
+        }
+    }
+
+    /// Takes a version for a reader, under a lease of its own: what the ledger says of it, and what others keep.
+    pub(crate) async fn take(
+        &self,
+        key: &Key,
+        selector: Selector,
+        holder: String,
+        ttl: Duration,
+    ) -> Result<(LeaseId, Version, Reached)> {
+        let holder = self.keeper().await?.map_or(holder, |own| own.to_string());
+        loop {
+            let (lease, now) = (LeaseId(self.random()), self.now());
+            let holder = holder.clone();
+            let command = Command::Lease { selector, lease, holder, ttl, now };
+            let leased = self.apply(key, command).await?;
+            let Outcome::Leased { id, .. } = leased else {
+                unreachable!("a lease does not lead to {leased:?}")
+            };
+            let state = self.state(key).await?;
+            // If it is not there any more, what kept it has ended meanwhile.
+            let reached = match state.versions().find(|version| version.id == id) {
+                Some(version) => {
+                    self.reach(key, version).await.map(|reached| Some((version, reached)))
+                }
+                None => Ok(None),
+            };
+            let ended = match reached {
+                Ok(Some((version, reached))) if reached.ended.is_empty() => {
+                    return Ok((lease, version.clone(), reached));
+                }
+                Ok(reached) => Ok(reached.map_or_else(Vec::new, |(_, reached)| reached.ended)),
+                Err(error) => Err(error),
+            };
+            self.apply(key, Command::Release { lease }).await?;
+            // If others keep all of it too, it is still there.
+            self.say_ended(key, ended?).await?;
+        }
+    }
+
+    /// Releases a lease; one that cannot be now is released later. Where others decide too, that is not waited for.
+    pub(crate) async fn release(&self, key: &Key, lease: LeaseId) {
+        self.unreleased().push((key.clone(), lease));
+        if self.are_many() {
+            let controller = self.clone();
+            drop(sync::spawn(async move { controller.release_owed().await }));
+        } else {
+            self.release_owed().await;
+        }
+    }
+
+    async fn release_owed(&self) {
+        let unreleased = std::mem::take(&mut *self.unreleased());
+        for (key, lease) in unreleased {
+            if self.apply(&key, Command::Release { lease }).await.is_err() {
+                self.unreleased().push((key, lease));
+                continue;
+            }
+            // What cannot be deleted now stays owed.
+            let _ = self.reclaim_owed(&key).await;
+        }
+    }
+
+    fn unreleased(&self) -> MutexGuard<'_, Vec<(Key, LeaseId)>> {
+        self.0.unreleased.lock().expect("nobody panics while holding the leases")
+    }
+
+    /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
+    pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
+        self.release_owed().await;
+        self.end_sessions(key).await?;
+        // Proofs that are owed for long, too.
+        self.state(key).await?;
+        self.reclaim_owed(key).await?;
+        self.clean(key).await
+    }
+}

@@ -59,6 +59,13 @@ pub(crate) struct Args {
     /// to etcdctl of users and certificates counts here too
     #[arg(long, value_name = "URL", requires = "listen", conflicts_with_all = ["root", "controller"])]
     meta: Option<String>,
+    /// Where versions go that must outlast this host (put --durability object): `s3://BUCKET/PREFIX`, `gs://…`, `az://…`,
+    /// or `file:DIR`, a directory that other hosts have too. What is there already is served
+    #[arg(long, value_name = "URL", conflicts_with = "controller")]
+    bucket: Option<String>,
+    /// How many bytes go there in a second at most
+    #[arg(long, value_name = "SIZE", requires = "bucket")]
+    bucket_rate: Option<Size>,
     /// The name by which other daemons reach this one, if that is not the address of --listen
     #[arg(long, value_name = "HOST:PORT", requires = "listen")]
     advertise: Option<String>,
@@ -103,6 +110,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.controller.clone_from(&args.controller);
     options.meta.clone_from(&args.meta);
     options.advertise.clone_from(&args.advertise);
+    options.bucket.clone_from(&args.bucket);
+    options.bucket_rate = args.bucket_rate.map(|Size(rate)| rate);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());
         options.credentials = Some(Credentials { ca, cert, key });
@@ -116,7 +125,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let model = limit / (keep + 1);
     let daemon = Daemon::bind(options).map_err(|error| match error.kind() {
         ErrorKind::Unreachable => Failure::new(Exit::Unreachable, error)
-            .help("check the address of --controller or --meta, and whether somebody serves there"),
+            .help("check the address of --controller, --meta or --bucket, and whether it is there"),
         _ => failure(&error),
     })?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
@@ -131,6 +140,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     );
     if let Some(meta) = &args.meta {
         line = format!("{line}, ledgers in {meta}");
+    }
+    if let Some(bucket) = &args.bucket {
+        line = format!("{line}, what must last in {bucket}");
     }
     if let Some(address) = &address {
         line = format!("{line}, for other hosts {address}");

@@ -17,12 +17,13 @@ class PutReport:
         digest: what this put contains, 32 hex digits: equal digests are equal contents.
         visible: whether readers see it.
         missing: the writers whose contributions it waits for.
+        stored: whether all of the version is in the bucket, with durability="object".
         bytes: how many bytes this put has stored.
         transport: how they went: "arena", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
             there was room for it (others may have been waited for), "write" to copy and to checksum,
-            "commit".
+            "commit", "store" until it was in the bucket, if it was to be.
         seconds: how long it took.
     """
 
@@ -32,6 +33,7 @@ class PutReport:
     digest: str
     visible: bool
     missing: list[int]
+    stored: bool
     bytes: int
     transport: str
     why: str

@@ -201,7 +201,7 @@ def _interrupted() -> None: ...
 
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]
-_Durability = Literal["memory", "disk"]
+_Durability = Literal["memory", "disk", "object"]
 _Transport = Literal["arena", "file", "memory", "object", "tcp", "tls"]
 _Metadata = dict[str, Any]
 

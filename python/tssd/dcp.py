@@ -101,7 +101,7 @@ class TssdWriter(_Place, StorageWriter):
         path_or_url: a directory, which is made if need be, or an address that `tssd.Store` takes. The
             `checkpoint_id` of a save replaces it.
         key: the name of the checkpoint in that store.
-        durability: as for `Store.put_state_dict`; a daemon without a directory has only "memory".
+        durability: as for `Store.put_state_dict`; a daemon has "disk" with a directory, and "object" with a bucket.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class TssdWriter(_Place, StorageWriter):
         path_or_url: _PathOrUrl,
         key: str = "checkpoint",
         *,
-        durability: Literal["memory", "disk"] = "disk",
+        durability: Literal["memory", "disk", "object"] = "disk",
     ) -> None:
         super().__init__(path_or_url, key)
-        self._durability: Literal["memory", "disk"] = durability
+        self._durability: Literal["memory", "disk", "object"] = durability
         self._save_id = uuid.uuid4().hex
         self._rank: int | None = None
         self._last: _Part | None = None

@@ -155,6 +155,15 @@ impl PendingPut {
     pub fn wait(self) -> Result<PutReport> {
         self.runtime.block_on(self.pending.wait())
     }
+
+    /// See [`crate::PendingPut::committed`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn committed(&mut self) -> Result<PutReport> {
+        self.runtime.block_on(self.pending.committed())
+    }
 }
 
 /// [`crate::Publisher`], whose calls return when they are done.

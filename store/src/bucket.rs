@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod faults;
 #[cfg(test)]
-mod faulty;
+pub(crate) mod faulty;
 
 use std::future::Future;
 use std::sync::{Arc, mpsc};

@@ -11,6 +11,7 @@ mod proof;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -152,12 +153,22 @@ pub(crate) trait Contribution: Send {
     async fn extend(&mut self, file_len: u64) -> Result<()>;
 
     /// The archive is complete, and the last. The digest is of all. Says how far the version has come.
-    async fn commit(self: Box<Self>, digest: Digest) -> Result<Progress>;
+    async fn commit(self: Box<Self>, digest: Digest) -> Result<Committed>;
 
     /// Takes it back, and says why the put failed: what has become of the version comes before what
     /// that has led to.
     async fn withdraw(self: Box<Self>, error: Error) -> Error;
 }
+
+/// A contribution that is committed, and what may still be waited for.
+pub(crate) struct Committed {
+    pub(crate) progress: Progress,
+    /// How far the version has come in a bucket, once this contribution is there; none if it is not on its way to one.
+    pub(crate) storing: Option<Storing>,
+}
+
+/// It goes on, whether or not it is waited for.
+pub(crate) type Storing = Pin<Box<dyn Future<Output = Result<Progress>> + Send>>;
 
 /// How far a version has come.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,6 +8,7 @@ mod house;
 mod http;
 mod lost;
 mod metrics;
+mod mirror;
 mod place;
 mod reading;
 mod registry;
@@ -27,6 +28,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::task::JoinSet;
 
 use self::house::House;
+use self::mirror::Bucket;
 pub use self::place::default_memory_limit;
 use self::place::listen;
 use self::session::Guest;
@@ -76,6 +78,11 @@ pub struct DaemonOptions {
     /// They find each other there, archives stay where they are put, and the others read them where this one
     /// listens.
     pub meta: Option<String>,
+    /// Where versions are copied that must outlast the host: the address of a store in a bucket, `s3://BUCKET/PREFIX`,
+    /// or `file:DIR`, a directory that other hosts have too. What is in it, and not known otherwise, is served.
+    pub bucket: Option<String>,
+    /// How many bytes go there in a second at most, of all versions together.
+    pub bucket_rate: Option<u64>,
     /// `HOST:PORT`, by which other hosts reach this daemon, if that is not the address that it listens at.
     pub advertise: Option<String>,
     /// How long after its last client has left it ends, unless it holds a version that would be lost
@@ -122,6 +129,8 @@ impl DaemonOptions {
             credentials: None,
             controller: None,
             meta: None,
+            bucket: None,
+            bucket_rate: None,
             advertise: None,
             linger: None,
         }
@@ -154,9 +163,16 @@ impl Daemon {
     /// # Errors
     ///
     /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
-    /// metrics, or connect without a proof of who they are, if credentials cannot be read, or if the socket's
-    /// group could not reach it; `Io` if the system does not let it.
+    /// metrics, or connect without a proof of who they are, if credentials cannot be read, if the bucket is none, or
+    /// if the socket's group could not reach it; `Unreachable` if the controller, the ledgers or the bucket cannot be
+    /// reached; `Io` if the system does not let it.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
+        let bucket = options.bucket.as_deref().map(Bucket::open).transpose()?;
+        Self::over(options, bucket).await
+    }
+
+    /// The same with a bucket that is open.
+    async fn over(options: DaemonOptions, bucket: Option<Bucket>) -> Result<Self> {
         let socket = &options.socket;
         let at = |error| Error::io(socket.display(), error);
         let lock_path = beside(socket, "lock");
@@ -189,7 +205,7 @@ impl Daemon {
         let is_alone = options.controller.is_none() && options.meta.is_none();
         let own = || own_endpoint(&options, far.as_ref(), &identity);
         let own = if is_alone { None } else { Some(own()?) };
-        let house = Arc::new(House::open(&options, identity.clone(), own).await?);
+        let house = Arc::new(House::open(&options, identity.clone(), own, bucket).await?);
         tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
         let options = Arc::new(options);
         Ok(Self { listener, house, metrics, far, identity, options, _locks: locks })
@@ -269,6 +285,10 @@ impl Daemon {
         // Who comes later finds nobody.
         let _ = disk::remove(&self.options.socket);
         drop((self.listener, self.far));
+        if let Some(mirror) = &self.house.mirror {
+            // What is on its way to the bucket is nowhere else.
+            let _ = tokio::time::timeout(DRAIN, mirror.idle()).await;
+        }
         self.house.close();
         let all = async {
             while sessions.join_next().await.is_some() {}
@@ -298,6 +318,10 @@ fn own_endpoint(
             }
             None => "what must last belongs to the daemon that decides: serve that one with --root",
         };
+        return Err(invalid(text));
+    }
+    if options.controller.is_some() && options.bucket.is_some() {
+        let text = "what must outlast a host is put to the daemon that decides: serve that one with --bucket";
         return Err(invalid(text));
     }
     let address = listener.and_then(|listener| listener.local_addr().ok()).ok_or_else(|| {

@@ -156,10 +156,16 @@ impl Disk {
     /// One that is there may have been made by a process that was killed before it was durable. So it is
     /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
     /// are what they are.
+    ///
+    /// The root is made only if it is asked for: if it is gone, so is the store, such as with what was mounted there.
     pub(crate) fn make_folders(&self, path: &Path) -> io::Result<()> {
         self.inside(path)?;
         let found = self.files.folder(path);
         let is_ours = path.starts_with(&self.root) && path != self.root;
+        if is_ours && found.is_none() && self.files.folder(&self.root).is_none() {
+            let text = format!("the store's folder `{}` is gone", self.root.display());
+            return Err(io::Error::new(io::ErrorKind::NotFound, text));
+        }
         if found.is_some() && (!is_ours || self.durable().get(path) == found.as_ref()) {
             return Ok(());
         }

@@ -42,7 +42,7 @@ pub(crate) async fn wait<T: Send + 'static>(
 }
 
 /// Waits before something is tried again: longer each time, and never as long as others do.
-#[cfg(any(feature = "etcd", feature = "object"))]
+#[cfg(any(feature = "etcd", feature = "object", target_os = "linux"))]
 pub(crate) async fn pause(tries: u32) {
     let mut random = [0];
     let _ = getrandom::fill(&mut random);

@@ -95,6 +95,8 @@ impl State {
             Command::Abort { id, writer } => Ok(self.abort(id, writer)),
             Command::SessionEnded { session } => Ok(self.session_ended(session)),
             Command::Keep { id, writer, session } => Ok(self.keep(id, writer, session)),
+            Command::Stored { id } => self.stored(id),
+            Command::NotStored { id } => Ok(self.not_stored(id)),
             Command::Proved { id, manifest, now } => self.proved(id, manifest, now),
             Command::Rejected { id, reason } => self.rejected(id, reason),
             Command::Expire { now } => Ok(self.expire(now)),

@@ -44,6 +44,15 @@ pub(crate) trait Ledgers: Send + Sync {
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration);
 }
 
+/// What a ledger is of which nothing is recorded: as the bucket has it from which it is restored, or blank.
+async fn first(origin: Option<&Arc<dyn Ledgers>>, key: &Key, blank: &Arc<State>) -> Result<State> {
+    let found = match origin {
+        Some(origin) => origin.state(key).await?,
+        None => Arc::default(),
+    };
+    Ok(if *found == State::default() { State::clone(blank) } else { found.restored() })
+}
+
 /// Makes this the state of a ledger, as [`Turn::save`]. Whoever asks may stop waiting: the turn lasts until it is
 /// written.
 pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<bool> {

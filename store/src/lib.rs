@@ -77,6 +77,6 @@ pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
 pub use route::Transport;
 pub use scrub::{Defect, scrub};
-pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus};
+pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
 pub use store::{ConnectOptions, Credentials, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

@@ -9,11 +9,13 @@ use tssd_format::{
     Value,
 };
 
-use crate::controller::{Begun, Contribution, digest};
+use crate::controller::{Begun, Committed, Contribution, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, JobId, VersionId};
-use crate::put::{PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, route, write};
+use crate::put::{
+    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, route, stored, write,
+};
 use crate::route::Route;
 use crate::store::Store;
 
@@ -218,7 +220,14 @@ impl Publisher {
             Err(_) => digest(&open.digests),
         };
         let written = Instant::now();
-        let progress = open.contribution.commit(digest).instrument(self.span.clone()).await?;
+        let commit = async {
+            let Committed { progress, storing } = open.contribution.commit(digest).await?;
+            let commit = written.elapsed().as_secs_f64();
+            let stored = stored(storing).await?;
+            let store = written.elapsed().as_secs_f64() - commit;
+            Ok::<_, Error>((progress, stored, PutPhases { commit, store, ..self.phases }))
+        };
+        let (progress, stored, phases) = commit.instrument(self.span.clone()).await?;
         Ok(PutReport {
             version: open.number,
             epoch: open.epoch,
@@ -226,10 +235,11 @@ impl Publisher {
             digest,
             visible: progress.visible,
             missing: progress.missing,
+            stored,
             bytes: self.bytes,
             transport: self.route.transport,
             why: self.route.why,
-            phases: PutPhases { commit: written.elapsed().as_secs_f64(), ..self.phases },
+            phases,
             seconds: self.started.elapsed().as_secs_f64(),
         })
     }

@@ -7,13 +7,18 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tracing::{Instrument, Span};
 use tssd_format::{
     AttrValue, Attrs, Compression, Draft, Fill, Filled, Layout, Options, Pack, StateDict,
 };
 
 use self::replicas::without_replicas;
 pub(crate) use self::role::Role;
-use crate::controller::{Begun, Contribution, Controller, DIVERGENT, Progress, Proposal, digest};
+use crate::controller::{
+    Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
+};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -51,8 +56,8 @@ pub struct PutOptions {
     pub compression: Compression,
     /// Whether the archive gets digests: one BLAKE3 for each storage, and one for all.
     pub digests: bool,
-    /// Whether the version is to outlive the daemon that holds it; all writers must say the same.
-    /// A store in a directory keeps all that is put on disk.
+    /// Whether the version is to outlive the daemon that holds it, or its host; all writers must say the same.
+    /// A store in a directory keeps all that is put on disk, and one in a bucket there.
     pub durability: Durability,
     /// How the bytes must go; none: any way is good.
     pub require: Option<Transport>,
@@ -109,6 +114,8 @@ pub struct PutReport {
     pub visible: bool,
     /// The writers whose contributions it waits for.
     pub missing: WriterSet,
+    /// Whether all of the version is in the bucket, if [`Durability::Object`] was asked for.
+    pub stored: bool,
     /// How many bytes this put has stored.
     pub bytes: u64,
     /// How the bytes went.
@@ -133,6 +140,8 @@ pub struct PutPhases {
     pub write: f64,
     /// Until the contribution was committed.
     pub commit: f64,
+    /// Until it was in the bucket, if it was to be.
+    pub store: f64,
 }
 
 /// How many puts each writer of each job has called: what matches the contributions to a version
@@ -188,6 +197,7 @@ impl Staged {
             begin: (begun - arranged).as_secs_f64(),
             write: begun.elapsed().as_secs_f64(),
             commit: 0.0,
+            store: 0.0,
         };
         tracing::debug!(
             version = number,
@@ -204,6 +214,7 @@ impl Staged {
             digest,
             visible: false,
             missing: WriterSet::default(),
+            stored: false,
             bytes,
             transport,
             why,
@@ -213,25 +224,68 @@ impl Staged {
         Ok(Self { contribution, digest, report, started })
     }
 
-    /// Commits it.
-    pub(crate) async fn commit(self) -> Result<PutReport> {
+    /// Commits it, and waits until it is where it is to last. Once it is committed, the report so far is told.
+    pub(crate) async fn commit(self, tell: impl FnOnce(&PutReport)) -> Result<PutReport> {
         let Self { contribution, digest, report, started } = self;
         let written = Instant::now();
-        let Progress { visible, missing } = contribution.commit(digest).await?;
-        let phases = PutPhases { commit: written.elapsed().as_secs_f64(), ..report.phases };
-        let commit_seconds = phases.commit;
+        let Committed { progress, storing } = contribution.commit(digest).await?;
+        let Progress { visible, missing } = progress;
+        let committed = Instant::now();
+        let commit_seconds = (committed - written).as_secs_f64();
         tracing::debug!(version = report.version, visible, commit_seconds, "committed");
+        let phases = PutPhases { commit: commit_seconds, ..report.phases };
         let seconds = started.elapsed().as_secs_f64();
-        Ok(PutReport { visible, missing, phases, seconds, ..report })
+        let report = PutReport { visible, missing, phases, seconds, ..report };
+        tell(&report);
+        let stored = stored(storing).await?;
+        let phases = PutPhases { store: committed.elapsed().as_secs_f64(), ..phases };
+        Ok(PutReport { stored, phases, seconds: started.elapsed().as_secs_f64(), ..report })
     }
+}
+
+/// Waits until a contribution is in the bucket that it is on its way to; says whether the version is.
+pub(crate) async fn stored(storing: Option<Storing>) -> Result<bool> {
+    let Some(storing) = storing else { return Ok(false) };
+    let stored = storing.await?.visible;
+    tracing::debug!(stored, "in the bucket");
+    Ok(stored)
 }
 
 /// A put that goes on by itself: see [`Store::put_state_dict_later`](crate::Store::put_state_dict_later).
 #[derive(Debug)]
-pub struct PendingPut(pub(crate) tokio::task::JoinHandle<Result<PutReport>>);
+pub struct PendingPut {
+    task: JoinHandle<Result<PutReport>>,
+    committed: watch::Receiver<Option<PutReport>>,
+}
 
 impl PendingPut {
-    /// Waits until the contribution is committed.
+    /// Lets a put go on that holds something until it has ended.
+    pub(crate) fn spawn(staged: Staged, held: impl Send + 'static, span: Span) -> Self {
+        let (tell, committed) = watch::channel(None);
+        let commit = async move {
+            let report = staged.commit(|report| drop(tell.send(Some(report.clone())))).await;
+            drop(held);
+            report
+        };
+        Self { task: tokio::spawn(commit.instrument(span)), committed }
+    }
+
+    /// Waits until the contribution is committed, which may be before it is where it is to last; gives the report so
+    /// far. After an error the put is done.
+    ///
+    /// # Errors
+    ///
+    /// As [`PendingPut::wait`].
+    pub async fn committed(&mut self) -> Result<PutReport> {
+        if let Ok(report) = self.committed.wait_for(Option::is_some).await
+            && let Some(report) = report.as_ref()
+        {
+            return Ok(report.clone());
+        }
+        self.done().await
+    }
+
+    /// Waits until the contribution is committed, and in the bucket if it is to be there.
     ///
     /// # Errors
     ///
@@ -251,7 +305,7 @@ impl PendingPut {
     /// If it was done before.
     pub async fn done(&mut self) -> Result<PutReport> {
         let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
-        (&mut self.0).await.map_err(ended)?
+        (&mut self.task).await.map_err(ended)?
     }
 }
 

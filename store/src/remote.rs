@@ -264,13 +264,12 @@ impl Catalog for RemoteController {
 #[async_trait]
 impl Controller for RemoteController {
     async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
-        let file_len = proposal.file_len;
         let patience = proposal.timeout.saturating_add(PATIENCE);
-        let request = Request::Begin(Begin { key: key.to_string(), proposal, keeper: None });
+        let begin = Begin { key: key.to_string(), proposal: proposal.clone(), keeper: None };
+        let request = Request::Begin(begin);
         let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
         let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
-        let contribution =
-            RemoteContribution::new(self.0.clone(), &begun, file_len, patience, owed);
+        let contribution = RemoteContribution::new(self.0.clone(), &begun, &proposal, owed);
         Ok(controller::Begun {
             id: begun.id,
             epoch: begun.epoch,

@@ -21,6 +21,9 @@ pub struct DaemonStatus {
     pub peers: Vec<PeerStatus>,
     /// Who reads.
     pub leases: Vec<LeaseStatus>,
+    /// What is on its way to the bucket.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub uploads: Vec<UploadStatus>,
 }
 
 /// What the segments of a daemon take, in bytes.
@@ -58,6 +61,44 @@ pub struct PeerStatus {
     pub client: String,
     /// For how long it has been there.
     pub age: Duration,
+}
+
+/// One writer's contribution on its way to the bucket.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct UploadStatus {
+    /// Its key.
+    pub key: String,
+    /// The number of its version.
+    pub version: u64,
+    /// Who has put it.
+    pub writer: u32,
+    /// How many bytes it has.
+    pub bytes: u64,
+    /// How many of them have gone, in the try that is under way.
+    pub sent: u64,
+    /// How many tries have failed.
+    pub failures: u32,
+    /// Why the last one has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// How long ago it was put.
+    pub age: Duration,
+}
+
+impl fmt::Display for UploadStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { key, version, writer, bytes, sent, failures, error, age } = self;
+        let seconds = age.as_secs_f64();
+        write!(
+            f,
+            "`{key}` version {version}, writer {writer}: {sent} of {bytes} bytes after {seconds:.1} s"
+        )?;
+        match error {
+            Some(error) => write!(f, " ({failures} tries have failed: {error})"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// One lease.

@@ -17,14 +17,14 @@ use crate::file::is_object;
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
-use crate::ledgers::{OwnedLedgers, SharedLedgers};
+use crate::ledgers::{Ledgers, OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::opened::Opened;
 use crate::publish::Publisher;
 use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
-use crate::volume::{DirectoryVolume, MemoryVolume};
+use crate::volume::{DirectoryVolume, MemoryVolume, Volume};
 #[cfg(feature = "object")]
 use crate::{bucket::Bucket, meta::ObjectMeta, volume::ObjectVolume};
 #[cfg(target_os = "linux")]
@@ -152,10 +152,8 @@ impl Store {
     }
 
     fn at(root: PathBuf) -> Self {
-        let disk = Disk::at(root);
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-        let volume = Arc::new(DirectoryVolume::new(disk));
-        Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
+        let (ledgers, volume) = directory(root);
+        Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment)))
     }
 
     /// The store at an address:
@@ -198,24 +196,15 @@ impl Store {
         }
     }
 
-    #[cfg(feature = "object")]
     fn bucket(url: &str, patience: Duration) -> Result<Self> {
-        Ok(Self::over(Bucket::open(url, patience)?))
+        let (ledgers, volume) = bucket(url, patience)?;
+        Ok(Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment))))
     }
 
-    #[cfg(not(feature = "object"))]
-    fn bucket(url: &str, _patience: Duration) -> Result<Self> {
-        let text = format_args!(
-            "`{url}`: stores in buckets need the feature `object`: `cargo install --features object`, or the wheel"
-        );
-        Err(Error::new(ErrorKind::Invalid, text))
-    }
-
-    #[cfg(feature = "object")]
+    #[cfg(all(feature = "object", test))]
     pub(crate) fn over(bucket: Bucket) -> Self {
-        let ledgers = SharedLedgers::new(Arc::new(ObjectMeta::new(bucket.clone())));
-        let volume = Arc::new(ObjectVolume::new(bucket));
-        Self::new(LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment)))
+        let (ledgers, volume) = over(bucket);
+        Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment)))
     }
 
     #[cfg(target_os = "linux")]
@@ -283,21 +272,23 @@ impl Store {
     /// becomes visible when all writers have put theirs.
     ///
     /// Returns when this writer's contribution is committed; the report says whether the version is
-    /// visible, and else whose contributions are missing.
+    /// visible, and else whose contributions are missing. What is to be in a daemon's bucket is visible before it is
+    /// there; this returns when the contribution is.
     ///
     /// # Errors
     ///
     /// `Invalid` for what cannot be stored, with its path; `Refused` for what the ledger does not
     /// allow, with the way out; `Rejected` if this was the last contribution and they do not fit
     /// together; `Busy` after the timeout; `Io` if the disk fails or is full. What was visible before
-    /// stays so.
+    /// stays so. A version that is visible and cannot be brought to the bucket stays so in memory; one that is late is
+    /// brought there all the same.
     pub async fn put_state_dict(
         &self,
         key: &Key,
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        let put = async { self.stage(key, dict, options).await?.commit().await };
+        let put = async { self.stage(key, dict, options).await?.commit(|_| {}).await };
         put.instrument(tracing::debug_span!("put", %key)).await
     }
 
@@ -316,13 +307,7 @@ impl Store {
         let span = tracing::debug_span!("put", %key);
         let staged = self.stage(key, dict, options).instrument(span.clone()).await?;
         // The store stays there until then.
-        let store = self.clone();
-        let commit = async move {
-            let report = staged.commit().await;
-            drop(store);
-            report
-        };
-        Ok(PendingPut(tokio::spawn(commit.instrument(span))))
+        Ok(PendingPut::spawn(staged, self.clone(), span))
     }
 
     async fn stage(&self, key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Staged> {
@@ -760,6 +745,54 @@ fn claimed_by(path: &Path) -> Result<Option<String>> {
 
 fn selector(version: Option<u64>) -> Selector {
     version.map_or(Selector::Newest, Selector::Number)
+}
+
+/// A store's ledgers and volume.
+type Parts = (Arc<dyn Ledgers>, Arc<dyn Volume>);
+
+/// Those in a directory.
+fn directory(root: PathBuf) -> Parts {
+    let disk = Disk::at(root);
+    let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
+    (Arc::new(ledgers), Arc::new(DirectoryVolume::new(disk)))
+}
+
+/// Those in a bucket.
+#[cfg(feature = "object")]
+fn bucket(url: &str, patience: Duration) -> Result<Parts> {
+    Ok(over(Bucket::open(url, patience)?))
+}
+
+#[cfg(not(feature = "object"))]
+fn bucket(url: &str, _patience: Duration) -> Result<Parts> {
+    let text = format_args!(
+        "`{url}`: stores in buckets need the feature `object`: `cargo install --features object`, or the wheel"
+    );
+    Err(Error::new(ErrorKind::Invalid, text))
+}
+
+/// The same, however it is reached.
+#[cfg(feature = "object")]
+pub(crate) fn over(bucket: Bucket) -> Parts {
+    let ledgers = SharedLedgers::new(Arc::new(ObjectMeta::new(bucket.clone())));
+    (Arc::new(ledgers), Arc::new(ObjectVolume::new(bucket)))
+}
+
+/// Those of what outlasts a host: in a bucket, or in a directory that other hosts have too, `file:DIR`.
+pub(crate) fn at_bucket(url: &str, patience: Duration) -> Result<Parts> {
+    match Address::of(url)? {
+        Address::Bucket(url) => bucket(url, patience),
+        Address::Directory(path) if url.starts_with("file:") => {
+            let root = path.canonicalize().map_err(|error| unreachable_at(path, &error))?;
+            Ok(directory(root))
+        }
+        _ => {
+            let text = format_args!(
+                "`{url}` is no bucket: s3://BUCKET/PREFIX, gs://…, az://…, or file:DIR for a directory that all hosts have"
+            );
+            Err(Error::new(ErrorKind::Invalid, text))
+        }
+    }
 }
 
 fn unreachable_at(path: &Path, error: &std::io::Error) -> Error {

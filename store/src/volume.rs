@@ -29,6 +29,11 @@ pub(crate) use object::{ObjectVolume, alone};
 /// - Names are `/`-separated.
 /// - A blob that is open stays readable after it is deleted.
 pub(crate) trait Volume: Send + Sync {
+    /// How durable what is put here is, if it can be as durable as is wanted.
+    fn admit(&self, wanted: Durability) -> Result<Durability> {
+        Ok(wanted)
+    }
+
     /// Room for a new blob of this many bytes, which is to be at least so durable. Nobody sees it
     /// before it is sealed; dropping it gives the room back.
     fn reserve(&self, name: &str, len: u64, durability: Durability)

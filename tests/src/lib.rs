@@ -21,6 +21,7 @@ pub mod raw;
 #[cfg(target_os = "linux")]
 pub mod served;
 pub mod sharding;
+pub mod steps;
 pub mod vectors;
 
 /// The example of the README is a test.

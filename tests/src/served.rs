@@ -1,7 +1,8 @@
 //! A daemon for tests and benches, on threads of its own.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 
@@ -66,6 +67,17 @@ impl Served {
     /// Where it answers over HTTP.
     pub fn metrics(&self) -> SocketAddr {
         self.metrics
+    }
+
+    /// What it has counted, by the name of the metric and its labels.
+    pub fn metric(&self, name: &str) -> f64 {
+        let mut stream = TcpStream::connect(self.metrics).unwrap();
+        let request = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut page = String::new();
+        stream.read_to_string(&mut page).unwrap();
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
     }
 
     /// Its address.

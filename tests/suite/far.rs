@@ -629,7 +629,7 @@ fn a_version_can_be_fetched_ahead() {
     // It goes on being there, whatever is put.
     put(&trainer, &model(2, 4), &PutOptions::default());
     let first = GetOptions { version: Some(1), ..GetOptions::default() };
-    let sent = || metric(&controller, "tssd_read_bytes_total");
+    let sent = || controller.metric("tssd_read_bytes_total");
     let before = sent();
     let (held, _) = generator.get_state_dict(&key(), &first).unwrap();
     assert_eq!(held, model(1, 4));
@@ -664,17 +664,6 @@ fn a_version_can_be_fetched_ahead() {
         let error = store.prefetch(&key(), &[], &none).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
-}
-
-/// What a daemon has counted.
-fn metric(served: &Served, name: &str) -> f64 {
-    let mut stream = TcpStream::connect(served.metrics()).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut page = String::new();
-    stream.read_to_string(&mut page).unwrap();
-    let line =
-        page.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{page}"));
-    line.trim().parse().unwrap()
 }
 
 #[test]

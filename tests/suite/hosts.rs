@@ -1,24 +1,17 @@
 //! Daemons of several hosts that share their ledgers in etcd: none of them decides for the others.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Signal;
-use tssd_format::{ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
-use tssd_store::{ErrorKind, GetOptions, JobId, Key, PutOptions};
+use tssd_store::{ErrorKind, GetOptions, Key, PutOptions};
 use tssd_tests::command::Serve;
 use tssd_tests::etcd::Etcd;
 use tssd_tests::served::Served;
-
-/// Rows of a tensor that a writer has, and elements of a row.
-const ROWS: u64 = 64;
-const COLUMNS: u64 = 4096;
-
-fn key() -> Key {
-    Key::new("policy").unwrap()
-}
+use tssd_tests::steps::{eventually, key, options, part, publish, read};
 
 /// A daemon that has its ledgers in etcd.
 fn host(etcd: &Etcd) -> Served {
@@ -26,75 +19,6 @@ fn host(etcd: &Etcd) -> Served {
         options.meta = Some(etcd.url());
         options.keep = 2.try_into().unwrap();
     })
-}
-
-/// What one of several writers has in a step: its rows.
-fn part(step: u64, writer: u32, writers: u32) -> StateDict {
-    let elements: Vec<u64> = (0..ROWS * COLUMNS).map(|at| element(step, writer, at)).collect();
-    let rows = Tensor::from_slice(&elements, &[ROWS, COLUMNS]).unwrap();
-    let global = [u64::from(writers) * ROWS, COLUMNS];
-    let place = TensorSlice::new(&[u64::from(writer) * ROWS, 0], &[ROWS, COLUMNS], &global);
-    let mut dict = StateDict::new();
-    dict.insert("step", step.cast_signed());
-    let shard = tssd_format::Shard::new(rows, ShardPlace::new(place.unwrap())).unwrap();
-    dict.insert("weight", shard);
-    dict
-}
-
-fn element(step: u64, writer: u32, at: u64) -> u64 {
-    (step << 40 | u64::from(writer) << 32 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-}
-
-fn options(step: u64, writer: u32, writers: u32) -> PutOptions {
-    PutOptions {
-        writer: Some(writer),
-        writers: Some(
-            if writers == 1 { "0".to_owned() } else { format!("0-{}", writers - 1) }
-                .parse()
-                .unwrap(),
-        ),
-        job: Some(JobId("run".to_owned())),
-        version: Some(step),
-        ..PutOptions::default()
-    }
-}
-
-/// Each host's trainer puts its part.
-fn publish(stores: &[Store], step: u64) {
-    let writers = u32::try_from(stores.len()).unwrap();
-    std::thread::scope(|scope| {
-        for (writer, store) in (0..).zip(stores) {
-            scope.spawn(move || {
-                let (dict, options) = (part(step, writer, writers), options(step, writer, writers));
-                store.put_state_dict(&key(), &dict, &options).unwrap()
-            });
-        }
-    });
-}
-
-/// Reads a version, or the newest, and proves that it is whole; says which it is.
-fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, tssd_store::Error> {
-    let options = GetOptions { version, ..GetOptions::default() };
-    let (dict, _) = store.get_state_dict(&key(), &options)?;
-    let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("a step: {dict:?}") };
-    let step: u64 = step.to_string().parse().unwrap();
-    let Value::Tensor(weight) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
-    let bytes = weight.view().to_contiguous(u64::MAX).unwrap();
-    let wanted = (0..writers)
-        .flat_map(|writer| (0..ROWS * COLUMNS).map(move |at| element(step, writer, at)));
-    assert!(
-        bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).eq(wanted),
-        "version {step} is what was put"
-    );
-    Ok(step)
-}
-
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < Duration::from_mins(1), "{what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 fn lost_writers(error: &tssd_store::Error) -> Option<String> {

@@ -54,6 +54,8 @@ enum About {
     Delete,
     Lease(u128),
     Keep(u32, SessionId),
+    Stored,
+    NotStored,
 }
 
 fn any_move() -> impl Strategy<Value = Move> {
@@ -87,14 +89,18 @@ fn any_begin() -> impl Strategy<Value = Begin> {
     ];
     let digest = prop::option::weighted(0.3, any_digest());
     let job = prop::option::weighted(0.8, any_job());
-    let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.2));
+    let durability = prop_oneof![
+        6 => Just(Durability::Memory),
+        1 => Just(Durability::Disk),
+        3 => Just(Durability::Object),
+    ];
+    let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.2), durability);
     let session = prop::option::weighted(0.5, any_session());
     (party, name, job, digest, flags, session).prop_map(
         |(party, name, job, digest, flags, session)| {
             let (writers, writer) = party;
-            let ((number, call), (rewind, writers_defaulted)) = (name, flags);
+            let ((number, call), (rewind, writers_defaulted, durability)) = (name, flags);
             let (id, now) = (VersionId(0), Timestamp(0));
-            let durability = Durability::Memory;
             Begin {
                 writer,
                 writers,
@@ -107,6 +113,7 @@ fn any_begin() -> impl Strategy<Value = Begin> {
                 digest,
                 session,
                 id,
+                epoch: None,
                 now,
             }
         },
@@ -140,6 +147,8 @@ fn any_about() -> impl Strategy<Value = About> {
         1 => Just(About::Delete),
         2 => (0..4_u128).prop_map(About::Lease),
         2 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::Keep(writer, keeper)),
+        3 => Just(About::Stored),
+        1 => Just(About::NotStored),
     ]
 }
 
@@ -280,7 +289,7 @@ impl World {
     }
 
     fn complete(&mut self, id: VersionId, keeper: Option<SessionId>) {
-        let Version { number, job, writers, .. } = self.opened[&id].clone();
+        let Version { number, job, writers, durability, .. } = self.opened[&id].clone();
         for writer in writers.iter() {
             let begin = Begin {
                 writer,
@@ -290,10 +299,11 @@ impl World {
                 call: None,
                 number: Some(number),
                 rewind: false,
-                durability: Durability::Memory,
+                durability,
                 digest: None,
                 session: None,
                 id: VersionId(u128::MAX - self.proposed),
+                epoch: None,
                 now: Timestamp(self.now),
             };
             self.proposed += 1;
@@ -314,6 +324,8 @@ impl World {
             About::Reclaimed => Command::Reclaimed { id },
             About::Delete => Command::Delete { selection: Selection::Id(id) },
             About::Keep(writer, session) => Command::Keep { id, writer, session },
+            About::Stored => Command::Stored { id },
+            About::NotStored => Command::NotStored { id },
             About::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
                 let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));
@@ -364,9 +376,12 @@ impl World {
         for label in ["0", "1", "2"] {
             self.give(&Command::Unpin { label: label.to_owned() }).unwrap();
         }
+        for id in self.begun.clone() {
+            self.give(&Command::NotStored { id }).unwrap();
+        }
         self.settle();
         assert!(self.state.versions().all(Version::is_visible));
-        assert!(self.state.visible().count() <= self.keep());
+        assert!(self.state.visible().count() <= 2 * self.keep());
         let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
         assert!(ended.as_array().unwrap().len() <= MAX_ENDED);
         for id in self.opened.keys() {
@@ -399,6 +414,7 @@ impl World {
         self.check_retention(&before, command);
         self.check_fates();
         self.check_size();
+        self.check_durable(&before);
         self.check_stored(&before);
         self.check_sessions(command);
         self.check_keepers(&before, command);
@@ -430,7 +446,7 @@ impl World {
                 match command {
                     Command::SessionEnded { session } => {
                         wanted.retain(|keeper| keeper != session);
-                        if keepers == [*session] {
+                        if keepers == [*session] && !version.stored {
                             alone.insert(*writer);
                         }
                     }
@@ -623,7 +639,8 @@ impl World {
         }
     }
 
-    /// The newest K and the pinned stay visible, no more and no less; what is held has its data.
+    /// The newest K, of what is durable the newest K, what is on its way to a bucket and the pinned stay visible, no
+    /// more and no less; what is held has its data.
     fn check_retention(&self, before: &State, command: &Command) {
         let visible = |state: &State| state.visible().map(|it| it.id).collect::<Vec<_>>();
         if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
@@ -638,7 +655,8 @@ impl World {
                 let mut keepers = version.contributions.values().map(Contribution::keepers);
                 match command {
                     Command::SessionEnded { session } => {
-                        keepers.any(|keepers| keepers.collect::<Vec<_>>() == [*session])
+                        !version.stored
+                            && keepers.any(|keepers| keepers.collect::<Vec<_>>() == [*session])
                     }
                     _ => false,
                 }
@@ -646,13 +664,13 @@ impl World {
             let stay = before.visible().filter(|it| !is_taken_back(it) && !is_lost(it));
             let stay = stay.chain(fresh.iter().copied());
             let mut stay: Vec<_> = stay.map(|version| version.id).collect();
-            let surplus = stay.len().saturating_sub(self.keep());
-            let pinned: BTreeSet<_> = self.state.pins().map(|(_, id)| id).collect();
-            let mut index = 0;
-            stay.retain(|id| {
-                index += 1;
-                index > surplus || pinned.contains(id)
-            });
+            let now = |id: &VersionId| self.state.versions().find(|version| version.id == *id);
+            let durable = stay.iter().rev().filter(|id| now(id).is_some_and(Version::is_durable));
+            let mut kept: BTreeSet<VersionId> = durable.take(self.keep()).copied().collect();
+            kept.extend(stay.iter().rev().take(self.keep()));
+            kept.extend(self.state.pins().map(|(_, id)| id));
+            let coming = |id: &VersionId| now(id).is_some_and(Version::is_to_be_stored);
+            stay.retain(|id| kept.contains(id) || coming(id));
             assert_eq!(visible(&self.state), stay, "{command:?}");
         }
         let has_data = |id| self.state.versions().any(|version| version.id == id);
@@ -677,6 +695,19 @@ impl World {
         }
     }
 
+    /// What is in a bucket stays there; what is left when all processes have ended is durable, and all that is.
+    fn check_durable(&self, before: &State) {
+        for version in before.versions().filter(|version| version.stored) {
+            let now = self.state.versions().find(|now| now.id == version.id);
+            assert!(now.is_none_or(|now| now.stored && now.is_durable()));
+        }
+        let durable = self.state.durable();
+        assert!(durable.versions().eq(self.state.versions().filter(|it| it.is_durable())));
+        let newest = durable.versions().map(|version| (version.epoch, version.number)).max();
+        assert!(newest <= durable.highest().map(|number| (durable.epoch(), number)));
+        assert_eq!(durable.durable(), durable);
+    }
+
     /// A state is itself again after it was a record.
     fn check_stored(&self, before: &State) {
         if self.state != *before {
@@ -686,10 +717,10 @@ impl World {
     }
 
     fn check_size(&self) {
-        let held = self.state.pins().count() + 4;
-        assert!(
-            self.state.versions().count() <= 2 * MAX_OPEN + self.keep() + held + MAX_DELETIONS + 4
-        );
+        let coming = self.state.versions().filter(|version| version.is_to_be_stored()).count();
+        let held = self.state.pins().count() + 4 + coming;
+        let kept = 2 * self.keep();
+        assert!(self.state.versions().count() <= 2 * MAX_OPEN + kept + held + MAX_DELETIONS + 4);
     }
 }
 

@@ -27,6 +27,9 @@ mod geometry;
 /// Daemons that share their ledgers in etcd.
 #[cfg(all(target_os = "linux", feature = "etcd"))]
 mod hosts;
+/// Versions that go on from memory to a bucket, and come back from there.
+#[cfg(target_os = "linux")]
+mod lasting;
 /// The ledger of one key over random commands and crashes.
 mod ledger;
 /// Daemons that clients start, that end by themselves, that serve a group.

@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// Compress all storages, after a byte shuffle: reading takes longer
     #[arg(long)]
     zstd: bool,
-    /// Whether the version outlives the daemon; a store in a directory keeps all on disk
+    /// What the version outlives; a store in a directory keeps all on disk, one in a bucket there
     #[arg(long, value_enum, default_value_t = Lasts::Memory)]
     durability: Lasts,
     /// Write digests: a BLAKE3 for each storage, and one for all
@@ -57,6 +57,8 @@ enum Lasts {
     Memory,
     /// The daemon, and a power cut
     Disk,
+    /// The daemon's host too: it goes on to the bucket that the daemon has
+    Object,
 }
 
 /// One writer's contribution; usually there is only one writer.
@@ -86,6 +88,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         durability: match args.durability {
             Lasts::Memory => Durability::Memory,
             Lasts::Disk => Durability::Disk,
+            Lasts::Object => Durability::Object,
         },
         ..PutOptions::default()
     };
@@ -111,6 +114,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "id": report.id.to_string(),
         "visible": report.visible,
         "missing": report.missing.iter().collect::<Vec<_>>(),
+        "stored": report.stored,
         "bytes": report.bytes,
         "transport": report.transport.to_string(),
         "why": report.why,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde_json::json;
+use tssd_store::DaemonStatus;
 
 use super::{Address, failure};
 use crate::console::{Console, print, print_json};
@@ -45,9 +46,17 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         peers.row([who(peer.pid, peer.address.as_ref()), peer.client.clone(), seconds(peer.age)]);
     }
     print(&peers)?;
-    if status.leases.is_empty() {
-        return Ok(Exit::Ok);
+    if !status.leases.is_empty() {
+        print(&leases(&status))?;
     }
+    for upload in &status.uploads {
+        print(format!("on its way to the bucket: {upload}\n"))?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// Who reads what.
+fn leases(status: &DaemonStatus) -> Table {
     let mut leases = Table::new(&[
         ("READER", Align::Right),
         ("KEY", Align::Left),
@@ -62,8 +71,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             seconds(lease.age),
         ]);
     }
-    print(&leases)?;
-    Ok(Exit::Ok)
+    leases
 }
 
 /// A process, or where somebody of another host is.

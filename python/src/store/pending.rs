@@ -1,6 +1,6 @@
 //! A put that goes on by itself.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyValueError;
@@ -25,9 +25,27 @@ impl Pending {
         Self { own, key, waiting: Mutex::new(Some(pending)), done: Mutex::default() }
     }
 
-    fn report(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
+    /// What is known as soon as the contribution is committed.
+    fn committed(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
+        let mut pending = self.locked()?;
+        let Some(waiting) = pending.as_mut() else {
+            drop(pending);
+            return self.report(py, timeout);
+        };
+        let report = self.own.run(py, timeout, waiting.committed());
+        if report.as_ref().is_err_and(|error| !error.is_timeout()) {
+            *pending = None;
+        }
+        report.map_err(|error| error.of_key(self.key.as_str(), None))
+    }
+
+    fn locked(&self) -> Result<MutexGuard<'_, Option<PendingPut>>> {
         let lock = |_| PyValueError::new_err("another thread waits for it");
-        let mut pending = self.waiting.try_lock().map_err(lock)?;
+        Ok(self.waiting.try_lock().map_err(lock)?)
+    }
+
+    fn report(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
+        let mut pending = self.locked()?;
         if let Some(waiting) = pending.as_mut() {
             let report = self.own.run(py, timeout, waiting.done());
             // One who was late may ask again.
@@ -65,7 +83,7 @@ impl Pending {
     #[pyo3(signature = (timeout=None))]
     fn visible(&self, py: Python<'_>, timeout: Option<f64>) -> Result<u64> {
         let started = Instant::now();
-        let report = self.report(py, timeout)?;
+        let report = self.committed(py, timeout)?;
         if !report.visible {
             let left = timeout.map(|timeout| (timeout - started.elapsed().as_secs_f64()).max(0.0));
             let forever = Duration::from_secs(u64::from(u32::MAX));
@@ -76,7 +94,7 @@ impl Pending {
         Ok(report.version)
     }
 
-    /// Waits until the contribution is committed, and gives its PutReport.
+    /// Waits until the contribution is committed, and in the bucket with durability="object", and gives its PutReport.
     ///
     /// Raises:
     ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: then it can be asked again.

@@ -101,7 +101,11 @@ impl Put<'_> {
             durability: match self.durability {
                 "memory" => Durability::Memory,
                 "disk" => Durability::Disk,
-                other => return Err(wrong("durability", other, "\"memory\" or \"disk\"").into()),
+                "object" => Durability::Object,
+                other => {
+                    let those = "\"memory\", \"disk\" or \"object\"";
+                    return Err(wrong("durability", other, those).into());
+                }
             },
             rewind: self.rewind,
             allow_opaque: true,

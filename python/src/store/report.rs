@@ -10,11 +10,16 @@ use crate::error::Result;
 
 pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
-    let PutPhases { arrange, begin, write, commit, .. } = report.phases;
+    let PutPhases { arrange, begin, write, commit, store, .. } = report.phases;
     let phases = PyDict::new(py);
-    for (phase, seconds) in
-        [("arrange", arrange), ("begin", begin), ("write", write), ("commit", commit)]
-    {
+    let all = [
+        ("arrange", arrange),
+        ("begin", begin),
+        ("write", write),
+        ("commit", commit),
+        ("store", store),
+    ];
+    for (phase, seconds) in all {
         phases.set_item(phase, seconds)?;
     }
     Ok(class.call1((
@@ -24,6 +29,7 @@ pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bou
         report.digest.to_string(),
         report.visible,
         report.missing.iter().collect::<Vec<u32>>(),
+        report.stored,
         report.bytes,
         report.transport.to_string(),
         &report.why,

@@ -19,7 +19,7 @@ use object_store::{
 
 /// What happens at a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// It is done, and the answer is lost.
     LostAnswer,
     /// It is not done: 500, 503, a timeout, a cut connection.
@@ -35,7 +35,7 @@ pub(super) enum Fault {
     StaleList,
 }
 
-pub(super) const FAULTS: [Fault; 7] = [
+pub(crate) const FAULTS: [Fault; 7] = [
     Fault::LostAnswer,
     Fault::NotDone,
     Fault::Conflict,
@@ -46,7 +46,7 @@ pub(super) const FAULTS: [Fault; 7] = [
 ];
 
 #[derive(Debug, Default)]
-pub(super) struct Faulty {
+pub(crate) struct Faulty {
     inner: InMemory,
     state: Mutex<State>,
 }
@@ -61,30 +61,30 @@ struct State {
     /// The listings before the newest object was created.
     listings: BTreeMap<Path, ListResult>,
     /// Uploads that are neither complete nor given up.
-    pub(super) uploads: usize,
+    pub(crate) uploads: usize,
 }
 
 impl Faulty {
     /// From the next request on, the one of this number, counted from 0, fails in this way.
-    pub(super) fn plan(&self, number: usize, fault: Fault) {
+    pub(crate) fn plan(&self, number: usize, fault: Fault) {
         let mut state = self.state();
         (state.count, state.fault, state.happened) = (0, Some((number, fault)), false);
     }
 
     /// Nothing fails; requests are counted from 0.
-    pub(super) fn mend(&self) {
+    pub(crate) fn mend(&self) {
         let mut state = self.state();
         (state.count, state.fault) = (0, None);
     }
 
     /// How many requests there were, and whether the fault was at one that it can be at.
-    pub(super) fn seen(&self) -> (usize, bool) {
+    pub(crate) fn seen(&self) -> (usize, bool) {
         let state = self.state();
         (state.count, state.happened)
     }
 
     /// How many uploads are neither complete nor given up.
-    pub(super) fn uploads(&self) -> usize {
+    pub(crate) fn uploads(&self) -> usize {
         self.state().uploads
     }
 

@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 
 use super::local::{LocalController, Place};
-use super::{Contribution, Progress};
+use super::{Committed, Contribution};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
 use crate::sync::Handle;
@@ -73,7 +73,7 @@ impl Contribution for Attempt {
         if is_stored { Ok(()) } else { self.reserve().await }
     }
 
-    async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
+    async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Committed> {
         let place = self.place.clone().expect("a contribution ends once");
         if let Err(error) = self.seal().await {
             // Files are swept when another try of the same put is part of a complete version, and when the
@@ -85,7 +85,7 @@ impl Contribution for Attempt {
         match self.controller.commit(&place, digest, &self.lens).await {
             Ok(progress) => {
                 self.place = None;
-                Ok(progress)
+                Ok(Committed { progress, storing: None })
             }
             Err(error) => Err(self.end(error).await),
         }

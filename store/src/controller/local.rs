@@ -202,47 +202,85 @@ impl LocalController {
         proposal: &Proposal,
         is_wanted: impl Fn() -> bool + Sync,
     ) -> Result<(Place, Option<Digest>)> {
-        // A timeout beyond all time is none.
-        let deadline = Instant::now().checked_add(proposal.timeout);
-        let session = self.session().await?;
-        self.be_found(deadline).await?;
-        if session.is_some() {
-            // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
-            let _ = self.sweep(key).await;
-        }
-        let id = VersionId(self.random());
-        let place = |id, epoch, number| Place {
+        let place = Place {
             key: key.clone(),
-            id,
-            epoch,
-            number,
+            id: VersionId(self.random()),
+            epoch: 0,
+            number: 0,
             writer: proposal.writer,
             job: proposal.job.clone(),
             durability: proposal.durability,
             stem: format!("{}-{:032x}", proposal.writer, self.random()),
         };
+        let begin = Begin {
+            writer: proposal.writer,
+            writers: proposal.writers.clone(),
+            writers_defaulted: proposal.writers_defaulted,
+            job: proposal.job.clone(),
+            call: proposal.call,
+            number: proposal.number,
+            rewind: proposal.rewind,
+            durability: proposal.durability,
+            digest: None,
+            session: self.session().await?,
+            id: place.id,
+            epoch: None,
+            now: self.now(),
+        };
+        self.open_at(place, begin, proposal.timeout, is_wanted).await
+    }
+
+    /// The same for a copy of what a writer has committed elsewhere, at that place.
+    pub(crate) async fn open_copy(
+        &self,
+        of: &Place,
+        writers: WriterSet,
+        timeout: Duration,
+    ) -> Result<(Place, Option<Digest>)> {
+        let place = Place { durability: Durability::Disk, ..of.clone() };
+        let begin = Begin {
+            writer: place.writer,
+            writers,
+            writers_defaulted: false,
+            job: place.job.clone(),
+            call: None,
+            number: Some(place.number),
+            rewind: false,
+            durability: place.durability,
+            digest: None,
+            session: self.session().await?,
+            id: place.id,
+            epoch: Some(place.epoch),
+            now: self.now(),
+        };
+        self.open_at(place, begin, timeout, || true).await
+    }
+
+    /// Opens the version of a place, or the one that is found there instead.
+    async fn open_at(
+        &self,
+        place: Place,
+        begin: Begin,
+        timeout: Duration,
+        is_wanted: impl Fn() -> bool + Sync,
+    ) -> Result<(Place, Option<Digest>)> {
+        let key = &place.key;
+        // A timeout beyond all time is none.
+        let deadline = Instant::now().checked_add(timeout);
+        self.be_found(deadline).await?;
+        if begin.session.is_some() {
+            // Who has the ledgers alone has looked when it began. What cannot be deleted hinders nobody.
+            let _ = self.sweep(key).await;
+        }
         let mut is_cleared = false;
         loop {
-            let begin = Begin {
-                writer: proposal.writer,
-                writers: proposal.writers.clone(),
-                writers_defaulted: proposal.writers_defaulted,
-                job: proposal.job.clone(),
-                call: proposal.call,
-                number: proposal.number,
-                rewind: proposal.rewind,
-                durability: proposal.durability,
-                digest: None,
-                session,
-                id,
-                now: self.now(),
-            };
+            let begin = Begin { now: self.now(), ..begin.clone() };
             let on = match self.apply(key, Command::Begin(begin)).await? {
                 Outcome::Begun { id, epoch, number } => {
-                    return Ok((place(id, epoch, number), None));
+                    return Ok((Place { id, epoch, number, ..place }, None));
                 }
                 Outcome::Retry { id, epoch, number, digest } => {
-                    return Ok((place(id, epoch, number), Some(digest)));
+                    return Ok((Place { id, epoch, number, ..place }, Some(digest)));
                 }
                 Outcome::Wait { on } => on,
                 other => unreachable!("begin does not lead to {other:?}"),
@@ -257,7 +295,7 @@ impl LocalController {
                     format_args!(
                         "key `{key}`: versions {} are still open after {:?}",
                         on.join(", "),
-                        proposal.timeout
+                        timeout
                     ),
                 ));
             }
@@ -271,6 +309,20 @@ impl LocalController {
                 self.0.ledgers.changed(key, &seen, left.min(WAIT)).await;
             }
         }
+    }
+
+    /// All of a version is in the bucket that was asked for.
+    pub(crate) async fn stored(&self, key: &Key, id: VersionId) -> Result<()> {
+        self.apply(key, Command::Stored { id }).await?;
+        // What this has retired.
+        let _ = self.reclaim_owed(key).await;
+        Ok(())
+    }
+
+    /// A version will not be in the bucket that was asked for.
+    pub(crate) async fn not_stored(&self, key: &Key, id: VersionId) -> Result<()> {
+        self.apply(key, Command::NotStored { id }).await?;
+        self.reclaim_owed(key).await
     }
 
     /// Commits the contribution, whose archives have these lengths in bytes, and proves the version if it
@@ -449,7 +501,10 @@ impl LocalController {
         for key in self.0.ledgers.keys().await? {
             // Of what cannot be read nothing is in memory.
             let state = self.0.ledgers.state(&key).await.unwrap_or_default();
-            if state.versions().any(|version| version.durability == Durability::Memory) {
+            let ends = |version: &Version| {
+                version.durability == Durability::Memory || version.is_to_be_stored()
+            };
+            if state.versions().any(ends) {
                 return Ok(true);
             }
         }
@@ -674,7 +729,8 @@ impl Catalog for LocalController {
 
 #[async_trait]
 impl Controller for LocalController {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun> {
+    async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<Begun> {
+        proposal.durability = self.0.volume.admit(proposal.durability)?;
         let (place, committed) = self.open(key, &proposal, || true).await?;
         let Place { id, epoch, number, .. } = place;
         let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));

@@ -17,6 +17,7 @@ use super::delegate::Delegate;
 use super::elsewhere::Elsewhere;
 use super::hosts::{self, Hosts};
 use super::lost::Lost;
+use super::mirror::{Bucket, Mirror};
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
 use super::tiers::{Place, Tiers};
@@ -26,13 +27,13 @@ use crate::disk::Disk;
 use crate::environment::{Environment, SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{LeaseId, Selector};
+use crate::ledger::{Durability, LeaseId, Selector};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
 use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
-use crate::volume::DirectoryVolume;
+use crate::volume::{DirectoryVolume, Volume};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
 pub(super) const COPIES: usize = 256 << 10;
@@ -47,6 +48,8 @@ pub(super) struct House {
     pub(super) registry: Arc<dyn Registry>,
     pub(super) pool: Arc<Pool>,
     pub(super) tiers: Tiers,
+    /// The bucket that versions are copied to, if there is one.
+    pub(super) mirror: Option<Arc<Mirror>>,
     pub(super) counters: Counters,
     pub(super) reading: Reading,
     pub(super) lost: Arc<Lost>,
@@ -112,12 +115,13 @@ struct Held {
 }
 
 impl House {
-    /// With what the directory holds, if there is one; or with a controller, another daemon, or ledgers that others
-    /// have too, who are told where this one is.
+    /// With what the directory and the bucket hold, if there are any; or with a controller, another daemon, or ledgers
+    /// that others have too, who are told where this one is.
     pub(super) async fn open(
         options: &DaemonOptions,
         identity: Identity,
         own: Option<Endpoint>,
+        bucket: Option<Bucket>,
     ) -> Result<Self> {
         let pool = Arc::new(Pool::new(options.memory_limit));
         let mut ledgers = OwnedLedgers::keeping(options.keep);
@@ -130,35 +134,54 @@ impl House {
         }
         let tiers = Tiers::new(pool, directory, Elsewhere::new(identity.clone()));
         let mut upkeep = JoinSet::new();
-        let registry: Arc<dyn Registry> = match (&options.controller, &options.meta, own) {
-            (Some(controller), _, Some(own)) => {
-                let controller = controller.parse()?;
-                Arc::new(Delegate::connect(controller, identity, own, tiers.clone()).await?)
-            }
-            (None, Some(url), Some(own)) => {
-                let record = own.to_string().into_bytes();
-                let ledgers = SharedLedgers::of_host(meta::open(url).await?, record, options.keep);
-                let hosts = Hosts::new(ledgers.clone(), tiers.elsewhere.clone());
-                let controller = LocalController::among(
-                    Arc::new(ledgers),
-                    Arc::new(tiers.clone()),
-                    Arc::new(hosts),
-                    Arc::new(SystemEnvironment),
-                );
-                upkeep.spawn(hosts::look_after(controller.clone(), tiers.pool.clone()));
-                Arc::new(controller)
-            }
-            _ => {
-                let controller = LocalController::new(
-                    Arc::new(ledgers),
-                    Arc::new(tiers.clone()),
-                    Arc::new(SystemEnvironment),
-                );
-                controller.recover().await?;
-                Arc::new(controller)
-            }
+        let environment = || Arc::new(SystemEnvironment);
+        let mirror = |own: &LocalController, bucket: Option<Bucket>| {
+            let Bucket { ledgers, volume, shown } = bucket?;
+            let store = LocalController::new(ledgers, volume, environment());
+            let (own, pool) = (own.clone(), tiers.pool.clone());
+            Some(Mirror::new(store, shown, own, pool, options.bucket_rate))
         };
-        Ok(Self { _upkeep: upkeep, ..Self::new(registry, tiers) })
+        let (registry, mirror): (Arc<dyn Registry>, _) =
+            match (&options.controller, &options.meta, own) {
+                (Some(controller), _, Some(own)) => {
+                    let controller = controller.parse()?;
+                    let delegate =
+                        Delegate::connect(controller, identity, own, tiers.clone()).await?;
+                    (Arc::new(delegate), None)
+                }
+                (None, Some(url), Some(own)) => {
+                    let record = own.to_string().into_bytes();
+                    let meta = meta::open(url).await?;
+                    let mut ledgers = SharedLedgers::of_host(meta, record, options.keep);
+                    if let Some(bucket) = &bucket {
+                        ledgers = ledgers.restore(bucket.ledgers.clone());
+                    }
+                    let hosts = Hosts::new(ledgers.clone(), tiers.elsewhere.clone());
+                    let controller = LocalController::among(
+                        Arc::new(ledgers),
+                        Arc::new(tiers.clone()),
+                        Arc::new(hosts),
+                        environment(),
+                    );
+                    upkeep.spawn(hosts::look_after(controller.clone(), tiers.pool.clone()));
+                    let mirror = mirror(&controller, bucket);
+                    (Arc::new(controller), mirror)
+                }
+                _ => {
+                    if let Some(bucket) = &bucket {
+                        ledgers = ledgers.restore(bucket.ledgers.clone()).await?;
+                    }
+                    let controller = LocalController::new(
+                        Arc::new(ledgers),
+                        Arc::new(tiers.clone()),
+                        environment(),
+                    );
+                    controller.recover().await?;
+                    let mirror = mirror(&controller, bucket);
+                    (Arc::new(controller), mirror)
+                }
+            };
+        Ok(Self { mirror, _upkeep: upkeep, ..Self::new(registry, tiers) })
     }
 
     /// With what is in these tiers, and whoever decides about that.
@@ -169,6 +192,7 @@ impl House {
             registry,
             pool: tiers.pool.clone(),
             tiers,
+            mirror: None,
             counters: Counters::default(),
             reading: Reading::default(),
             lost: Arc::default(),
@@ -329,6 +353,56 @@ impl House {
         Some(self.hold_under(&mut inner, peer, key, grant, registered))
     }
 
+    /// Proves that what is to be so durable can be.
+    pub(super) fn check(&self, durability: Durability) -> Result<()> {
+        if durability == Durability::Object && self.mirror.is_none() {
+            let text =
+                "this daemon has no bucket: what must outlast its host needs serve --bucket URL";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        self.tiers.admit(durability).map(drop)
+    }
+
+    /// Does something with a key that may change what is kept of it, here and in the bucket.
+    pub(super) async fn change<T>(
+        &self,
+        key: &Key,
+        change: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let Some(mirror) = &self.mirror else { return change.await };
+        let was_there = mirror.has(key).await?;
+        let changed = change.await?;
+        if was_there {
+            mirror.sync(key).await?;
+        }
+        Ok(changed)
+    }
+
+    /// Brings what of a version is in the bucket alone back into memory, where it stays until another version of its
+    /// key is fetched.
+    async fn restore(&self, key: &Key, grant: &Grant) -> Result<()> {
+        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let mut missing = Vec::new();
+        for name in grant.names() {
+            if self.tiers.place(name)?.is_none() {
+                missing.push(name.clone());
+            }
+        }
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let own = self.registry.lease(FETCHER, key, Selector::Id(grant.id)).await?;
+        let own = self.hold(FETCHER, key, own);
+        match mirror.restore(&own, missing).await {
+            Ok(()) => self.fetched(key, own).await,
+            Err(error) => {
+                self.give_up(&own).await;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
     /// Where the manifest and the archives of a version are that is held.
     async fn place(&self, key: &Key, grant: &Grant) -> Result<(Span, BTreeMap<String, Place>)> {
         let place = |name: &String| {
@@ -337,6 +411,7 @@ impl House {
                 Error::new(ErrorKind::Corrupt, text)
             })
         };
+        self.restore(key, grant).await?;
         self.copy_manifest(grant).await?;
         let Place::Here(manifest) = place(&grant.manifest)? else {
             return Err(Error::new(ErrorKind::Corrupt, "the manifest is elsewhere"));
@@ -540,6 +615,7 @@ impl House {
             memory: self.pool.status(),
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
+            uploads: self.mirror.iter().flat_map(|mirror| mirror.uploads()).collect(),
         }
     }
 }

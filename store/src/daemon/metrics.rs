@@ -75,6 +75,23 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes);
     page.counter("recycled_total", "Segments that were lent again, warm.", memory.recycled);
 
+    if let Some(mirror) = &house.mirror {
+        let uploads = mirror.counts();
+        page.gauge("uploads", "Contributions on their way to the bucket.", status.uploads.len());
+        let left = status.uploads.iter().map(|upload| upload.bytes.saturating_sub(upload.sent));
+        let help = "What of them has not gone yet.";
+        page.gauge("upload_left_bytes", help, left.fold(0, u64::saturating_add));
+        let oldest = status.uploads.iter().map(|upload| upload.age).max().unwrap_or_default();
+        page.gauge("upload_oldest_seconds", "Age of the oldest.", oldest.as_secs_f64());
+        page.counter("uploads_total", "Contributions brought to the bucket.", uploads.uploads);
+        page.counter("uploaded_bytes_total", "Their bytes.", uploads.uploaded_bytes);
+        let help = "Tries to bring one there that have failed; most are made again.";
+        page.counter("upload_failures_total", help, uploads.failures);
+        let help = "Contributions that were given up.";
+        page.counter("uploads_given_up_total", help, uploads.given_up);
+        let help = "Bytes of archives that came back from the bucket.";
+        page.counter("restored_bytes_total", help, uploads.restored_bytes);
+    }
     page.gauge("leases", "Leases that are held.", status.leases.len());
     page.gauge("lease_oldest_seconds", "Age of the oldest lease.", oldest.as_secs_f64());
     page.gauge("keys", "Keys that have a visible version.", keys.len());

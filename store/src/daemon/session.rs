@@ -4,6 +4,7 @@ mod fetching;
 mod guest;
 mod writing;
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -17,6 +18,7 @@ pub(super) use self::guest::{Guest, exited};
 use self::writing::Contributions;
 use super::DaemonOptions;
 use super::house::{House, Leased};
+use super::mirror::Storing;
 use super::reading::{gather, total};
 use super::tiers::Place;
 use crate::arena::{PeerId, SegmentId};
@@ -45,6 +47,9 @@ const MANY: usize = 200;
 /// How many bytes of keys go into one reply: in JSON they have a few times as many at most.
 const PAGE: usize = 128 << 10;
 
+/// How often a client hears that a version is on its way from the bucket.
+const BEAT: Duration = Duration::from_secs(10);
+
 /// For how long a request waits at most, whatever it says.
 const LONGEST: Duration = Duration::from_hours(1);
 
@@ -54,6 +59,8 @@ struct Session {
     origin: Origin,
     /// What has begun and is not decided.
     contributions: Mutex<Contributions>,
+    /// What was committed here and is on its way to the bucket, by the numbers of the contributions.
+    storing: Mutex<BTreeMap<u64, Storing>>,
     outgoing: mpsc::Sender<Outgoing>,
     /// How many more kilobytes may be on their way to the client.
     reading: Arc<Semaphore>,
@@ -115,6 +122,7 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         peer,
         origin,
         contributions: Mutex::default(),
+        storing: Mutex::default(),
         outgoing,
         reading: Arc::new(Semaphore::new(READING)),
         sharing: tokio::sync::Mutex::default(),
@@ -188,6 +196,10 @@ fn not_understood(error: &serde_json::Error) -> Error {
 impl Session {
     fn contributions(&self) -> MutexGuard<'_, Contributions> {
         self.contributions.lock().expect("nobody panics while holding the contributions")
+    }
+
+    fn storing(&self) -> MutexGuard<'_, BTreeMap<u64, Storing>> {
+        self.storing.lock().expect("nobody panics while holding what is stored")
     }
 
     /// Takes requests until the connection ends. Says whether the client has said goodbye.
@@ -267,6 +279,9 @@ impl Session {
             Request::Commit { contribution, digest, lens } => {
                 Reply::Progress(self.commit(contribution, digest, lens, data).await?)
             }
+            Request::Stored { contribution, patience } => {
+                Reply::Progress(self.stored(contribution, patience).await?)
+            }
             Request::Write { contribution, offset } => {
                 self.write(contribution, offset, data)?;
                 Reply::Done
@@ -313,17 +328,23 @@ impl Session {
                 Reply::Keys(page(&controller.keys(&prefix).await?, after.as_deref()))
             }
             Request::Delete { key, selection } => {
-                Reply::Deleted(controller.delete(&Key::new(key)?, selection).await?)
+                let key = Key::new(key)?;
+                let deleted = controller.delete(&key, selection);
+                Reply::Deleted(self.house.change(&key, deleted).await?)
             }
             Request::Retain { key, keep, ttl } => {
-                controller.retain(&Key::new(key)?, keep, ttl).await?;
+                let key = Key::new(key)?;
+                self.house.change(&key, controller.retain(&key, keep, ttl)).await?;
                 Reply::Done
             }
             Request::Pin { key, selector, label } => {
-                Reply::Pinned(controller.pin(&Key::new(key)?, selector, &label).await?)
+                let key = Key::new(key)?;
+                let pinned = controller.pin(&key, selector, &label);
+                Reply::Pinned(self.house.change(&key, pinned).await?)
             }
             Request::Unpin { key, label } => {
-                controller.unpin(&Key::new(key)?, &label).await?;
+                let key = Key::new(key)?;
+                self.house.change(&key, controller.unpin(&key, &label)).await?;
                 Reply::Done
             }
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
@@ -335,8 +356,8 @@ impl Session {
     /// A version, with the memory of its segments that the client does not have yet, and the right to send
     /// that.
     async fn locate(&self, number: u64, key: &Key, selector: Selector) -> Result<Answer<'_>> {
-        let Leased { grant, manifest, archives } =
-            self.house.lease(self.peer, key, selector).await?;
+        let leased = self.house.lease(self.peer, key, selector);
+        let Leased { grant, manifest, archives } = self.alive(number, leased).await?;
         let location = |name: &String, place: &Place| match (place, self.origin) {
             (Place::Here(span), Origin::Process { .. }) => Location::Span(*span),
             (Place::Here(span), Origin::Address(_)) => {
@@ -397,6 +418,21 @@ impl Session {
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
         Ok(Answer { fds, sharing: Some(sharing), ..Reply::Leased(leased).into() })
+    }
+
+    /// Waits for what takes long; now and then the client is told that it is still waited for.
+    async fn alive<T>(&self, number: u64, work: impl Future<Output = T>) -> T {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return done,
+                () = tokio::time::sleep(BEAT) => {
+                    let mut part = reply(number, Reply::Archives(Archives::new()).into());
+                    part.frame.kind = FrameKind::Part;
+                    let _ = self.outgoing.send(part).await;
+                }
+            }
+        }
     }
 
     /// Bytes of a blob. Copies of them are as many as there is credit for, here and for all.
@@ -518,6 +554,7 @@ mod tests {
             ("hello_head", stranger.head.into()),
             ("hello", seconds(HANDSHAKE)),
             ("frame", seconds(crate::link::PATIENCE)),
+            ("beat", seconds(BEAT)),
             ("longest", seconds(LONGEST)),
             ("drain", seconds(super::super::DRAIN)),
             ("far_client_data", Limits::FAR_CLIENT.data.into()),

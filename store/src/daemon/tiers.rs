@@ -59,20 +59,12 @@ impl Tiers {
         })
     }
 
-    /// Proves that what is to be so durable can be.
-    pub(super) fn check(&self, durability: Durability) -> Result<()> {
-        match durability {
-            Durability::Memory => Ok(()),
-            Durability::Disk => self.directory().map(drop),
-        }
-    }
-
     /// Copies a blob from memory to the directory: it is there, durably, when this returns.
     pub(super) fn persist(&self, name: &str) -> Result<()> {
         let gone = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
         let blob = self.memory.open(name)?.ok_or_else(gone)?;
         let bytes = blob.blob.bytes().ok_or_else(gone)?;
-        write(self.directory()?, name, bytes)
+        write(self.directory()?, name, bytes, &|_| {})
     }
 
     /// Where a blob is; one that is in the directory alone is opened.
@@ -93,15 +85,21 @@ impl Tiers {
     }
 }
 
-/// Writes a blob in parts on all cores.
-fn write(directory: &DirectoryVolume, name: &str, bytes: &[u8]) -> Result<()> {
+/// Writes a blob where it lasts, in parts on all cores; before each part it is said how many bytes that has.
+pub(super) fn write(
+    volume: &dyn Volume,
+    name: &str,
+    bytes: &[u8],
+    before: &(dyn Fn(u64) + Sync),
+) -> Result<()> {
     let len = |bytes: &[u8]| u64::try_from(bytes.len()).expect("usize is at most 64 bits");
-    let mut reservation = directory.reserve(name, len(bytes), Durability::Disk)?;
+    let mut reservation = volume.reserve(name, len(bytes), Durability::Disk)?;
     {
         let sources = bytes.chunks(PART_BYTES);
         let lens: Vec<u64> = sources.clone().map(len).collect();
         let work = sources.zip(reservation.parts(&lens)).collect();
         crate::parallel::map(work, |(source, mut part): (&[u8], Box<dyn Part + '_>)| {
+            before(len(source));
             part.write(source)
         })?;
     }
@@ -109,7 +107,7 @@ fn write(directory: &DirectoryVolume, name: &str, bytes: &[u8]) -> Result<()> {
         return Ok(());
     }
     // A process that was killed before it could say so may have written the same: a proof is taken over.
-    let there = directory.open(name)?;
+    let there = volume.open(name)?;
     if there.is_some_and(|there| there.blob.bytes().is_some_and(|there| there == bytes)) {
         return Ok(());
     }
@@ -117,16 +115,23 @@ fn write(directory: &DirectoryVolume, name: &str, bytes: &[u8]) -> Result<()> {
 }
 
 impl Volume for Tiers {
+    fn admit(&self, wanted: Durability) -> Result<Durability> {
+        match wanted {
+            Durability::Memory | Durability::Object => {}
+            Durability::Disk => drop(self.directory()?),
+        }
+        Ok(wanted)
+    }
+
     fn reserve(
         &self,
         name: &str,
         len: u64,
         durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        self.check(durability)?;
         let memory = self.memory.reserve(name, len, durability)?;
         Ok(match durability {
-            Durability::Memory => memory,
+            Durability::Memory | Durability::Object => memory,
             Durability::Disk => {
                 Box::new(Reserved { tiers: self.clone(), name: name.to_owned(), memory })
             }

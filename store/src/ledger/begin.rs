@@ -63,6 +63,8 @@ impl State {
             };
         }
         match (begin.number, &begin.job, begin.call) {
+            // A copy is of its own version alone.
+            _ if begin.epoch.is_some() => Ok(None),
             (Some(number), ..) => Ok(self.matching_number(number, begin)),
             (None, Some(job), Some(call)) => self.matching_call(job, call),
             (None, ..) => Ok(None),

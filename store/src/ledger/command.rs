@@ -48,6 +48,16 @@ pub enum Command {
         /// The process.
         session: SessionId,
     },
+    /// All of a version is in the bucket that was asked for: it outlives the processes that keep it.
+    Stored {
+        /// The version.
+        id: VersionId,
+    },
+    /// A version will not be in the bucket that was asked for: it is kept as one that is in memory.
+    NotStored {
+        /// The version.
+        id: VersionId,
+    },
     /// The proof of a fully committed version succeeded: it becomes visible.
     Proved {
         /// The version.
@@ -154,6 +164,9 @@ pub struct Begin {
     pub session: Option<SessionId>,
     /// The identity of the version if this command opens it: random.
     pub id: VersionId,
+    /// The epoch of the version, if it is a copy of one that has its place elsewhere; its number is said too.
+    #[serde(default)]
+    pub epoch: Option<u32>,
     /// The moment.
     pub now: Timestamp,
 }

@@ -115,7 +115,7 @@ impl State {
             return;
         };
         let (place, rewinds) = (version.place(), version.rewinds);
-        let is_durable = version.durability == Durability::Disk;
+        let is_durable = version.is_durable();
         let (epoch, number) = place;
         self.change(
             |version| version.is_open() && version.place() < place,
@@ -131,6 +131,29 @@ impl State {
             self.durable = Some((epoch, number));
         }
         self.retire_surplus();
+    }
+
+    pub(super) fn stored(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
+        let version = self.named(id)?;
+        if version.manifest().is_none() {
+            let (number, missing) = (version.number, version.missing());
+            version.refuse_dropped()?;
+            return Err(Refusal::NotProving { number, missing });
+        }
+        if version.durability == Durability::Object {
+            version.stored = true;
+            let place = version.place();
+            self.durable = self.durable.max(Some(place));
+            self.retire_surplus();
+        }
+        Ok(Outcome::Done)
+    }
+
+    pub(super) fn not_stored(&mut self, id: VersionId) -> Outcome {
+        let is_it = |version: &Version| version.id == id && version.is_to_be_stored();
+        self.change(is_it, |version| version.durability = Durability::Memory);
+        self.retire_surplus();
+        Outcome::Done
     }
 
     pub(super) fn rejected(&mut self, id: VersionId, reason: String) -> Result<Outcome, Refusal> {

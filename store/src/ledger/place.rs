@@ -52,6 +52,7 @@ impl Place {
             contributions,
             sessions,
             durability,
+            stored: false,
             status,
         }
     }
@@ -60,6 +61,9 @@ impl Place {
 impl State {
     pub(super) fn place_of(&self, begin: &Begin) -> Result<Place, Refusal> {
         let timeline = self.timeline();
+        if let (Some(epoch), Some(number)) = (begin.epoch, begin.number) {
+            return self.place_of_copy(epoch, number, &timeline);
+        }
         let number = match begin.number {
             None => self.next_number(&timeline)?,
             Some(number) if timeline.is_newer(number) => number,
@@ -75,6 +79,22 @@ impl State {
         let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
         let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
         Ok(Place { epoch, number, rewinds: Some(number) })
+    }
+
+    /// A copy has the place of what it is a copy of; nothing newer may be there.
+    fn place_of_copy(
+        &self,
+        epoch: u32,
+        number: u64,
+        timeline: &Timeline,
+    ) -> Result<Place, Refusal> {
+        let is_same = epoch == timeline.epoch;
+        if epoch > timeline.epoch || is_same && timeline.is_newer(number) {
+            let rewinds = if is_same { timeline.rewinds } else { Some(number) };
+            return Ok(Place { epoch, number, rewinds });
+        }
+        let highest = timeline.highest.unwrap_or_default();
+        Err(Refusal::VersionNotNewer { number, highest })
     }
 
     fn not_newer(&self, number: u64, highest: Option<u64>, begin: &Begin) -> Refusal {

@@ -8,7 +8,7 @@ use super::command::{Effect, Outcome, Selection};
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Durability, Status, Version};
+use super::version::{Status, Version};
 
 impl State {
     pub(super) fn retain(&mut self, keep: NonZeroU32, ttl: Option<Duration>) -> Outcome {
@@ -18,13 +18,15 @@ impl State {
         Outcome::Done
     }
 
-    /// Retires what is visible beyond the newest ones and not pinned. Of the versions on disk as many of
-    /// the newest stay, whatever is newer in memory: they are what a restart finds.
+    /// Retires what is visible beyond the newest ones and not pinned. Of the durable versions as many of
+    /// the newest stay, whatever is newer in memory: they are what a restart finds. So do those that are on
+    /// their way to a bucket.
     pub(super) fn retire_surplus(&mut self) {
         let keep = usize::try_from(self.keep.get()).unwrap_or(usize::MAX);
-        let durable = self.visible().rev().filter(|it| it.durability == Durability::Disk);
+        let durable = self.visible().rev().filter(|version| version.is_durable());
         let durable: Vec<_> = durable.take(keep).map(|version| version.id).collect();
-        let surplus = self.visible().rev().skip(keep).map(|version| version.id);
+        let surplus = self.visible().rev().skip(keep).filter(|it| !it.is_to_be_stored());
+        let surplus = surplus.map(|version| version.id);
         let surplus: Vec<_> = surplus.filter(|id| !durable.contains(id)).collect();
         self.retire_unpinned(&surplus);
     }

@@ -21,7 +21,7 @@ pub struct State {
     pub(super) epoch: u32,
     /// The highest number that was ever visible in the epoch. It survives deletion.
     pub(super) highest: Option<u64>,
-    /// Epoch and number of the newest version that was visible and on disk.
+    /// Epoch and number of the newest version that was visible and durable.
     #[serde(default)]
     pub(super) durable: Option<(u32, u64)>,
     pub(super) keep: NonZeroU32,
@@ -92,14 +92,11 @@ impl State {
             && *self == Self { leases: self.leases.clone(), ..other.clone() }
     }
 
-    /// What is left when the process that holds the memory ends: versions that are on disk, and what
+    /// What is left when the process that holds the memory ends: versions that are on disk or in a bucket, and what
     /// is said of the key as a whole. Its open versions, leases and calls end with the process.
     #[must_use]
     pub fn durable(&self) -> Self {
-        let is_kept = |version: &Version| {
-            version.durability == Durability::Disk && version.manifest().is_some()
-        };
-        let versions = self.versions.iter().filter(|version| is_kept(version)).cloned();
+        let versions = self.versions.iter().filter(|version| version.is_durable()).cloned();
         let versions: Vec<Arc<Version>> = versions.collect();
         let is_there = |id: &VersionId| versions.iter().any(|version| version.id == *id);
         let pins = self.pins.iter().filter(|(_, id)| is_there(id));
@@ -118,6 +115,18 @@ impl State {
             ended: VecDeque::new(),
             leases: BTreeMap::new(),
         }
+    }
+
+    /// What is found by somebody who has nothing but the bucket of which this is the ledger: what is visible there.
+    #[must_use]
+    pub(crate) fn restored(&self) -> Self {
+        let visible = self.visible().map(|version| {
+            let (durability, sessions) = (Durability::Object, BTreeMap::new());
+            Arc::new(Version { durability, sessions, stored: true, ..version.clone() })
+        });
+        let versions = visible.collect();
+        let durable = self.highest.map(|number| (self.epoch, number));
+        Self { versions, durable, ..self.clone() }.durable()
     }
 
     /// The newest visible version.
@@ -164,6 +173,11 @@ impl State {
     /// How often the key was rewound, as readers see it.
     pub fn epoch(&self) -> u32 {
         self.epoch
+    }
+
+    /// How many of the newest versions are kept, and for how long.
+    pub(crate) fn retention(&self) -> (NonZeroU32, Option<Duration>) {
+        (self.keep, self.ttl)
     }
 
     /// The newest job that contributed.

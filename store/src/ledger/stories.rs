@@ -4,6 +4,7 @@ mod endings;
 mod jobs;
 mod numbers;
 mod retention;
+mod stored;
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -46,8 +47,9 @@ impl Ledger {
     fn begin_outcome(&mut self, put: Put<'_>) -> Result<Outcome, Refusal> {
         self.ids += 1;
         let Put { writer, writers, job, number, call, rewind, defaulted, .. } = put;
-        let Put { durability, offers, session, .. } = put;
+        let Put { durability, offers, session, epoch, .. } = put;
         self.give(Command::Begin(Begin {
+            epoch,
             writer,
             writers: writers.parse().unwrap(),
             writers_defaulted: defaulted,
@@ -141,6 +143,8 @@ struct Put<'a> {
     /// The contents that it says it will have.
     offers: Option<u8>,
     session: Option<u128>,
+    /// Where it has its place, if it is a copy.
+    epoch: Option<u32>,
 }
 
 /// A put of one writer without a job.
@@ -156,6 +160,7 @@ fn alone(number: Option<u64>) -> Put<'static> {
         durability: Durability::Memory,
         offers: None,
         session: None,
+        epoch: None,
     }
 }
 

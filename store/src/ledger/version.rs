@@ -36,6 +36,9 @@ pub struct Version {
     /// Whether it outlives the process that holds it.
     #[serde(default)]
     pub durability: Durability,
+    /// Whether all of it is in the bucket that was asked for, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stored: bool,
     /// How far it has come.
     pub status: Status,
 }
@@ -51,6 +54,8 @@ pub enum Durability {
     Memory,
     /// It is on disk before anybody sees it, after a power cut too.
     Disk,
+    /// It is seen as soon as it is in memory, and is then brought to a bucket, which outlives the host.
+    Object,
 }
 
 impl fmt::Display for Durability {
@@ -58,6 +63,7 @@ impl fmt::Display for Durability {
         f.write_str(match self {
             Self::Memory => "memory",
             Self::Disk => "disk",
+            Self::Object => "object",
         })
     }
 }
@@ -197,6 +203,21 @@ impl Version {
         matches!(self.status, Status::Visible { .. })
     }
 
+    /// Whether it was visible, and outlives the processes that hold it.
+    pub fn is_durable(&self) -> bool {
+        let lasts = match self.durability {
+            Durability::Memory => false,
+            Durability::Disk => true,
+            Durability::Object => self.stored,
+        };
+        lasts && self.manifest().is_some()
+    }
+
+    /// Whether it is to be in a bucket, and is not so far.
+    pub fn is_to_be_stored(&self) -> bool {
+        self.durability == Durability::Object && !self.stored
+    }
+
     /// Its manifest, if it ever became visible.
     pub fn manifest(&self) -> Option<&ManifestReference> {
         match &self.status {
@@ -279,15 +300,15 @@ impl Version {
         self.status = Status::Dropped { reason };
     }
 
-    /// A process has ended. If it alone has kept something, that is lost, and nobody can read the version any more; says
-    /// whether that is so.
+    /// A process has ended. If it alone has kept something that is not in a bucket too, that is lost, and nobody can read
+    /// the version any more; says whether that is so.
     pub(super) fn lose(&mut self, session: SessionId) -> bool {
         let lost = self
             .contributions
             .iter_mut()
             .filter_map(|(writer, contribution)| contribution.lose(session).then_some(*writer));
         let writers = WriterSet::from_iter(lost.collect::<Vec<_>>());
-        let is_lost = !writers.is_empty() && (self.is_open() || self.is_visible());
+        let is_lost = !writers.is_empty() && !self.stored && (self.is_open() || self.is_visible());
         if is_lost {
             self.status = Status::Dropped { reason: Reason::Lost { writers } };
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::records::{Record, Records};
-use super::{Ledgers, Turn};
+use super::{Ledgers, Turn, first};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
@@ -22,6 +22,8 @@ pub(crate) struct OwnedLedgers {
     /// What the ledger of a key is before anybody has written it.
     blank: Arc<State>,
     records: Option<Records>,
+    /// Where keys are found of which nothing is recorded.
+    origin: Option<Arc<dyn Ledgers>>,
     /// The keys whose records could not be read so far.
     unread: Arc<Mutex<BTreeSet<Key>>>,
 }
@@ -53,12 +55,31 @@ impl OwnedLedgers {
         Ok(self)
     }
 
+    /// The same, with the versions that are in a bucket, of the keys that are not known otherwise.
+    pub(crate) async fn restore(mut self, origin: Arc<dyn Ledgers>) -> Result<Self> {
+        let keys = origin.keys().await?;
+        self.origin = Some(origin);
+        for key in keys.into_iter().filter(|key| !self.slots().contains_key(key)) {
+            if let Err(error) = self.read(&key).await {
+                tracing::error!(%key, %error, "its ledger in the bucket cannot be read");
+                self.unread().insert(key);
+            }
+        }
+        Ok(self)
+    }
+
     /// Reads the records of a key.
     async fn read(&self, key: &Key) -> Result<()> {
-        let Some(records) = &self.records else { return Ok(()) };
-        let record = records.load(key).await?;
+        let record = match &self.records {
+            Some(records) => records.load(key).await?,
+            None => Record::default(),
+        };
         // What was there before is no more than a folder.
-        let state = if record.number == 0 { (*self.blank).clone() } else { record.state.clone() };
+        let state = if record.number == 0 {
+            first(self.origin.as_ref(), key, &self.blank).await?
+        } else {
+            record.state.clone()
+        };
         let slot = Slot::new(record, Arc::new(state));
         self.slots().entry(key.clone()).or_insert_with(|| Arc::new(slot));
         Ok(())

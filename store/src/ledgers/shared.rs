@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::records::{Record, Records};
-use super::{Ledgers, Turn};
+use super::{Ledgers, Turn, first};
 use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
@@ -22,20 +22,28 @@ pub(crate) struct SharedLedgers {
     records: Records,
     /// What the ledger of a key is before anybody has written it.
     blank: Arc<State>,
+    /// Where keys are found of which nothing is recorded.
+    origin: Option<Arc<dyn Ledgers>>,
     /// What others find under the session of this process.
     record: Arc<Vec<u8>>,
 }
 
 impl SharedLedgers {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        Self { records: Records::new(meta), blank: Arc::default(), record: Arc::default() }
+        let (records, blank, record) = (Records::new(meta), Arc::default(), Arc::default());
+        Self { records, blank, origin: None, record }
     }
 
     /// The same of a process that others find by what is said here, and which keeps so many versions of a key as long
     /// as nobody says otherwise.
     pub(crate) fn of_host(meta: Arc<dyn MetaStore>, record: Vec<u8>, keep: NonZeroU32) -> Self {
         let blank = Arc::new(State::keeping(keep));
-        Self { records: Records::new(meta), blank, record: Arc::new(record) }
+        Self { blank, record: Arc::new(record), ..Self::new(meta) }
+    }
+
+    /// The same, with the versions that are in a bucket, of the keys of which nothing is recorded.
+    pub(crate) fn restore(self, origin: Arc<dyn Ledgers>) -> Self {
+        Self { origin: Some(origin), ..self }
     }
 
     /// What a process has said of itself; none if it has ended.
@@ -46,7 +54,7 @@ impl SharedLedgers {
     async fn load(&self, key: &Key) -> Result<Record> {
         let mut record = self.records.load(key).await?;
         if record.number == 0 {
-            record.state = (*self.blank).clone();
+            record.state = first(self.origin.as_ref(), key, &self.blank).await?;
         }
         Ok(record)
     }
@@ -80,7 +88,13 @@ impl Ledgers for SharedLedgers {
     }
 
     async fn keys(&self) -> Result<Vec<Key>> {
-        self.records.keys().await
+        let mut keys = self.records.keys().await?;
+        if let Some(origin) = &self.origin {
+            keys.extend(origin.keys().await?);
+            keys.sort_unstable();
+            keys.dedup();
+        }
+        Ok(keys)
     }
 
     async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {

@@ -27,7 +27,13 @@ pub(super) struct Calls {
 #[derive(Default)]
 struct Waiting(Mutex<Option<Callers>>);
 
-type Callers = BTreeMap<u64, oneshot::Sender<Answer>>;
+type Callers = BTreeMap<u64, Caller>;
+
+struct Caller {
+    answer: oneshot::Sender<Answer>,
+    /// How many parts have come before the answer: as long as they do, it is on its way.
+    parts: Arc<AtomicU64>,
+}
 
 /// A reply, and what it obliges to.
 pub(crate) struct Answer {
@@ -82,7 +88,7 @@ impl Calls {
         Self { outgoing, waiting, next: AtomicU64::new(1), limits }
     }
 
-    /// Asks, and waits for the answer for so long.
+    /// Asks, and waits for the answer, or another part of it, for so long.
     pub(super) async fn call(
         &self,
         request: &Request,
@@ -90,19 +96,26 @@ impl Calls {
         patience: Duration,
     ) -> Result<Answer> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let (answer, answered) = oneshot::channel();
-        let is_open = self.waiting.with(|callers| drop(callers.insert(number, answer)));
+        let (answer, mut answered) = oneshot::channel();
+        let parts = Arc::new(AtomicU64::new(0));
+        let caller = Caller { answer, parts: parts.clone() };
+        let is_open = self.waiting.with(|callers| drop(callers.insert(number, caller)));
         let called = Called { waiting: &self.waiting, number };
         let frame = frame(FrameKind::Request, number, request, data, self.limits)?;
         if is_open.is_none() || self.outgoing.send(frame).is_err() {
             return Err(lost());
         }
-        let answer = tokio::time::timeout(patience, answered).await.map_err(|_| {
-            Error::new(
-                ErrorKind::Unreachable,
-                format_args!("the daemon has not answered for {patience:?}"),
-            )
-        })?;
+        let answer = loop {
+            let come = parts.load(Ordering::Relaxed);
+            match tokio::time::timeout(patience, &mut answered).await {
+                Ok(answer) => break answer,
+                Err(_) if parts.load(Ordering::Relaxed) != come => {}
+                Err(_) => {
+                    let text = format_args!("the daemon has not answered for {patience:?}");
+                    return Err(Error::new(ErrorKind::Unreachable, text));
+                }
+            }
+        };
         drop(called);
         match answer.map_err(|_| lost())? {
             Answer { reply: Reply::Failed(failure), .. } => Err(failure.into()),
@@ -212,6 +225,10 @@ async fn receive(
                     _ => break,
                 }
                 part.fds.extend(fds);
+                waiting.with(|callers| {
+                    let caller = callers.get(&number);
+                    caller.map(|caller| caller.parts.fetch_add(1, Ordering::Relaxed))
+                });
             }
             FrameKind::Reply => {
                 let Ok(mut reply) = serde_json::from_slice(&head) else { break };
@@ -225,7 +242,7 @@ async fn receive(
                 let owed = Owed::by(&reply, &outgoing);
                 if let Some(Some(caller)) = waiting.with(|callers| callers.remove(&number)) {
                     // Whoever asked may have gone: then what is owed is done.
-                    drop(caller.send(Answer { reply, owed }));
+                    drop(caller.answer.send(Answer { reply, owed }));
                 }
             }
             FrameKind::Notice => {

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
-use crate::controller::{Contribution, Progress};
+use crate::controller::{Committed, Contribution, Proposal, Storing};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ledger::Digest;
+use crate::ledger::{Digest, Durability};
 use crate::volume::{Part, split};
 use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room};
 
@@ -22,8 +22,10 @@ pub(super) struct RemoteContribution {
     contribution: u64,
     file_len: usize,
     memory: Memory,
-    /// How long an answer may take that waits for others.
-    patience: Duration,
+    /// For how long others are waited for.
+    timeout: Duration,
+    /// Whether it goes on to a bucket.
+    is_stored: bool,
     /// That it is withdrawn.
     owed: Owed,
 }
@@ -42,8 +44,7 @@ impl RemoteContribution {
     pub(super) async fn new(
         client: Arc<Client>,
         begun: &Begun,
-        file_len: u64,
-        patience: Duration,
+        proposal: &Proposal,
         owed: Owed,
     ) -> Result<Self> {
         let mut own = Self {
@@ -51,11 +52,12 @@ impl RemoteContribution {
             contribution: begun.contribution,
             file_len: 0,
             memory: Memory::None,
-            patience,
+            timeout: proposal.timeout,
+            is_stored: proposal.durability == Durability::Object,
             owed,
         };
         if begun.committed.is_none() {
-            own.enter(begun.room, file_len).await?;
+            own.enter(begun.room, proposal.file_len).await?;
         }
         Ok(own)
     }
@@ -128,22 +130,35 @@ impl Contribution for RemoteContribution {
         }
         let data = self.complete().await?;
         let request = Request::Extend { contribution: self.contribution, file_len };
-        match self.client.calls.call(&request, data, self.patience).await?.reply {
+        let patience = self.timeout.saturating_add(PATIENCE);
+        match self.client.calls.call(&request, data, patience).await?.reply {
             Reply::Room(room) => self.enter(room, file_len).await,
             other => Err(unexpected(&other)),
         }
     }
 
-    async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Progress> {
+    async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Committed> {
         let data = self.complete().await?;
         let request = Request::Commit { contribution: self.contribution, digest, lens: Vec::new() };
         let called = self.client.calls.call(&request, data, PATIENCE).await;
         // Whatever came of it, the daemon has decided.
         self.owed.settle();
-        match called?.reply {
-            Reply::Progress(progress) => Ok(progress),
-            other => Err(unexpected(&other)),
-        }
+        let progress = match called?.reply {
+            Reply::Progress(progress) => progress,
+            other => return Err(unexpected(&other)),
+        };
+        let (client, contribution, patience) =
+            (self.client.clone(), self.contribution, self.timeout);
+        let storing = async move {
+            let request = Request::Stored { contribution, patience };
+            let all = patience.saturating_add(PATIENCE);
+            match client.calls.call(&request, Bytes::new(), all).await?.reply {
+                Reply::Progress(progress) => Ok(progress),
+                other => Err(unexpected(&other)),
+            }
+        };
+        let storing = self.is_stored.then(|| Box::pin(storing) as Storing);
+        Ok(Committed { progress, storing })
     }
 
     async fn withdraw(mut self: Box<Self>, error: Error) -> Error {

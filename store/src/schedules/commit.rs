@@ -146,7 +146,7 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         }
         _ => {}
     }
-    let progress = begun.contribution.commit(digest_of(writer, job.value)).await?;
+    let progress = begun.contribution.commit(digest_of(writer, job.value)).await?.progress;
     let says = progress.visible || progress.missing != WriterSet::default();
     stage.observer.must(says, || format!("writer {writer} hears nothing of {place:?}"));
     if progress.visible {

@@ -235,7 +235,7 @@ impl Stage {
             for part in &mut begun.contribution.parts(&[len]) {
                 part.write(bytes)?;
             }
-            begun.contribution.commit(digest_of(0, value)).await
+            begun.contribution.commit(digest_of(0, value)).await.map(|committed| committed.progress)
         };
         match put.await {
             Ok(progress) => {

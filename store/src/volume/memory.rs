@@ -25,16 +25,22 @@ impl MemoryVolume {
 }
 
 impl Volume for MemoryVolume {
+    fn admit(&self, wanted: Durability) -> Result<Durability> {
+        match wanted {
+            Durability::Memory => Ok(wanted),
+            Durability::Disk | Durability::Object => {
+                let text = "this store is in memory: what must last needs a directory, or a bucket";
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+        }
+    }
+
     fn reserve(
         &self,
         name: &str,
         len: u64,
-        durability: Durability,
+        _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        if durability == Durability::Disk {
-            let text = "this store is in memory: what must last needs a directory";
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
         let too_large =
             |_| Error::new(ErrorKind::Invalid, format_args!("{len} bytes do not fit into memory"));
         let len = usize::try_from(len).map_err(too_large)?;

@@ -172,6 +172,11 @@ fn marked(name: &str) -> Option<String> {
 }
 
 impl Volume for ObjectVolume {
+    /// What is seen here is in the bucket.
+    fn admit(&self, wanted: Durability) -> Result<Durability> {
+        Ok(if wanted == Durability::Object { Durability::Disk } else { wanted })
+    }
+
     fn reserve(
         &self,
         name: &str,

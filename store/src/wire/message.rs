@@ -78,6 +78,11 @@ pub(crate) enum Request {
         contribution: u64,
         offset: u64,
     },
+    /// How far the version has come in the bucket, once the contribution that was committed is there; waits for that.
+    Stored {
+        contribution: u64,
+        patience: Duration,
+    },
     /// Take one back, and say why it failed.
     Withdraw {
         contribution: u64,
@@ -161,6 +166,7 @@ impl Request {
             Self::Extend { .. } => "extend",
             Self::Commit { .. } => "commit",
             Self::Write { .. } => "write",
+            Self::Stored { .. } => "stored",
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",

@@ -8,18 +8,24 @@ use std::time::{Duration, Instant};
 use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Place, Progress, Proposal};
+use crate::daemon::mirror::Contributed;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, Durability};
+use crate::ledger::{Digest, Durability, WriterSet};
 use crate::net::Endpoint;
 use crate::wire::{Begun, INLINE, Reply, Room};
+
+/// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
+const MAX_STORING: usize = 1024;
 
 /// None is one that waits for room.
 pub(super) type Contributions = BTreeMap<u64, Option<Contribution>>;
 
 pub(super) struct Contribution {
     place: Place,
+    /// Everyone who contributes to the version.
+    writers: WriterSet,
     committed: Option<Digest>,
     /// The lengths of its archives; the last one is being written.
     lens: Vec<u64>,
@@ -65,13 +71,17 @@ impl Session {
         proposal.timeout = proposal.timeout.min(LONGEST);
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
-        self.house.tiers.check(proposal.durability)?;
+        self.house.check(proposal.durability)?;
         let keeper = keeper.map(|url| self.keeper(&url, &proposal)).transpose()?;
         let is_wanted = || !self.outgoing.is_closed();
+        if let (Durability::Object, Some(mirror)) = (proposal.durability, &self.house.mirror) {
+            mirror.admit(key, deadline, is_wanted).await?;
+        }
         let (place, committed) = self.house.registry.open(key, &proposal, &is_wanted).await?;
         let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
         let mut open = Contribution {
             place,
+            writers: proposal.writers,
             committed,
             lens: vec![file_len],
             memory: Memory::Inline,
@@ -144,7 +154,7 @@ impl Session {
         if self.origin.is_near() {
             return Err(Error::new(ErrorKind::Refused, "only daemons keep archives"));
         }
-        if proposal.durability == Durability::Disk {
+        if proposal.durability != Durability::Memory {
             let text = "what must last is put on the host of the daemon that decides";
             return Err(Error::new(ErrorKind::Invalid, text));
         }
@@ -240,8 +250,49 @@ impl Session {
             Ok(progress)
         };
         match committed.await {
-            Ok(progress) => Ok(progress),
+            Ok(progress) => {
+                self.store(contribution, open, digest);
+                Ok(progress)
+            }
             Err(error) => Err(self.cancel(open, error).await),
+        }
+    }
+
+    /// Lets a contribution that was committed go on to the bucket, if it is to be there.
+    fn store(&self, contribution: u64, open: Contribution, digest: Digest) {
+        let Some(mirror) = &self.house.mirror else { return };
+        let Contribution { place, writers, lens, .. } = open;
+        if place.durability == Durability::Object {
+            let stored = mirror.store(Contributed { place, writers, digest, lens });
+            let mut storing = self.storing();
+            if storing.len() >= MAX_STORING {
+                storing.pop_first();
+            }
+            storing.insert(contribution, stored);
+        }
+    }
+
+    /// Waits until a contribution is in the bucket; says how far its version has come there.
+    pub(super) async fn stored(&self, contribution: u64, patience: Duration) -> Result<Progress> {
+        let storing = self.storing().remove(&contribution);
+        let mut storing = storing.ok_or_else(|| unknown(contribution))?;
+        let waited = tokio::select! {
+            stored = storing.wait_for(Option::is_some) => stored.ok().and_then(|it| it.clone()),
+            () = tokio::time::sleep(patience.min(LONGEST)) => None,
+            () = self.outgoing.closed() => None,
+            () = self.house.closed() => None,
+        };
+        let text = "the version is in memory, and not in the bucket";
+        match waited {
+            Some(Ok(progress)) => Ok(progress),
+            Some(Err(failure)) => {
+                let error = Error::from(failure);
+                Err(Error::new(error.kind(), format_args!("{text}: {error}")))
+            }
+            None => {
+                let text = format_args!("{text} after {patience:?}: `status` says how far it is");
+                Err(Error::new(ErrorKind::Busy, text))
+            }
         }
     }
 

@@ -1,0 +1,330 @@
+//! What outlasts the host: versions are copied from memory to a bucket, and from there back.
+//!
+//! The bucket is a store of its own, with its own ledger: whoever has nothing else finds in it what a daemon has
+//! stored. A copy has the identity, the place and the bytes of the version that it is of.
+
+#[cfg(all(test, feature = "object"))]
+mod faults;
+mod pace;
+mod upload;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::pace::Pace;
+use self::upload::Upload;
+pub(super) use self::upload::{Contributed, Storing};
+use super::registry::Grant;
+use crate::arena::Pool;
+use crate::controller::LocalController;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::{Command, Fate, Refusal, Selection, Selector, State, VersionId};
+use crate::ledgers::Ledgers;
+use crate::status::UploadStatus;
+use crate::store::at_bucket;
+use crate::sync::{Mutex, MutexGuard, watch};
+use crate::volume::Volume;
+use crate::wire::Failure;
+
+/// So many versions of a key are on their way to the bucket at most: a put that would add another one waits.
+const MAX_UNDER_WAY: usize = 2;
+
+/// With which pauses a request to the bucket is tried again, before the whole upload is.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The bucket of a daemon.
+pub(super) struct Bucket {
+    pub(super) ledgers: Arc<dyn Ledgers>,
+    pub(super) volume: Arc<dyn Volume>,
+    /// Its address.
+    pub(super) shown: String,
+}
+
+impl Bucket {
+    /// The one at an address: as that of a store, or `file:DIR`.
+    pub(super) fn open(url: &str) -> Result<Self> {
+        let (ledgers, volume) = at_bucket(url, PATIENCE)?;
+        Ok(Self { ledgers, volume, shown: url.to_owned() })
+    }
+}
+
+/// Copies versions to a bucket.
+pub(super) struct Mirror {
+    bucket: LocalController,
+    shown: String,
+    /// Whose versions they are.
+    own: LocalController,
+    pool: Arc<Pool>,
+    pace: Arc<Pace>,
+    lines: Mutex<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
+    /// Changes whenever an upload has ended.
+    ended: watch::Sender<u64>,
+    restoring: Mutex<BTreeMap<VersionId, watch::Receiver<Option<Result<(), Failure>>>>>,
+    counts: Mutex<MirrorCounts>,
+}
+
+/// What is counted since the start.
+#[derive(Clone, Copy, Default)]
+pub(super) struct MirrorCounts {
+    pub(super) uploads: u64,
+    pub(super) uploaded_bytes: u64,
+    /// Tries that have failed.
+    pub(super) failures: u64,
+    pub(super) given_up: u64,
+    pub(super) restored_bytes: u64,
+}
+
+impl Mirror {
+    /// From a daemon's versions to a bucket, with so many bytes in a second at most.
+    pub(super) fn new(
+        bucket: LocalController,
+        shown: String,
+        own: LocalController,
+        pool: Arc<Pool>,
+        bytes_per_second: Option<u64>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            bucket,
+            shown,
+            own,
+            pool,
+            pace: Arc::new(Pace::new(bytes_per_second)),
+            lines: Mutex::default(),
+            ended: watch::channel(0).0,
+            restoring: Mutex::default(),
+            counts: Mutex::default(),
+        })
+    }
+
+    fn lines(&self) -> MutexGuard<'_, BTreeMap<Key, VecDeque<Arc<Upload>>>> {
+        self.lines.lock().expect("nobody panics while holding the uploads")
+    }
+
+    fn count(&self) -> MutexGuard<'_, MirrorCounts> {
+        self.counts.lock().expect("nobody panics while counting")
+    }
+
+    pub(super) fn counts(&self) -> MirrorCounts {
+        *self.count()
+    }
+
+    /// What is under way.
+    pub(super) fn uploads(&self) -> Vec<UploadStatus> {
+        self.lines().values().flatten().map(|upload| upload.status()).collect()
+    }
+
+    /// Waits until another version of a key may come, as long as it is wanted.
+    pub(super) async fn admit(
+        &self,
+        key: &Key,
+        deadline: Instant,
+        is_wanted: impl Fn() -> bool,
+    ) -> Result<()> {
+        let mut ended = self.ended.subscribe();
+        loop {
+            // The first writer's of each version.
+            let mut under_way: Vec<Arc<Upload>> = Vec::new();
+            for upload in self.lines().get(key).into_iter().flatten() {
+                if under_way.iter().all(|other| other.id() != upload.id()) {
+                    under_way.push(upload.clone());
+                }
+            }
+            if under_way.len() < MAX_UNDER_WAY {
+                return Ok(());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !is_wanted() {
+                let under_way: Vec<String> =
+                    under_way.iter().map(|upload| upload.status().to_string()).collect();
+                let text = format_args!(
+                    "`{}` is behind: {}. Wait, or put versions in memory meanwhile",
+                    self.shown,
+                    under_way.join("; ")
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            let turn = left.min(Duration::from_millis(100));
+            // That the time is over is an answer too.
+            let _ = tokio::time::timeout(turn, ended.changed()).await;
+        }
+    }
+
+    /// Brings a contribution that was committed to the bucket, in its turn, whether or not it is waited for. The same
+    /// once more is the same.
+    pub(super) fn store(self: &Arc<Self>, contributed: Contributed) -> Storing {
+        let mut lines = self.lines();
+        let key = contributed.place.key.clone();
+        let line = lines.entry(key.clone()).or_default();
+        if let Some(known) = line.iter().find(|upload| upload.is_of(&contributed.place)) {
+            return known.storing();
+        }
+        let upload = Arc::new(Upload::new(contributed, self.pool.clone()));
+        line.push_back(upload.clone());
+        if line.len() == 1 {
+            drop(tokio::spawn(self.clone().run(key)));
+        }
+        upload.storing()
+    }
+
+    /// Carries out the uploads of a key, one after the other: what is visible there has the order that it has here.
+    async fn run(self: Arc<Self>, key: Key) {
+        loop {
+            let next = self.lines().get(&key).and_then(|line| line.front().cloned());
+            let Some(next) = next else { return };
+            let stored = next.run(&self).await;
+            {
+                let mut counts = self.count();
+                match &stored {
+                    Ok(_) => {
+                        counts.uploads += 1;
+                        counts.uploaded_bytes += next.bytes();
+                    }
+                    Err(_) => counts.given_up += 1,
+                }
+            }
+            if let Err(error) = &stored {
+                tracing::error!(%key, version = next.number(), %error, "not stored");
+                // It is kept no longer than others that are in memory.
+                let _ = self.own.not_stored(&key, next.id()).await;
+            }
+            next.end(stored);
+            let mut lines = self.lines();
+            if let Some(line) = lines.get_mut(&key) {
+                line.pop_front();
+                if line.is_empty() {
+                    lines.remove(&key);
+                }
+            }
+            drop(lines);
+            self.ended.send_modify(|count| *count += 1);
+        }
+    }
+
+    /// Returns when nothing is under way.
+    pub(super) async fn idle(&self) {
+        let mut ended = self.ended.subscribe();
+        while !self.lines().is_empty() {
+            // The sender is here: it does not go before.
+            let _ = ended.changed().await;
+        }
+    }
+
+    /// Whether something of a key is in the bucket.
+    pub(super) async fn has(&self, key: &Key) -> Result<bool> {
+        Ok(self.own.state(key).await?.versions().any(|version| version.stored))
+    }
+
+    /// Lets the bucket keep, and forget, what is kept and forgotten here.
+    pub(super) async fn sync(&self, key: &Key) -> Result<()> {
+        let (own, there) = (self.own.state(key).await?, self.bucket.state(key).await?);
+        for command in self.differences(&own, &there) {
+            match self.bucket.apply(key, command).await {
+                // It is there no more.
+                Err(error) if matches!(error.refusal(), Some(Refusal::NotFound { .. })) => {}
+                done => drop(done?),
+            }
+        }
+        self.bucket.reclaim_owed(key).await
+    }
+
+    fn differences(&self, own: &State, there: &State) -> Vec<Command> {
+        let mut commands = Vec::new();
+        let is_there = |id: VersionId| there.visible().any(|version| version.id == id);
+        let is_pinned = |state: &State, label: &str, id| {
+            state.pins().any(|(pinned, to)| pinned == label && to == id)
+        };
+        for (label, id) in own.pins().filter(|(_, id)| is_there(*id)) {
+            if !is_pinned(there, label, id) {
+                commands.push(Command::Pin { selector: Selector::Id(id), label: label.to_owned() });
+            }
+        }
+        // What this store has never known is not its own.
+        for (label, id) in there.pins().filter(|(_, id)| own.outcome_of(*id).is_some()) {
+            let moved = own.pins().any(|(pinned, to)| pinned == label && is_there(to));
+            if !moved && !is_pinned(own, label, id) {
+                commands.push(Command::Unpin { label: label.to_owned() });
+            }
+        }
+        let (keep, ttl) = own.retention();
+        if there.retention() != (keep, ttl) {
+            commands.push(Command::Retain { keep, ttl });
+        }
+        let is_visible = |id: VersionId| own.visible().any(|version| version.id == id);
+        for version in there.visible() {
+            if own.outcome_of(version.id) == Some(Fate::Visible) && !is_visible(version.id) {
+                commands.push(Command::Delete { selection: Selection::Id(version.id) });
+            }
+        }
+        commands
+    }
+
+    /// Brings blobs of a version that somebody holds, of so many bytes if that is known, back into memory; who comes
+    /// meanwhile waits for the same.
+    pub(super) async fn restore(self: &Arc<Self>, grant: &Grant, names: Vec<String>) -> Result<()> {
+        let id = grant.id;
+        let mut restored = {
+            let mut restoring = self.restoring();
+            let begin = || {
+                let (done, restored) = watch::channel(None);
+                let mirror = self.clone();
+                tokio::spawn(async move {
+                    let outcome = mirror.bring_back(names).await.map_err(Failure::from);
+                    mirror.restoring().remove(&id);
+                    done.send_replace(Some(outcome));
+                });
+                restored
+            };
+            restoring.entry(id).or_insert_with(begin).clone()
+        };
+        let done = restored.wait_for(Option::is_some).await;
+        let done = done.map_err(|error| {
+            Error::io("what came from the bucket", std::io::Error::other(error))
+        })?;
+        match &*done {
+            Some(Err(failure)) => Err(failure.clone().into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn restoring(
+        &self,
+    ) -> MutexGuard<'_, BTreeMap<VersionId, watch::Receiver<Option<Result<(), Failure>>>>> {
+        self.restoring.lock().expect("nobody panics while holding what is restored")
+    }
+
+    /// Copies blobs into memory.
+    async fn bring_back(&self, names: Vec<String>) -> Result<()> {
+        let opened = {
+            let names = names.clone();
+            self.bucket.on_disk(move |volume| volume.open_all(&names)).await?
+        };
+        let gone = || {
+            let text = format_args!("`{}` lacks archives of a version that it had", self.shown);
+            Error::new(ErrorKind::Corrupt, text)
+        };
+        for (name, archived) in names.into_iter().zip(opened.ok_or_else(gone)?) {
+            let failed = |error| Error::io(format_args!("`{name}` of `{}`", self.shown), error);
+            let len = archived.blob().size().map_err(failed)?;
+            let never = std::future::pending();
+            let writing = self.pool.when_free(never, |pool| pool.write_own(len)).await;
+            let mut writing = writing
+                .map_err(failed)?
+                .map_err(|exhausted| Error::new(ErrorKind::Busy, format_args!("{exhausted}")))?;
+            let pool = self.pool.clone();
+            self.bucket
+                .on_disk(move |_| {
+                    let failed = |error| Error::io(&name, error);
+                    archived.blob().read_exact_at(writing.bytes_mut(), 0).map_err(failed)?;
+                    writing.publish(&name).map_err(failed)?;
+                    // It is there as long as somebody holds the version.
+                    pool.delete(&name);
+                    Ok(())
+                })
+                .await?;
+            self.count().restored_bytes += len;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,177 @@
+//! One writer's contribution on its way to the bucket.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::Mirror;
+use crate::arena::Pool;
+use crate::controller::{Place, Progress};
+use crate::daemon::tiers::write;
+use crate::environment::pause;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::{Digest, Refusal, VersionId, WriterSet};
+use crate::status::UploadStatus;
+use crate::sync::{Mutex, watch};
+use crate::wire::Failure;
+
+/// For how long others are waited for that are in the way in the bucket.
+const WAIT: Duration = Duration::from_mins(1);
+
+/// What was committed in memory.
+pub(in crate::daemon) struct Contributed {
+    pub(in crate::daemon) place: Place,
+    pub(in crate::daemon) writers: WriterSet,
+    pub(in crate::daemon) digest: Digest,
+    pub(in crate::daemon) lens: Vec<u64>,
+}
+
+/// What becomes of an upload, once it has ended.
+pub(in crate::daemon) type Storing = watch::Receiver<Option<Result<Progress, Failure>>>;
+
+pub(super) struct Upload {
+    contributed: Contributed,
+    pool: Arc<Pool>,
+    /// The names of its archives, held until it ends.
+    names: Vec<String>,
+    since: Instant,
+    /// How many bytes have gone in this try.
+    sent: Arc<AtomicU64>,
+    /// How many tries have failed, and why the last one.
+    failed: Mutex<(u32, String)>,
+    outcome: watch::Sender<Option<Result<Progress, Failure>>>,
+}
+
+impl Upload {
+    pub(super) fn new(contributed: Contributed, pool: Arc<Pool>) -> Self {
+        let names = (0..contributed.lens.len()).map(|number| contributed.place.path(number));
+        let names: Vec<String> = names.collect();
+        pool.hold(&names);
+        Self {
+            contributed,
+            pool,
+            names,
+            since: Instant::now(),
+            sent: Arc::default(),
+            failed: Mutex::default(),
+            outcome: watch::channel(None).0,
+        }
+    }
+
+    pub(super) fn storing(&self) -> Storing {
+        self.outcome.subscribe()
+    }
+
+    pub(super) fn is_of(&self, place: &Place) -> bool {
+        let own = &self.contributed.place;
+        (own.id, own.writer) == (place.id, place.writer)
+    }
+
+    pub(super) fn id(&self) -> VersionId {
+        self.contributed.place.id
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.contributed.place.number
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.contributed.lens.iter().copied().fold(0, u64::saturating_add)
+    }
+
+    pub(super) fn status(&self) -> UploadStatus {
+        let (tries, error) =
+            self.failed.lock().expect("nobody panics while holding the failures").clone();
+        UploadStatus {
+            key: self.contributed.place.key.to_string(),
+            version: self.number(),
+            writer: self.contributed.place.writer,
+            bytes: self.bytes(),
+            sent: self.sent.load(Ordering::Relaxed),
+            failures: tries,
+            error: Some(error).filter(|error| !error.is_empty()),
+            age: self.since.elapsed(),
+        }
+    }
+
+    /// Tells whoever waits.
+    pub(super) fn end(&self, stored: Result<Progress>) {
+        self.outcome.send_replace(Some(stored.map_err(Failure::from)));
+    }
+
+    /// Brings it to the bucket, however often that fails on its way.
+    pub(super) async fn run(&self, mirror: &Mirror) -> Result<Progress> {
+        let mut tries = 0;
+        loop {
+            let error = match self.try_once(mirror).await {
+                Ok(progress) => return Ok(progress),
+                // It was there, and newer ones have replaced it.
+                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+                    return Ok(Progress { visible: true, missing: WriterSet::default() });
+                }
+                Err(error) => error,
+            };
+            let may_pass = [ErrorKind::Unreachable, ErrorKind::Busy, ErrorKind::Io];
+            if !may_pass.contains(&error.kind()) || self.is_dropped(mirror).await {
+                return Err(error);
+            }
+            tries += 1;
+            mirror.count().failures += 1;
+            let Place { key, number, .. } = &self.contributed.place;
+            tracing::warn!(%key, version = number, tries, %error, "it is tried again");
+            *self.failed.lock().expect("nobody panics while holding the failures") =
+                (tries, error.to_string());
+            pause(tries).await;
+        }
+    }
+
+    /// Whether nobody needs it any more.
+    async fn is_dropped(&self, mirror: &Mirror) -> bool {
+        let state = mirror.own.state(&self.contributed.place.key).await;
+        let id = self.id();
+        // What is not known is not dropped.
+        state.is_ok_and(|state| !state.versions().any(|version| version.id == id))
+    }
+
+    async fn try_once(&self, mirror: &Mirror) -> Result<Progress> {
+        let Contributed { place, writers, digest, lens } = &self.contributed;
+        // What retention is to keep there is said before anything is added.
+        mirror.sync(&place.key).await?;
+        let (copy, committed) = mirror.bucket.open_copy(place, writers.clone(), WAIT).await?;
+        if committed.is_none() {
+            self.sent.store(0, Ordering::Relaxed);
+            for number in 0..lens.len() {
+                self.send(mirror, number, copy.path(number)).await?;
+            }
+        }
+        let progress = mirror.bucket.commit(&copy, *digest, lens).await?;
+        if progress.visible {
+            match mirror.own.stored(&place.key, place.id).await {
+                // It was replaced, or deleted, meanwhile.
+                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {}
+                stored => stored?,
+            }
+        }
+        Ok(progress)
+    }
+
+    /// Copies one archive.
+    async fn send(&self, mirror: &Mirror, number: usize, to: String) -> Result<()> {
+        let name = self.names[number].clone();
+        let gone = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
+        let blob = self.pool.open(&name).map_err(|error| Error::io(&name, error))?;
+        let bytes = blob.ok_or_else(gone)?.blob.bytes().cloned().ok_or_else(gone)?;
+        let (pace, sent) = (mirror.pace.clone(), self.sent.clone());
+        let before = move |bytes: u64| {
+            pace.wait(bytes);
+            sent.fetch_add(bytes, Ordering::Relaxed);
+        };
+        mirror.bucket.on_disk(move |volume| write(volume, &to, &bytes, &before)).await
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.pool.let_go(&self.names);
+    }
+}

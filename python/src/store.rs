@@ -233,7 +233,9 @@ impl Store {
     ///     divergent: what becomes of a plain leaf that writers hold differently: "error", "lowest" (that of the
     ///         lowest writer) or "keep" (each writer's own; a get says `writer=`).
     ///     replicas: "primary" stores each replicated shard once, "all" as often as it is there.
-    ///     durability: "memory", or "disk": it outlives the daemon, and is on the disk when this returns.
+    ///     durability: "memory"; "disk": it outlives the daemon, and is on the disk when this returns; or "object":
+    ///         it outlives the host, is visible as soon as it is in memory, and in the daemon's bucket when this
+    ///         returns.
     ///     wait: False: returns a PendingPut as soon as the tensors may be written to again. The put goes on as
     ///         long as this process does.
     ///     metadata: a dict about the state dict as a whole, as JSON has them, of at most 64 KiB: `head` and

@@ -165,3 +165,80 @@ def test_what_is_wrong_is_said(server: Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(tssd.TssdConnectionError, match=BUCKET):
         tssd.Store(f"s3://{BUCKET}/x", connect_timeout=1.0).keys()
+
+
+class Daemon:
+    """A daemon whose versions go on to a bucket."""
+
+    def __init__(self, folder: Path, bucket: str, *options: str) -> None:
+        program = os.environ.get("TSSD_BIN", "tssd")
+        socket = folder / "socket"
+        self.process = subprocess.Popen(
+            [program, "serve", "--socket", socket, "--bucket", bucket, *options], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+        assert bucket in self.said
+        self.store = tssd.Store(f"unix:{socket}")
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_a_daemon_brings_there_what_is_to_last(server: Server, tmp_path: Path) -> None:
+    url = server.url()
+    with Daemon(tmp_path, url) as daemon:
+        report = daemon.store.put_state_dict(weights(1), "policy", durability="object")
+        assert (report.visible, report.stored, report.transport) == (True, True, "arena")
+        assert report.phases["store"] > 0
+        assert not daemon.store.put_state_dict(weights(2), "policy").stored
+        assert daemon.store.head("policy").version == 2
+        # Ordinary archives, for whoever has the bucket alone.
+        elsewhere = tssd.Store(url)
+        assert (elsewhere.head("policy").version, elsewhere.head("policy").id) == (1, report.id)
+        got = elsewhere.get("policy", fqn="large")
+        assert np.array_equal(np.asarray(got), weights(1)["large"])
+    with Daemon(tmp_path, url) as daemon:
+        assert daemon.store.head("policy").version == 1
+        got, report = daemon.store.get_state_dict("policy", return_report=True)
+        assert report.transport == "arena"
+        assert all(np.array_equal(np.asarray(got[name]), value) for name, value in weights(1).items())
+        with daemon.store.publish("policy", bucket_bytes=8 << 20, durability="object") as publisher:
+            for name, value in weights(2).items():
+                publisher.put(name, value)
+        assert publisher.report is not None and publisher.report.stored
+        assert len([name for name in server.names(url) if "/0-2-" in name and "manifest" not in name]) > 1
+        daemon.store.delete("policy")
+        assert [name for name in server.names(url) if "/.ledger/" not in name] == []
+    assert server.uploads() == 0
+
+
+def test_a_put_that_is_not_waited_for_is_visible_first(tmp_path: Path, server: Server) -> None:
+    slow = Server()
+    url = slow.url()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", slow.environment["AWS_ENDPOINT_URL"])
+        with Daemon(tmp_path, url) as daemon:
+            slow.process.send_signal(signal.SIGSTOP)
+            pending = daemon.store.put_state_dict(weights(1), "policy", durability="object", wait=False, timeout=60)
+            assert pending.visible(10) == 1
+            assert daemon.store.get_state_dict("policy")["step"] == 1
+            with pytest.raises(tssd.TssdTimeoutError):
+                pending.result(0.2)
+            with pytest.raises(tssd.TssdTimeoutError, match="in memory, and not in the bucket"):
+                daemon.store.put_state_dict(weights(2), "policy", durability="object", timeout=0.5)
+            with pytest.raises(tssd.TssdTimeoutError, match="is behind"):
+                daemon.store.put_state_dict(weights(3), "policy", durability="object", timeout=0.5)
+            (status,) = command("status", "--store", daemon.store.url).stdout.splitlines()[-2:-1]
+            assert status.startswith("on its way to the bucket: `policy` version 1, writer 0: ")
+            slow.process.send_signal(signal.SIGCONT)
+            assert pending.result(60).stored and pending.visible() == 1
+            assert daemon.store.put_state_dict(weights(3), "policy", durability="object").stored
+            assert tssd.Store(url).head("policy").version == 3
+    slow.stop()

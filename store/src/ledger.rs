@@ -99,6 +99,7 @@ impl State {
             Command::NotStored { id } => Ok(self.not_stored(id)),
             Command::Proved { id, manifest, now } => self.proved(id, manifest, now),
             Command::Rejected { id, reason } => self.rejected(id, reason),
+            Command::Abandon { id } => Ok(self.abandon(id)),
             Command::Expire { now } => Ok(self.expire(now)),
             Command::Lease { selector, lease, holder, ttl, now } => {
                 self.lease_version(selector, lease, holder, now.after(ttl))

@@ -17,7 +17,7 @@ use tssd_tests::growth::Growth;
 use tssd_tests::proof::Proof;
 use tssd_tests::served::Served;
 
-use self::troupe::{Counts, Troupe};
+use self::troupe::{Counts, Home, Troupe};
 
 /// How many rounds CI wants.
 const ROUNDS: u64 = 100;
@@ -34,12 +34,12 @@ fn whoever_is_killed_takes_nothing_along_that_was_durable() {
     let proof = Proof::begin("kills");
     let (mut dice, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
     let mut growth = Growth::default();
-    for session in 0.. {
+    for session in 0_usize.. {
         if !proof.goes_on(rounds, ROUNDS) {
             break;
         }
-        // Every fourth has no daemon: all share a directory.
-        let mut troupe = Troupe::new(session % 4 != 3);
+        let home = [Home::Root, Home::Bucket, Home::Root, Home::Directory][session % 4];
+        let mut troupe = Troupe::new(home);
         growth.begin();
         for _ in 0..SESSION {
             troupe.round(&mut dice);

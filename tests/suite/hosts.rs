@@ -7,11 +7,11 @@ use rustix::process::Signal;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
-use tssd_store::{ErrorKind, GetOptions, Key, PutOptions};
+use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
 use tssd_tests::command::Serve;
 use tssd_tests::etcd::Etcd;
 use tssd_tests::served::Served;
-use tssd_tests::steps::{eventually, key, options, part, publish, read};
+use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
 
 /// A daemon that has its ledgers in etcd.
 fn host(etcd: &Etcd) -> Served {
@@ -169,4 +169,43 @@ fn a_version_takes_few_requests_of_etcd() {
         least = least.min(etcd.requests() - before);
     }
     assert!(least <= 10, "{least} requests");
+}
+
+#[test]
+fn what_is_in_the_bucket_outlasts_the_hosts() {
+    let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
+    let url = format!("file:{}", bucket.path().display());
+    let host = || {
+        Served::bound(1 << 30, |options| {
+            options.meta = Some(etcd.url());
+            options.bucket = Some(url.clone());
+        })
+    };
+    let [first, second, third] = [host(), host(), host()];
+    let trainers = [first.connect(), second.connect()];
+    let generator = third.connect();
+    // Whoever is the last to be there says so.
+    let reports = publish_as(&trainers, 1, Durability::Object);
+    assert!(reports.iter().any(|report| report.stored), "{reports:?}");
+    publish(&trainers, 2);
+    drop(second);
+    // It was killed before that was in the bucket: the one before is whole.
+    eventually("a host that has ended is missed", || {
+        read(&generator, Some(2), 2)
+            .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
+    });
+    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    assert!(third.metric("tssd_restored_bytes_total") > 0.0);
+    drop((first, trainers, generator, third));
+    // Nobody of them is left, nor what they had in etcd.
+    let other = Etcd::start(1);
+    let served = Served::bound(1 << 30, |options| {
+        options.meta = Some(other.url());
+        options.bucket = Some(url.clone());
+    });
+    let store = served.connect();
+    assert_eq!(store.keys(None).unwrap(), [key()]);
+    assert_eq!(read(&store, None, 2).unwrap(), 1);
+    publish_as(&[store.clone()], 2, Durability::Object);
+    assert_eq!(read(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
 }

@@ -56,6 +56,7 @@ enum About {
     Keep(u32, SessionId),
     Stored,
     NotStored,
+    Abandon,
 }
 
 fn any_move() -> impl Strategy<Value = Move> {
@@ -149,6 +150,7 @@ fn any_about() -> impl Strategy<Value = About> {
         2 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::Keep(writer, keeper)),
         3 => Just(About::Stored),
         1 => Just(About::NotStored),
+        1 => Just(About::Abandon),
     ]
 }
 
@@ -326,6 +328,7 @@ impl World {
             About::Keep(writer, session) => Command::Keep { id, writer, session },
             About::Stored => Command::Stored { id },
             About::NotStored => Command::NotStored { id },
+            About::Abandon => Command::Abandon { id },
             About::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
                 let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));

@@ -319,6 +319,23 @@ impl LocalController {
         Ok(())
     }
 
+    /// Gives up what is open of all keys: whoever has begun it has ended.
+    pub(crate) async fn abandon_all_open(&self) -> Result<()> {
+        for key in self.0.ledgers.keys().await? {
+            if let Err(error) = self.abandon_open(&key).await {
+                tracing::warn!(%key, %error, "what is open of it cannot be given up");
+            }
+        }
+        Ok(())
+    }
+
+    async fn abandon_open(&self, key: &Key) -> Result<()> {
+        for version in self.0.ledgers.state(key).await?.open() {
+            self.apply(key, Command::Abandon { id: version.id }).await?;
+        }
+        self.reclaim_owed(key).await
+    }
+
     /// A version will not be in the bucket that was asked for.
     pub(crate) async fn not_stored(&self, key: &Key, id: VersionId) -> Result<()> {
         self.apply(key, Command::NotStored { id }).await?;

@@ -136,8 +136,7 @@ impl House {
         let mut upkeep = JoinSet::new();
         let environment = || Arc::new(SystemEnvironment);
         let mirror = |own: &LocalController, bucket: Option<Bucket>| {
-            let Bucket { ledgers, volume, shown } = bucket?;
-            let store = LocalController::new(ledgers, volume, environment());
+            let (store, shown) = bucket.map(|bucket| (bucket.store(), bucket.shown))?;
             let (own, pool) = (own.clone(), tiers.pool.clone());
             Some(Mirror::new(store, shown, own, pool, options.bucket_rate))
         };
@@ -169,6 +168,8 @@ impl House {
                 }
                 _ => {
                     if let Some(bucket) = &bucket {
+                        // Nobody else writes there: what is open was begun by a daemon that has ended.
+                        bucket.store().abandon_all_open().await?;
                         ledgers = ledgers.restore(bucket.ledgers.clone()).await?;
                     }
                     let controller = LocalController::new(
@@ -393,7 +394,7 @@ impl House {
         }
         let own = self.registry.lease(FETCHER, key, Selector::Id(grant.id)).await?;
         let own = self.hold(FETCHER, key, own);
-        match mirror.restore(&own, missing).await {
+        match mirror.restore(key, own.id, missing).await {
             Ok(()) => self.fetched(key, own).await,
             Err(error) => {
                 self.give_up(&own).await;

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use self::pace::Pace;
 use self::upload::Upload;
 pub(super) use self::upload::{Contributed, Storing};
-use super::registry::Grant;
 use crate::arena::Pool;
 use crate::controller::LocalController;
+use crate::environment::SystemEnvironment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Command, Fate, Refusal, Selection, Selector, State, VersionId};
@@ -47,6 +47,12 @@ impl Bucket {
     pub(super) fn open(url: &str) -> Result<Self> {
         let (ledgers, volume) = at_bucket(url, PATIENCE)?;
         Ok(Self { ledgers, volume, shown: url.to_owned() })
+    }
+
+    /// Its store.
+    pub(super) fn store(&self) -> LocalController {
+        let (ledgers, volume) = (self.ledgers.clone(), self.volume.clone());
+        LocalController::new(ledgers, volume, Arc::new(SystemEnvironment))
     }
 }
 
@@ -251,6 +257,12 @@ impl Mirror {
         if there.retention() != (keep, ttl) {
             commands.push(Command::Retain { keep, ttl });
         }
+        // What a daemon has begun there that has ended since.
+        for version in there.open() {
+            if matches!(own.outcome_of(version.id), None | Some(Fate::Dropped(_))) {
+                commands.push(Command::Abandon { id: version.id });
+            }
+        }
         let is_visible = |id: VersionId| own.visible().any(|version| version.id == id);
         for version in there.visible() {
             if own.outcome_of(version.id) == Some(Fate::Visible) && !is_visible(version.id) {
@@ -262,15 +274,19 @@ impl Mirror {
 
     /// Brings blobs of a version that somebody holds, of so many bytes if that is known, back into memory; who comes
     /// meanwhile waits for the same.
-    pub(super) async fn restore(self: &Arc<Self>, grant: &Grant, names: Vec<String>) -> Result<()> {
-        let id = grant.id;
+    pub(super) async fn restore(
+        self: &Arc<Self>,
+        key: &Key,
+        id: VersionId,
+        names: Vec<String>,
+    ) -> Result<()> {
         let mut restored = {
             let mut restoring = self.restoring();
             let begin = || {
                 let (done, restored) = watch::channel(None);
-                let mirror = self.clone();
+                let (mirror, key) = (self.clone(), key.clone());
                 tokio::spawn(async move {
-                    let outcome = mirror.bring_back(names).await.map_err(Failure::from);
+                    let outcome = mirror.bring_back(&key, id, names).await.map_err(Failure::from);
                     mirror.restoring().remove(&id);
                     done.send_replace(Some(outcome));
                 });
@@ -294,17 +310,29 @@ impl Mirror {
         self.restoring.lock().expect("nobody panics while holding what is restored")
     }
 
+    /// Why something is not there any more.
+    async fn gone(&self, key: &Key, id: VersionId) -> Result<Error> {
+        let shown = &self.shown;
+        let there = self.bucket.state(key).await?;
+        if there.version(Selector::Id(id)).is_some() {
+            let text = format_args!("`{shown}` lacks archives of version {id} of `{key}`");
+            return Ok(Error::new(ErrorKind::Corrupt, text));
+        }
+        let text = format_args!(
+            "`{key}`: the version was replaced in `{shown}` while it came from there: read the newest, or keep \
+             more of them"
+        );
+        Ok(Error::new(ErrorKind::Overtaken, text))
+    }
+
     /// Copies blobs into memory.
-    async fn bring_back(&self, names: Vec<String>) -> Result<()> {
+    async fn bring_back(&self, key: &Key, id: VersionId, names: Vec<String>) -> Result<()> {
         let opened = {
             let names = names.clone();
             self.bucket.on_disk(move |volume| volume.open_all(&names)).await?
         };
-        let gone = || {
-            let text = format_args!("`{}` lacks archives of a version that it had", self.shown);
-            Error::new(ErrorKind::Corrupt, text)
-        };
-        for (name, archived) in names.into_iter().zip(opened.ok_or_else(gone)?) {
+        let Some(opened) = opened else { return Err(self.gone(key, id).await?) };
+        for (name, archived) in names.into_iter().zip(opened) {
             let failed = |error| Error::io(format_args!("`{name}` of `{}`", self.shown), error);
             let len = archived.blob().size().map_err(failed)?;
             let never = std::future::pending();

@@ -75,6 +75,11 @@ pub enum Command {
         /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES) are cut.
         reason: String,
     },
+    /// Nobody will ever complete a version that is open: it is dropped at once.
+    Abandon {
+        /// The version.
+        id: VersionId,
+    },
     /// Time has passed: open versions that are too old are abandoned, versions and leases past
     /// their time to live end. Carry out what is [`pending`](super::pending) first: a version whose
     /// proof nobody made in time is abandoned too.

@@ -36,11 +36,13 @@ impl State {
         self.change(|version| unpinned.contains(&version.id), Version::retire);
     }
 
+    pub(super) fn abandon(&mut self, id: VersionId) -> Outcome {
+        self.change(|version| version.id == id && version.is_open(), Version::abandon);
+        Outcome::Done
+    }
+
     pub(super) fn expire(&mut self, now: Timestamp) -> Outcome {
-        self.change(
-            |version| version.is_abandoned(now),
-            |version| version.drop_because(Reason::Abandoned { missing: version.missing() }),
-        );
+        self.change(|version| version.is_abandoned(now), Version::abandon);
         if let Some(ttl) = self.ttl {
             let is_old = |version: &&Version| version.is_older(ttl, now);
             let old: Vec<_> = self.visible().filter(is_old).map(|version| version.id).collect();
@@ -87,6 +89,10 @@ impl Version {
             Status::Open { since } | Status::Proving { since } => since.after(OPEN_LIMIT) <= now,
             _ => false,
         }
+    }
+
+    fn abandon(&mut self) {
+        self.drop_because(Reason::Abandoned { missing: self.missing() });
     }
 
     fn is_older(&self, ttl: Duration, now: Timestamp) -> bool {

@@ -285,3 +285,42 @@ fn frame(
 fn lost() -> Error {
     Error::new(ErrorKind::Unreachable, "the daemon is gone: start it and connect again")
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::UnixStream;
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::link::split;
+
+    #[tokio::test]
+    async fn who_hears_parts_waits_for_the_rest() {
+        let (client, daemon) = UnixStream::pair().unwrap();
+        let calls = Calls::start(split(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let (mut sender, mut receiver) = split(daemon, Limits::CLIENT);
+        let daemon = tokio::spawn(async move {
+            for parts in [8, 0] {
+                let number = receiver.receive().await.unwrap().unwrap().number;
+                for part in 0..=parts {
+                    tokio::time::sleep(Duration::from_millis(60)).await;
+                    let (kind, reply) = if part < parts {
+                        (FrameKind::Part, Reply::Archives(Archives::new()))
+                    } else {
+                        (FrameKind::Reply, Reply::Done)
+                    };
+                    let part = frame(kind, number, &reply, Bytes::new(), Limits::DAEMON);
+                    // Nobody may be there any more.
+                    let _ = sender.send(&part.unwrap()).await;
+                }
+            }
+        });
+        let ask =
+            |millis| calls.call(&Request::Status, Bytes::new(), Duration::from_millis(millis));
+        assert!(matches!(ask(200).await.unwrap().reply, Reply::Done));
+        let error = ask(20).await.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+        drop(calls);
+        daemon.await.unwrap();
+    }
+}

@@ -21,6 +21,8 @@ use crate::contents::Contents;
 const ROLE: &str = "TSSD_RELIABILITY_ROLE";
 const URL: &str = "TSSD_RELIABILITY_URL";
 const FOLDER: &str = "TSSD_RELIABILITY_FOLDER";
+/// Whether what is to last goes to a bucket.
+const BUCKETED: &str = "TSSD_RELIABILITY_BUCKETED";
 
 /// What is written, each by a writer of its own but the last, which two write together.
 pub(super) const KEYS: [&str; 5] = ["durable", "mixed", "streamed", "passing", "shared"];
@@ -38,12 +40,18 @@ const BUCKET: u64 = 50_000;
 pub(super) struct Actor(Child);
 
 impl Actor {
-    pub(super) fn start(role: impl Display, url: &str, folder: &Path) -> Self {
+    pub(super) fn start(
+        role: impl Display,
+        url: &str,
+        folder: &Path,
+        durability: Durability,
+    ) -> Self {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["kill::actor::process", "--exact", "--ignored", "--nocapture"])
             .env(ROLE, role.to_string())
             .env(URL, url)
             .env(FOLDER, folder)
+            .env(BUCKETED, (durability == Durability::Object).to_string())
             .stdout(std::process::Stdio::null())
             .spawn();
         Self(child.unwrap())
@@ -129,10 +137,14 @@ fn is_expected(refusal: &Refusal) -> bool {
 fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>> {
     let version = 1 + store.head(key)?.map_or(0, |head| head.number);
     let writers = if key.as_str() == "shared" { 2 } else { 1 };
+    let lasting = match std::env::var(BUCKETED).as_deref() {
+        Ok("true") => Durability::Object,
+        _ => Durability::Disk,
+    };
     let durability = match key.as_str() {
         "passing" => Durability::Memory,
         "mixed" if version % 2 == 0 => Durability::Memory,
-        _ => Durability::Disk,
+        _ => lasting,
     };
     let options = PutOptions {
         version: Some(version),
@@ -157,7 +169,8 @@ fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>>
         // The other one has its turn.
         let _ = store.wait_for_version(key, version, Duration::from_millis(50));
     }
-    Ok(report.visible.then_some((version, durability)))
+    let is_done = report.visible && (report.stored || durability != Durability::Object);
+    Ok(is_done.then_some((version, durability)))
 }
 
 /// Reads all keys again and again, and holds what it has read for a while; writes down how many tensors it
@@ -181,7 +194,7 @@ fn read(url: &str, folder: &Path, role: &str) {
                 checked.write_all(format!("{tensors}\n").as_bytes()).unwrap();
             }
             Err(error) => match error.kind() {
-                ErrorKind::NotFound => {}
+                ErrorKind::NotFound | ErrorKind::Overtaken => {}
                 ErrorKind::Unreachable => store = connect(url),
                 kind => panic!("{role}: {kind:?}: {error}"),
             },

@@ -15,9 +15,14 @@ use crate::bucket::faulty::{FAULTS, Faulty};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::get::GetOptions;
 use crate::key::Key;
-use crate::ledger::Durability;
+use crate::ledger::{Durability, Selector};
+use crate::ledgers::Ledgers;
+use crate::link::{Receiver, Sender, split};
 use crate::put::{PutOptions, PutReport};
+use crate::route::Route;
 use crate::store::{Store, over};
+use crate::volume::{Archived, Near, Reservation, Volume};
+use crate::wire::{Frame, FrameKind, Hello, Limits, Protocol, Request};
 
 fn key() -> Key {
     Key::new("policy").unwrap()
@@ -45,9 +50,13 @@ struct Host {
 
 impl Host {
     async fn start(faulty: &Arc<Faulty>) -> Self {
+        let (ledgers, volume) = over(bucket(faulty));
+        Self::over(ledgers, volume).await
+    }
+
+    async fn over(ledgers: Arc<dyn Ledgers>, volume: Arc<dyn Volume>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("socket");
-        let (ledgers, volume) = over(bucket(faulty));
         let bucket = Bucket { ledgers, volume, shown: "s3://test".to_owned() };
         let options = DaemonOptions::at(&socket, 1 << 28);
         let daemon = Daemon::over(options, Some(bucket)).await.unwrap();
@@ -136,4 +145,78 @@ async fn what_comes_back_outlives_a_failure_at_every_request() {
         }
     }
     assert!(happened > 5, "{happened}");
+}
+
+/// A bucket from which nothing comes for a while.
+struct Slow(Arc<dyn Volume>);
+
+impl Volume for Slow {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        durability: Durability,
+    ) -> crate::Result<Box<dyn Reservation>> {
+        self.0.reserve(name, len, durability)
+    }
+
+    fn open(&self, name: &str) -> crate::Result<Option<Near>> {
+        self.0.open(name)
+    }
+
+    fn open_all(&self, names: &[String]) -> crate::Result<Option<Vec<Archived>>> {
+        std::thread::sleep(Duration::from_millis(10_500));
+        self.0.open_all(names)
+    }
+
+    fn delete(&self, name: &str) -> crate::Result<()> {
+        self.0.delete(name)
+    }
+
+    fn list(&self, name: &str) -> crate::Result<Vec<String>> {
+        self.0.list(name)
+    }
+
+    fn route(&self) -> Route {
+        self.0.route()
+    }
+
+    fn remove_folder(&self, name: &str) -> crate::Result<()> {
+        self.0.remove_folder(name)
+    }
+}
+
+async fn ask(
+    sender: &mut Sender,
+    receiver: &mut Receiver,
+    number: u64,
+    request: &Request,
+) -> Frame {
+    let (head, data) = (serde_json::to_vec(request).unwrap(), bytes::Bytes::new());
+    let frame = Frame { kind: FrameKind::Request, number, head, data, fds: Vec::new() };
+    sender.send(&frame).await.unwrap();
+    receiver.receive().await.unwrap().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_for_the_bucket_hears_that_it_comes() {
+    let faulty = Arc::default();
+    let host = Host::start(&faulty).await;
+    put(&host.connect().await, 1).await.unwrap();
+    host.end().await;
+    let (ledgers, volume) = over(bucket(&faulty));
+    let host = Host::over(ledgers, Arc::new(Slow(volume))).await;
+    let stream = tokio::net::UnixStream::connect(&host.socket).await.unwrap();
+    let (mut sender, mut receiver) = split(stream, Limits::DAEMON);
+    let hello = Request::Hello(Hello { protocol: Protocol::OWN, client: "test".to_owned() });
+    ask(&mut sender, &mut receiver, 1, &hello).await;
+    let locate = Request::Locate { key: key().to_string(), selector: Selector::Newest };
+    let first = ask(&mut sender, &mut receiver, 2, &locate).await;
+    assert_eq!((first.kind, first.number), (FrameKind::Part, 2));
+    assert_eq!(std::str::from_utf8(&first.head).unwrap(), r#"{"archives":{}}"#);
+    let last = receiver.receive().await.unwrap().unwrap();
+    assert_eq!((last.kind, last.number), (FrameKind::Reply, 2));
+    assert!(std::str::from_utf8(&last.head).unwrap().starts_with(r#"{"leased":"#));
+    drop((sender, receiver));
+    host.end().await;
 }

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, WriterSet};
 use crate::net::Endpoint;
-use crate::wire::{Begun, INLINE, Reply, Room};
+use crate::wire::{Begun, Failure, INLINE, Reply, Room};
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
 const MAX_STORING: usize = 1024;
@@ -286,8 +286,8 @@ impl Session {
         match waited {
             Some(Ok(progress)) => Ok(progress),
             Some(Err(failure)) => {
-                let error = Error::from(failure);
-                Err(Error::new(error.kind(), format_args!("{text}: {error}")))
+                let text = format!("{text}: {}", failure.text);
+                Err(Failure { text, ..failure }.into())
             }
             None => {
                 let text = format_args!("{text} after {patience:?}: `status` says how far it is");

@@ -45,6 +45,9 @@ const MAX_PEERS: usize = 1024;
 /// How long sessions have to end when the daemon does.
 const DRAIN: Duration = Duration::from_secs(10);
 
+/// How long the last answers have to go.
+const FAREWELL: Duration = Duration::from_millis(100);
+
 /// How a daemon serves.
 #[derive(Clone, Debug)]
 pub struct DaemonOptions {
@@ -288,6 +291,8 @@ impl Daemon {
         if let Some(mirror) = &self.house.mirror {
             // What is on its way to the bucket is nowhere else.
             let _ = tokio::time::timeout(DRAIN, mirror.idle()).await;
+            // Who has waited for it hears so.
+            tokio::time::sleep(FAREWELL).await;
         }
         self.house.close();
         let all = async {

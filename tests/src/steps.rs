@@ -70,6 +70,10 @@ pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<Pu
 }
 
 /// Reads a version, or the newest, and proves that it is whole; says which it is.
+///
+/// # Errors
+///
+/// Those of the store.
 pub fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Error> {
     let options = GetOptions { version, ..GetOptions::default() };
     let (dict, _) = store.get_state_dict(&key(), &options)?;

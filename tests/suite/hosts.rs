@@ -206,6 +206,6 @@ fn what_is_in_the_bucket_outlasts_the_hosts() {
     let store = served.connect();
     assert_eq!(store.keys(None).unwrap(), [key()]);
     assert_eq!(read(&store, None, 2).unwrap(), 1);
-    publish_as(&[store.clone()], 2, Durability::Object);
+    publish_as(std::slice::from_ref(&store), 2, Durability::Object);
     assert_eq!(read(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
 }

@@ -384,7 +384,7 @@ impl World {
         }
         self.settle();
         assert!(self.state.versions().all(Version::is_visible));
-        assert!(self.state.visible().count() <= 2 * self.keep());
+        assert!(self.state.visible().count() <= 3 * self.keep());
         let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
         assert!(ended.as_array().unwrap().len() <= MAX_ENDED);
         for id in self.opened.keys() {
@@ -668,8 +668,13 @@ impl World {
             let stay = stay.chain(fresh.iter().copied());
             let mut stay: Vec<_> = stay.map(|version| version.id).collect();
             let now = |id: &VersionId| self.state.versions().find(|version| version.id == *id);
-            let durable = stay.iter().rev().filter(|id| now(id).is_some_and(Version::is_durable));
-            let mut kept: BTreeSet<VersionId> = durable.take(self.keep()).copied().collect();
+            let of = |stored: bool| {
+                let is_it =
+                    move |version: &Version| version.is_durable() && version.stored == stored;
+                let durable = stay.iter().rev().filter(move |id| now(id).is_some_and(is_it));
+                durable.take(self.keep()).copied()
+            };
+            let mut kept: BTreeSet<VersionId> = of(false).chain(of(true)).collect();
             kept.extend(stay.iter().rev().take(self.keep()));
             kept.extend(self.state.pins().map(|(_, id)| id));
             let coming = |id: &VersionId| now(id).is_some_and(Version::is_to_be_stored);
@@ -722,7 +727,7 @@ impl World {
     fn check_size(&self) {
         let coming = self.state.versions().filter(|version| version.is_to_be_stored()).count();
         let held = self.state.pins().count() + 4 + coming;
-        let kept = 2 * self.keep();
+        let kept = 3 * self.keep();
         assert!(self.state.versions().count() <= 2 * MAX_OPEN + kept + held + MAX_DELETIONS + 4);
     }
 }

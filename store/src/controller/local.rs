@@ -26,9 +26,9 @@ use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId, LeaseId,
-    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State, Status, Step,
-    Timestamp, Version, VersionId, WriterSet, pending, step,
+    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Durability,
+    Effect, Fate, JobId, LeaseId, ManifestReference, Outcome, Reason, Refusal, Selection, Selector,
+    State, Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
@@ -106,6 +106,8 @@ pub(crate) struct Place {
     pub(crate) durability: Durability,
     /// Each try has files of its own: one that died may have left others behind.
     pub(crate) stem: String,
+    /// Whether it is that of a copy.
+    pub(crate) is_copy: bool,
 }
 
 impl Place {
@@ -211,6 +213,7 @@ impl LocalController {
             job: proposal.job.clone(),
             durability: proposal.durability,
             stem: format!("{}-{:032x}", proposal.writer, self.random()),
+            is_copy: false,
         };
         let begin = Begin {
             writer: proposal.writer,
@@ -237,7 +240,7 @@ impl LocalController {
         writers: WriterSet,
         timeout: Duration,
     ) -> Result<(Place, Option<Digest>)> {
-        let place = Place { durability: Durability::Disk, ..of.clone() };
+        let place = Place { durability: Durability::Disk, is_copy: true, ..of.clone() };
         let begin = Begin {
             writer: place.writer,
             writers,
@@ -311,6 +314,17 @@ impl LocalController {
         }
     }
 
+    /// The place of what a writer has committed to a version, and the lengths of its archives in bytes.
+    pub(crate) async fn committed(&self, place: &Place) -> Result<Option<(Place, Vec<u64>)>> {
+        let state = self.0.ledgers.state(&place.key).await?;
+        let version = state.versions().find(|version| version.id == place.id);
+        let contribution = version.and_then(|version| version.contributions.get(&place.writer));
+        let archives = contribution.map(Contributed::archives).unwrap_or_default();
+        let stem = archives.first().and_then(|first| first.name.strip_suffix(".tssd"));
+        let lens = archives.iter().map(|archive| archive.file_len).collect();
+        Ok(stem.map(|stem| (Place { stem: stem.to_owned(), ..place.clone() }, lens)))
+    }
+
     /// All of a version is in the bucket that was asked for.
     pub(crate) async fn stored(&self, key: &Key, id: VersionId) -> Result<()> {
         self.apply(key, Command::Stored { id }).await?;
@@ -379,6 +393,10 @@ impl LocalController {
         loop {
             let proven = self.prove(key, *id).await;
             if let Err(error) = proven {
+                if place.is_copy {
+                    // It is what it was, and is tried again.
+                    return Err(error);
+                }
                 // Nobody is left to complete it: a version that cannot be proven now is no version.
                 let reason = error.to_string();
                 let _ = self.apply(key, Command::Rejected { id: *id, reason }).await;

@@ -244,6 +244,7 @@ impl Registry for Delegate {
             job: proposal.job.clone(),
             durability: proposal.durability,
             stem: begun.stem,
+            is_copy: false,
         };
         let contribution = begun.contribution;
         let own = Begun { controller, contribution, owed };

@@ -373,10 +373,27 @@ impl House {
         let Some(mirror) = &self.mirror else { return change.await };
         let was_there = mirror.has(key).await?;
         let changed = change.await?;
+        self.let_go_of_replaced(key).await;
         if was_there {
             mirror.sync(key).await?;
         }
         Ok(changed)
+    }
+
+    /// Lets go of what was brought back from the bucket and is visible no more.
+    pub(super) async fn let_go_of_replaced(&self, key: &Key) {
+        let fetched = self.inner().fetched.get(key).map(|grant| (grant.id, grant.lease));
+        let Some((id, lease)) = fetched.filter(|_| self.mirror.is_some()) else { return };
+        let Ok(versions) = self.registry.versions(key).await else { return };
+        if versions.iter().all(|version| version.id != id) {
+            {
+                let mut inner = self.inner();
+                if inner.fetched.get(key).is_some_and(|grant| grant.lease == lease) {
+                    inner.fetched.remove(key);
+                }
+            }
+            self.release(FETCHER, lease).await;
+        }
     }
 
     /// Brings what of a version is in the bucket alone back into memory, where it stays until another version of its
@@ -392,8 +409,11 @@ impl House {
         if missing.is_empty() {
             return Ok(());
         }
-        let own = self.registry.lease(FETCHER, key, Selector::Id(grant.id)).await?;
-        let own = self.hold(FETCHER, key, own);
+        let own = match self.registry.lease(FETCHER, key, Selector::Id(grant.id)).await {
+            Ok(own) => self.hold(FETCHER, key, own),
+            // It was replaced meanwhile: whoever has leased it before gets it all the same.
+            Err(_) => return mirror.restore(key, grant.id, missing).await,
+        };
         match mirror.restore(key, own.id, missing).await {
             Ok(()) => self.fetched(key, own).await,
             Err(error) => {

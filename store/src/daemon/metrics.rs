@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};
 
 use super::house::House;
+use super::mirror::MirrorCounts;
 use crate::controller::{Got, VersionInfo};
 use crate::error::{ErrorKind, Result};
+use crate::status::UploadStatus;
 
 /// How many keys and how many readers are shown at most: a scrape stays short whatever is stored.
 const MAX_SERIES: usize = 100;
@@ -76,21 +78,7 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("recycled_total", "Segments that were lent again, warm.", memory.recycled);
 
     if let Some(mirror) = &house.mirror {
-        let uploads = mirror.counts();
-        page.gauge("uploads", "Contributions on their way to the bucket.", status.uploads.len());
-        let left = status.uploads.iter().map(|upload| upload.bytes.saturating_sub(upload.sent));
-        let help = "What of them has not gone yet.";
-        page.gauge("upload_left_bytes", help, left.fold(0, u64::saturating_add));
-        let oldest = status.uploads.iter().map(|upload| upload.age).max().unwrap_or_default();
-        page.gauge("upload_oldest_seconds", "Age of the oldest.", oldest.as_secs_f64());
-        page.counter("uploads_total", "Contributions brought to the bucket.", uploads.uploads);
-        page.counter("uploaded_bytes_total", "Their bytes.", uploads.uploaded_bytes);
-        let help = "Tries to bring one there that have failed; most are made again.";
-        page.counter("upload_failures_total", help, uploads.failures);
-        let help = "Contributions that were given up.";
-        page.counter("uploads_given_up_total", help, uploads.given_up);
-        let help = "Bytes of archives that came back from the bucket.";
-        page.counter("restored_bytes_total", help, uploads.restored_bytes);
+        page.mirror(mirror.counts(), &status.uploads);
     }
     page.gauge("leases", "Leases that are held.", status.leases.len());
     page.gauge("lease_oldest_seconds", "Age of the oldest lease.", oldest.as_secs_f64());
@@ -132,6 +120,24 @@ enum Kind {
 type Labels = Vec<(&'static str, String)>;
 
 impl Page {
+    /// What goes to the bucket, and comes back.
+    fn mirror(&mut self, counts: MirrorCounts, uploads: &[UploadStatus]) {
+        self.gauge("uploads", "Contributions on their way to the bucket.", uploads.len());
+        let left = uploads.iter().map(|upload| upload.bytes.saturating_sub(upload.sent));
+        let help = "What of them has not gone yet.";
+        self.gauge("upload_left_bytes", help, left.fold(0, u64::saturating_add));
+        let oldest = uploads.iter().map(|upload| upload.age).max().unwrap_or_default();
+        self.gauge("upload_oldest_seconds", "Age of the oldest.", oldest.as_secs_f64());
+        self.counter("uploads_total", "Contributions brought to the bucket.", counts.uploads);
+        self.counter("uploaded_bytes_total", "Their bytes.", counts.uploaded_bytes);
+        let help = "Tries to bring one there that have failed; most are made again.";
+        self.counter("upload_failures_total", help, counts.failures);
+        let help = "Contributions that were given up.";
+        self.counter("uploads_given_up_total", help, counts.given_up);
+        let help = "Bytes of archives that came back from the bucket.";
+        self.counter("restored_bytes_total", help, counts.restored_bytes);
+    }
+
     fn counter(&mut self, name: &str, help: &str, value: u64) {
         self.family(Kind::Counter, name, help, [(Labels::new(), value)]);
     }

@@ -3,33 +3,46 @@
 //! The bucket is a store of its own, with its own ledger: whoever has nothing else finds in it what a daemon has
 //! stored. A copy has the identity, the place and the bytes of the version that it is of.
 
+mod difference;
 #[cfg(all(test, feature = "object"))]
 mod faults;
 mod pace;
 mod upload;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::Semaphore;
+
+use self::difference::differences;
 use self::pace::Pace;
 use self::upload::Upload;
 pub(super) use self::upload::{Contributed, Storing};
 use crate::arena::Pool;
-use crate::controller::LocalController;
-use crate::environment::SystemEnvironment;
+use crate::controller::{LocalController, Place};
+use crate::environment::{SystemEnvironment, pause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Command, Fate, Refusal, Selection, Selector, State, VersionId};
+use crate::ledger::{Refusal, Selector, VersionId};
 use crate::ledgers::Ledgers;
 use crate::status::UploadStatus;
 use crate::store::at_bucket;
-use crate::sync::{Mutex, MutexGuard, watch};
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
 use crate::volume::Volume;
 use crate::wire::Failure;
 
 /// So many versions of a key are on their way to the bucket at most: a put that would add another one waits.
 const MAX_UNDER_WAY: usize = 2;
+
+/// How often it is tried to say in the ledger that a version is not stored.
+const FORGO_TRIES: u32 = 10;
+
+/// How many contributions are uploaded at once.
+const UPLOADS: usize = 4;
+
+/// For how long memory is waited for into which a version is to come back.
+const ROOM: Duration = Duration::from_mins(1);
 
 /// With which pauses a request to the bucket is tried again, before the whole upload is.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -65,11 +78,21 @@ pub(super) struct Mirror {
     pool: Arc<Pool>,
     pace: Arc<Pace>,
     lines: Mutex<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
+    /// The right to upload: each upload has threads and parts of its own.
+    turns: Semaphore,
+    /// Whoever has it compares a ledger with that of the bucket.
+    syncing: AsyncMutex<()>,
+    /// The keys of which the bucket has not heard all.
+    behind: Mutex<BTreeSet<Key>>,
     /// Changes whenever an upload has ended.
     ended: watch::Sender<u64>,
-    restoring: Mutex<BTreeMap<VersionId, watch::Receiver<Option<Result<(), Failure>>>>>,
+    /// The versions that come back from there.
+    restoring: Mutex<BTreeMap<VersionId, Restoring>>,
     counts: Mutex<MirrorCounts>,
 }
+
+/// What becomes of a version that comes back, once it is there.
+type Restoring = watch::Receiver<Option<Result<(), Failure>>>;
 
 /// What is counted since the start.
 #[derive(Clone, Copy, Default)]
@@ -98,6 +121,9 @@ impl Mirror {
             pool,
             pace: Arc::new(Pace::new(bytes_per_second)),
             lines: Mutex::default(),
+            turns: Semaphore::new(UPLOADS),
+            syncing: AsyncMutex::default(),
+            behind: Mutex::default(),
             ended: watch::channel(0).0,
             restoring: Mutex::default(),
             counts: Mutex::default(),
@@ -167,7 +193,9 @@ impl Mirror {
             return known.storing();
         }
         let upload = Arc::new(Upload::new(contributed, self.pool.clone()));
-        line.push_back(upload.clone());
+        // In the order of the versions, after the one that is under way: it may wait for those before it.
+        let after = line.iter().skip(1).take_while(|other| other.place() <= upload.place()).count();
+        line.insert(line.len().min(1 + after), upload.clone());
         if line.len() == 1 {
             drop(tokio::spawn(self.clone().run(key)));
         }
@@ -192,20 +220,38 @@ impl Mirror {
             }
             if let Err(error) = &stored {
                 tracing::error!(%key, version = next.number(), %error, "not stored");
-                // It is kept no longer than others that are in memory.
-                let _ = self.own.not_stored(&key, next.id()).await;
+                self.forgo(&key, next.id()).await;
             }
             next.end(stored);
-            let mut lines = self.lines();
-            if let Some(line) = lines.get_mut(&key) {
-                line.pop_front();
-                if line.is_empty() {
-                    lines.remove(&key);
-                }
-            }
-            drop(lines);
+            let is_last = {
+                let mut lines = self.lines();
+                let line = lines.get_mut(&key).map(|line| {
+                    line.pop_front();
+                    line.is_empty()
+                });
+                // Who comes later begins anew.
+                line.is_none_or(|is_empty| is_empty && lines.remove(&key).is_some())
+            };
             self.ended.send_modify(|count| *count += 1);
+            if is_last {
+                return;
+            }
         }
+    }
+
+    /// A version that is not brought to the bucket is kept no longer than others that are in memory.
+    async fn forgo(&self, key: &Key, id: VersionId) {
+        for tries in 1..FORGO_TRIES {
+            match self.own.not_stored(key, id).await {
+                Err(error) if error.kind() == ErrorKind::Unreachable => pause(tries).await,
+                _ => return,
+            }
+        }
+    }
+
+    /// What a writer has committed in an earlier try: its place, and the lengths of its archives.
+    pub(super) async fn committed(&self, place: &Place) -> Result<Option<(Place, Vec<u64>)>> {
+        self.own.committed(place).await
     }
 
     /// Returns when nothing is under way.
@@ -217,15 +263,33 @@ impl Mirror {
         }
     }
 
-    /// Whether something of a key is in the bucket.
+    /// Whether something of a key is in the bucket, or on its way.
     pub(super) async fn has(&self, key: &Key) -> Result<bool> {
-        Ok(self.own.state(key).await?.versions().any(|version| version.stored))
+        if self.behind().contains(key) || self.lines().contains_key(key) {
+            return Ok(true);
+        }
+        let state = self.own.state(key).await?;
+        Ok(state.versions().any(|version| version.stored || version.is_to_be_stored()))
+    }
+
+    fn behind(&self) -> MutexGuard<'_, BTreeSet<Key>> {
+        self.behind.lock().expect("nobody panics while holding the keys")
     }
 
     /// Lets the bucket keep, and forget, what is kept and forgotten here.
     pub(super) async fn sync(&self, key: &Key) -> Result<()> {
-        let (own, there) = (self.own.state(key).await?, self.bucket.state(key).await?);
-        for command in self.differences(&own, &there) {
+        let _syncing = self.syncing.lock().await;
+        self.behind().insert(key.clone());
+        self.compare(key).await?;
+        self.behind().remove(key);
+        Ok(())
+    }
+
+    async fn compare(&self, key: &Key) -> Result<()> {
+        // What is begun there was known here before.
+        let there = self.bucket.state(key).await?;
+        let own = self.own.state(key).await?;
+        for command in differences(&own, &there) {
             match self.bucket.apply(key, command).await {
                 // It is there no more.
                 Err(error) if matches!(error.refusal(), Some(Refusal::NotFound { .. })) => {}
@@ -235,45 +299,7 @@ impl Mirror {
         self.bucket.reclaim_owed(key).await
     }
 
-    fn differences(&self, own: &State, there: &State) -> Vec<Command> {
-        let mut commands = Vec::new();
-        let is_there = |id: VersionId| there.visible().any(|version| version.id == id);
-        let is_pinned = |state: &State, label: &str, id| {
-            state.pins().any(|(pinned, to)| pinned == label && to == id)
-        };
-        for (label, id) in own.pins().filter(|(_, id)| is_there(*id)) {
-            if !is_pinned(there, label, id) {
-                commands.push(Command::Pin { selector: Selector::Id(id), label: label.to_owned() });
-            }
-        }
-        // What this store has never known is not its own.
-        for (label, id) in there.pins().filter(|(_, id)| own.outcome_of(*id).is_some()) {
-            let moved = own.pins().any(|(pinned, to)| pinned == label && is_there(to));
-            if !moved && !is_pinned(own, label, id) {
-                commands.push(Command::Unpin { label: label.to_owned() });
-            }
-        }
-        let (keep, ttl) = own.retention();
-        if there.retention() != (keep, ttl) {
-            commands.push(Command::Retain { keep, ttl });
-        }
-        // What a daemon has begun there that has ended since.
-        for version in there.open() {
-            if matches!(own.outcome_of(version.id), None | Some(Fate::Dropped(_))) {
-                commands.push(Command::Abandon { id: version.id });
-            }
-        }
-        let is_visible = |id: VersionId| own.visible().any(|version| version.id == id);
-        for version in there.visible() {
-            if own.outcome_of(version.id) == Some(Fate::Visible) && !is_visible(version.id) {
-                commands.push(Command::Delete { selection: Selection::Id(version.id) });
-            }
-        }
-        commands
-    }
-
-    /// Brings blobs of a version that somebody holds, of so many bytes if that is known, back into memory; who comes
-    /// meanwhile waits for the same.
+    /// Brings blobs of a version that somebody holds back into memory; who comes meanwhile waits for the same.
     pub(super) async fn restore(
         self: &Arc<Self>,
         key: &Key,
@@ -304,9 +330,7 @@ impl Mirror {
         }
     }
 
-    fn restoring(
-        &self,
-    ) -> MutexGuard<'_, BTreeMap<VersionId, watch::Receiver<Option<Result<(), Failure>>>>> {
+    fn restoring(&self) -> MutexGuard<'_, BTreeMap<VersionId, Restoring>> {
         self.restoring.lock().expect("nobody panics while holding what is restored")
     }
 
@@ -332,14 +356,27 @@ impl Mirror {
             self.bucket.on_disk(move |volume| volume.open_all(&names)).await?
         };
         let Some(opened) = opened else { return Err(self.gone(key, id).await?) };
-        for (name, archived) in names.into_iter().zip(opened) {
+        // Who came before may have brought some of them.
+        let missing = names.into_iter().zip(opened);
+        let missing: Vec<_> = missing.filter(|(name, _)| self.pool.span(name).is_none()).collect();
+        // Room for all, before anything comes: two that wait for each other would wait for ever.
+        let (deadline, mut room) = (tokio::time::Instant::now() + ROOM, Vec::new());
+        for (name, archived) in missing {
             let failed = |error| Error::io(format_args!("`{name}` of `{}`", self.shown), error);
             let len = archived.blob().size().map_err(failed)?;
-            let never = std::future::pending();
-            let writing = self.pool.when_free(never, |pool| pool.write_own(len)).await;
-            let mut writing = writing
-                .map_err(failed)?
-                .map_err(|exhausted| Error::new(ErrorKind::Busy, format_args!("{exhausted}")))?;
+            let late = tokio::time::sleep_until(deadline);
+            let writing = self.pool.when_free(late, |pool| pool.write_own(len)).await;
+            let writing = writing.map_err(failed)?.map_err(|exhausted| {
+                let text = format_args!(
+                    "no memory for a version of `{key}` that comes back from `{}`: {exhausted}; wait until others \
+                     are done, or serve with a higher memory limit",
+                    self.shown
+                );
+                Error::new(ErrorKind::Busy, text)
+            })?;
+            room.push((name, archived, writing, len));
+        }
+        for (name, archived, mut writing, len) in room {
             let pool = self.pool.clone();
             self.bucket
                 .on_disk(move |_| {

@@ -429,7 +429,8 @@ impl Session {
                 () = tokio::time::sleep(BEAT) => {
                     let mut part = reply(number, Reply::Archives(Archives::new()).into());
                     part.frame.kind = FrameKind::Part;
-                    let _ = self.outgoing.send(part).await;
+                    // Who has that much to hear already needs no more.
+                    let _ = self.outgoing.try_send(part);
                 }
             }
         }

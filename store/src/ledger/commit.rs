@@ -115,7 +115,7 @@ impl State {
             return;
         };
         let (place, rewinds) = (version.place(), version.rewinds);
-        let is_durable = version.is_durable();
+        let (is_durable, is_copy) = (version.is_durable(), version.copy);
         let (epoch, number) = place;
         self.change(
             |version| version.is_open() && version.place() < place,
@@ -130,7 +130,10 @@ impl State {
         if is_durable {
             self.durable = Some((epoch, number));
         }
-        self.retire_surplus();
+        // What a copy replaces is kept until the store that it is of knows that the copy is there.
+        if !is_copy {
+            self.retire_surplus();
+        }
     }
 
     pub(super) fn stored(&mut self, id: VersionId) -> Result<Outcome, Refusal> {

@@ -24,6 +24,16 @@ impl Timeline {
     pub(super) fn is_newer(&self, number: u64) -> bool {
         self.highest.is_none_or(|highest| number > highest)
     }
+
+    /// A copy has the place of what it is a copy of; nothing newer may be there.
+    fn place_of_copy(&self, epoch: u32, number: u64) -> Result<Place, Refusal> {
+        let is_same = epoch == self.epoch;
+        if epoch > self.epoch || is_same && self.is_newer(number) {
+            let rewinds = if is_same { self.rewinds } else { Some(number) };
+            return Ok(Place { epoch, number, rewinds });
+        }
+        Err(Refusal::VersionNotNewer { number, highest: self.highest.unwrap_or_default() })
+    }
 }
 
 /// Where a version opens.
@@ -40,7 +50,7 @@ impl Place {
         let call = begin.call.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
         let sessions = session.map(|session| (writer, session)).into_iter().collect();
-        let status = Status::Open { since: now };
+        let (copy, status) = (begin.epoch.is_some(), Status::Open { since: now });
         Version {
             id,
             epoch,
@@ -53,6 +63,7 @@ impl Place {
             sessions,
             durability,
             stored: false,
+            copy,
             status,
         }
     }
@@ -62,7 +73,7 @@ impl State {
     pub(super) fn place_of(&self, begin: &Begin) -> Result<Place, Refusal> {
         let timeline = self.timeline();
         if let (Some(epoch), Some(number)) = (begin.epoch, begin.number) {
-            return self.place_of_copy(epoch, number, &timeline);
+            return timeline.place_of_copy(epoch, number);
         }
         let number = match begin.number {
             None => self.next_number(&timeline)?,
@@ -79,22 +90,6 @@ impl State {
         let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
         let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
         Ok(Place { epoch, number, rewinds: Some(number) })
-    }
-
-    /// A copy has the place of what it is a copy of; nothing newer may be there.
-    fn place_of_copy(
-        &self,
-        epoch: u32,
-        number: u64,
-        timeline: &Timeline,
-    ) -> Result<Place, Refusal> {
-        let is_same = epoch == timeline.epoch;
-        if epoch > timeline.epoch || is_same && timeline.is_newer(number) {
-            let rewinds = if is_same { timeline.rewinds } else { Some(number) };
-            return Ok(Place { epoch, number, rewinds });
-        }
-        let highest = timeline.highest.unwrap_or_default();
-        Err(Refusal::VersionNotNewer { number, highest })
     }
 
     fn not_newer(&self, number: u64, highest: Option<u64>, begin: &Begin) -> Refusal {

@@ -18,13 +18,14 @@ impl State {
         Outcome::Done
     }
 
-    /// Retires what is visible beyond the newest ones and not pinned. Of the durable versions as many of
-    /// the newest stay, whatever is newer in memory: they are what a restart finds. So do those that are on
-    /// their way to a bucket.
+    /// Retires what is visible beyond the newest ones and not pinned. Of the versions on disk, and of those in a
+    /// bucket, as many of the newest stay, whatever is newer elsewhere: they are what a restart finds, or another
+    /// host. So do those that are on their way to a bucket.
     pub(super) fn retire_surplus(&mut self) {
         let keep = usize::try_from(self.keep.get()).unwrap_or(usize::MAX);
-        let durable = self.visible().rev().filter(|version| version.is_durable());
-        let durable: Vec<_> = durable.take(keep).map(|version| version.id).collect();
+        let on_disk = self.visible().rev().filter(|it| it.is_durable() && !it.stored).take(keep);
+        let stored = self.visible().rev().filter(|version| version.stored).take(keep);
+        let durable: Vec<_> = on_disk.chain(stored).map(|version| version.id).collect();
         let surplus = self.visible().rev().skip(keep).filter(|it| !it.is_to_be_stored());
         let surplus = surplus.map(|version| version.id);
         let surplus: Vec<_> = surplus.filter(|id| !durable.contains(id)).collect();
@@ -86,6 +87,8 @@ impl State {
 impl Version {
     fn is_abandoned(&self, now: Timestamp) -> bool {
         match self.status {
+            // Whoever has begun it says so.
+            _ if self.copy => false,
             Status::Open { since } | Status::Proving { since } => since.after(OPEN_LIMIT) <= now,
             _ => false,
         }

@@ -126,7 +126,7 @@ impl State {
         });
         let versions = visible.collect();
         let durable = self.highest.map(|number| (self.epoch, number));
-        Self { versions, durable, ..self.clone() }.durable()
+        Self { durable, versions, ..self.clone() }.durable()
     }
 
     /// The newest visible version.

@@ -39,6 +39,9 @@ pub struct Version {
     /// Whether all of it is in the bucket that was asked for, too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stored: bool,
+    /// Whether it is a copy of a version of another store, which says when it ends.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub copy: bool,
     /// How far it has come.
     pub status: Status,
 }

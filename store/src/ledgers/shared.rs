@@ -90,7 +90,10 @@ impl Ledgers for SharedLedgers {
     async fn keys(&self) -> Result<Vec<Key>> {
         let mut keys = self.records.keys().await?;
         if let Some(origin) = &self.origin {
-            keys.extend(origin.keys().await?);
+            match origin.keys().await {
+                Ok(others) => keys.extend(others),
+                Err(error) => tracing::warn!(%error, "the keys in the bucket cannot be listed"),
+            }
             keys.sort_unstable();
             keys.dedup();
         }

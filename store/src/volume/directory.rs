@@ -44,8 +44,6 @@ impl DirectoryVolume {
 }
 
 impl Volume for DirectoryVolume {
-    /// The file is written by positioned writes, not through a map: a full disk is an error then,
-    /// not a signal.
     fn admit(&self, wanted: Durability) -> Result<Durability> {
         if wanted == Durability::Object {
             let text = "this store is a directory: a bucket is one of its own, or that of a daemon, serve --bucket";
@@ -54,6 +52,8 @@ impl Volume for DirectoryVolume {
         Ok(wanted)
     }
 
+    /// The file is written by positioned writes, not through a map: a full disk is an error then,
+    /// not a signal.
     fn reserve(
         &self,
         name: &str,

@@ -105,7 +105,14 @@ impl Troupe {
         let (serve, store, counts) = (None, None, Counts::default());
         let mut troupe =
             Self { home, writers, readers, serve, store, descriptors: 0, counts, folder };
-        if home != Home::Directory {
+        if home == Home::Directory {
+            let store = Store::directory(troupe.root()).unwrap();
+            for name in KEYS {
+                let keep = NonZeroU32::new(u32::try_from(KEEP).unwrap()).unwrap();
+                store.retain(&key(name), keep).unwrap();
+            }
+            troupe.store = Some(store);
+        } else {
             troupe.serve();
             if home == Home::Bucket {
                 // In a bucket it has a session from the first version on.
@@ -114,13 +121,6 @@ impl Troupe {
                 troupe.store().delete(&key, None).unwrap();
             }
             troupe.descriptors = troupe.daemon().settled(troupe.store());
-        } else {
-            let store = Store::directory(troupe.root()).unwrap();
-            for name in KEYS {
-                let keep = NonZeroU32::new(u32::try_from(KEEP).unwrap()).unwrap();
-                store.retain(&key(name), keep).unwrap();
-            }
-            troupe.store = Some(store);
         }
         troupe.enter();
         troupe

@@ -10,13 +10,16 @@ use crate::controller::{Place, Progress};
 use crate::daemon::tiers::write;
 use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ledger::{Digest, Refusal, VersionId, WriterSet};
+use crate::ledger::{Digest, Version, VersionId, WriterSet};
 use crate::status::UploadStatus;
 use crate::sync::{Mutex, watch};
 use crate::wire::Failure;
 
 /// For how long others are waited for that are in the way in the bucket.
 const WAIT: Duration = Duration::from_mins(1);
+
+/// How often it is looked whether another process has brought a contribution there.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// What was committed in memory.
 pub(in crate::daemon) struct Contributed {
@@ -71,6 +74,11 @@ impl Upload {
         self.contributed.place.id
     }
 
+    /// In the order of the versions of its key.
+    pub(super) fn place(&self) -> (u32, u64) {
+        (self.contributed.place.epoch, self.contributed.place.number)
+    }
+
     pub(super) fn number(&self) -> u64 {
         self.contributed.place.number
     }
@@ -105,14 +113,9 @@ impl Upload {
         loop {
             let error = match self.try_once(mirror).await {
                 Ok(progress) => return Ok(progress),
-                // It was there, and newer ones have replaced it.
-                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
-                    return Ok(Progress { visible: true, missing: WriterSet::default() });
-                }
                 Err(error) => error,
             };
-            let may_pass = [ErrorKind::Unreachable, ErrorKind::Busy, ErrorKind::Io];
-            if !may_pass.contains(&error.kind()) || self.is_dropped(mirror).await {
+            if is_final(&error) {
                 return Err(error);
             }
             tries += 1;
@@ -125,16 +128,44 @@ impl Upload {
         }
     }
 
-    /// Whether nobody needs it any more.
-    async fn is_dropped(&self, mirror: &Mirror) -> bool {
-        let state = mirror.own.state(&self.contributed.place.key).await;
-        let id = self.id();
-        // What is not known is not dropped.
-        state.is_ok_and(|state| !state.versions().any(|version| version.id == id))
+    /// The version as its own ledger has it, as long as it is wanted.
+    async fn wanted(&self, mirror: &Mirror) -> Result<Version> {
+        let Place { key, id, number, .. } = &self.contributed.place;
+        let state = mirror.own.state(key).await?;
+        let version = state.versions().find(|version| version.id == *id);
+        let wanted = version.filter(|version| version.is_open() || version.is_visible());
+        wanted.cloned().ok_or_else(|| {
+            let text = format_args!("key `{key}`: version {number} was deleted, or is lost");
+            Error::new(ErrorKind::Overtaken, text)
+        })
+    }
+
+    /// Waits until another process has brought the contribution there, which keeps it: an earlier try was made there.
+    async fn is_brought(&self, mirror: &Mirror) -> Result<Progress> {
+        loop {
+            let version = self.wanted(mirror).await?;
+            if version.stored || !version.is_to_be_stored() {
+                let (visible, missing) = (version.stored, version.missing());
+                return Ok(Progress { visible, missing });
+            }
+            tokio::time::sleep(LOOK).await;
+        }
     }
 
     async fn try_once(&self, mirror: &Mirror) -> Result<Progress> {
         let Contributed { place, writers, digest, lens } = &self.contributed;
+        let version = self.wanted(mirror).await?;
+        if version.stored {
+            return Ok(Progress { visible: true, missing: WriterSet::default() });
+        }
+        if self.names.iter().any(|name| mirror.pool.span(name).is_none()) {
+            return self.is_brought(mirror).await;
+        }
+        let _turn = mirror
+            .turns
+            .acquire()
+            .await
+            .map_err(|error| Error::io("the daemon ends", std::io::Error::other(error)))?;
         // What retention is to keep there is said before anything is added.
         mirror.sync(&place.key).await?;
         let (copy, committed) = mirror.bucket.open_copy(place, writers.clone(), WAIT).await?;
@@ -144,12 +175,17 @@ impl Upload {
                 self.send(mirror, number, copy.path(number)).await?;
             }
         }
+        self.wanted(mirror).await?;
         let progress = mirror.bucket.commit(&copy, *digest, lens).await?;
         if progress.visible {
-            match mirror.own.stored(&place.key, place.id).await {
-                // It was replaced, or deleted, meanwhile.
-                Err(error) if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {}
-                stored => stored?,
+            let stored = mirror.own.stored(&place.key, place.id).await;
+            // What it replaces there goes now, and if it was deleted meanwhile it goes itself.
+            let synced = mirror.sync(&place.key).await;
+            self.wanted(mirror).await?;
+            stored?;
+            if let Err(error) = synced {
+                // The next one says it again.
+                tracing::warn!(key = %place.key, %error, "the bucket has not heard what is kept");
             }
         }
         Ok(progress)
@@ -168,6 +204,12 @@ impl Upload {
         };
         mirror.bucket.on_disk(move |volume| write(volume, &to, &bytes, &before)).await
     }
+}
+
+/// Whether it will be no other the next time: the ledger says so, or the archives themselves.
+fn is_final(error: &Error) -> bool {
+    let kinds = [ErrorKind::Corrupt, ErrorKind::Invalid, ErrorKind::Rejected, ErrorKind::Overtaken];
+    error.refusal().is_some() || kinds.contains(&error.kind())
 }
 
 impl Drop for Upload {

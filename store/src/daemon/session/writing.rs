@@ -76,6 +76,7 @@ impl Session {
         let is_wanted = || !self.outgoing.is_closed();
         if let (Durability::Object, Some(mirror)) = (proposal.durability, &self.house.mirror) {
             mirror.admit(key, deadline, is_wanted).await?;
+            proposal.timeout = deadline.saturating_duration_since(Instant::now());
         }
         let (place, committed) = self.house.registry.open(key, &proposal, &is_wanted).await?;
         let (timeout, id, epoch, number) = (proposal.timeout, place.id, place.epoch, place.number);
@@ -251,7 +252,8 @@ impl Session {
         };
         match committed.await {
             Ok(progress) => {
-                self.store(contribution, open, digest);
+                self.house.let_go_of_replaced(&open.place.key).await;
+                self.store(contribution, open, digest).await?;
                 Ok(progress)
             }
             Err(error) => Err(self.cancel(open, error).await),
@@ -259,10 +261,16 @@ impl Session {
     }
 
     /// Lets a contribution that was committed go on to the bucket, if it is to be there.
-    fn store(&self, contribution: u64, open: Contribution, digest: Digest) {
-        let Some(mirror) = &self.house.mirror else { return };
-        let Contribution { place, writers, lens, .. } = open;
+    async fn store(&self, contribution: u64, open: Contribution, digest: Digest) -> Result<()> {
+        let Some(mirror) = &self.house.mirror else { return Ok(()) };
+        let Contribution { mut place, writers, mut lens, committed, .. } = open;
         if place.durability == Durability::Object {
+            // An earlier try has other names.
+            if committed.is_some()
+                && let Some(earlier) = mirror.committed(&place).await?
+            {
+                (place, lens) = earlier;
+            }
             let stored = mirror.store(Contributed { place, writers, digest, lens });
             let mut storing = self.storing();
             if storing.len() >= MAX_STORING {
@@ -270,27 +278,35 @@ impl Session {
             }
             storing.insert(contribution, stored);
         }
+        Ok(())
     }
 
     /// Waits until a contribution is in the bucket; says how far its version has come there.
     pub(super) async fn stored(&self, contribution: u64, patience: Duration) -> Result<Progress> {
         let storing = self.storing().remove(&contribution);
         let mut storing = storing.ok_or_else(|| unknown(contribution))?;
+        let patience = patience.min(LONGEST);
         let waited = tokio::select! {
+            biased;
             stored = storing.wait_for(Option::is_some) => stored.ok().and_then(|it| it.clone()),
-            () = tokio::time::sleep(patience.min(LONGEST)) => None,
+            () = tokio::time::sleep(patience) => None,
             () = self.outgoing.closed() => None,
             () = self.house.closed() => None,
         };
-        let text = "the version is in memory, and not in the bucket";
         match waited {
             Some(Ok(progress)) => Ok(progress),
             Some(Err(failure)) => {
-                let text = format!("{text}: {}", failure.text);
+                let text = format!("the version is not in the bucket: {}", failure.text);
                 Err(Failure { text, ..failure }.into())
             }
+            None if self.house.is_closing() => {
+                let text = "the daemon ends, and the version is not in the bucket";
+                Err(Error::new(ErrorKind::Unreachable, text))
+            }
             None => {
-                let text = format_args!("{text} after {patience:?}: `status` says how far it is");
+                let text = format_args!(
+                    "the version is in memory, and not in the bucket after {patience:?}: `status` says how far it is"
+                );
                 Err(Error::new(ErrorKind::Busy, text))
             }
         }

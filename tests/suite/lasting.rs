@@ -228,7 +228,11 @@ fn what_is_deleted_on_its_way_does_not_come_there() {
     assert!(put(1).stored);
     std::fs::rename(&bucket, &away).unwrap();
     let later = |step| store.put_state_dict_later(&key(), &part(step, 0, 1), &durable(step));
-    let pending = [2, 3].map(|step| later(step).unwrap());
+    let pending = [2, 3].map(|step| {
+        let mut pending = later(step).unwrap();
+        assert!(pending.committed().unwrap().visible);
+        pending
+    });
     // It is deleted here; the bucket has not heard of it.
     let error = store.delete(&key(), None).unwrap_err();
     assert!(error.to_string().contains("is gone"), "{error}");
@@ -253,8 +257,9 @@ fn a_label_goes_with_its_version() {
     let (url, served) = (bucket_of(&bucket), over(&bucket, 1));
     let store = served.connect();
     std::fs::rename(&bucket, &away).unwrap();
-    let pending = store.put_state_dict_later(&key(), &part(1, 0, 1), &durable(1)).unwrap();
-    store.pin(&key(), Some(1), "best").unwrap_err();
+    let mut pending = store.put_state_dict_later(&key(), &part(1, 0, 1), &durable(1)).unwrap();
+    assert!(pending.committed().unwrap().visible);
+    store.pin(&key(), Some(1), "best").unwrap();
     assert_eq!(store.pins(&key()).unwrap()["best"], 1);
     std::fs::rename(&away, &bucket).unwrap();
     assert!(pending.wait().unwrap().stored);

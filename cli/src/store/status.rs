@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     print(&peers)?;
     if !status.leases.is_empty() {
-        print(&leases(&status))?;
+        print(leases(&status))?;
     }
     for upload in &status.uploads {
         print(format!("on its way to the bucket: {upload}\n"))?;

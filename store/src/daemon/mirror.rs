@@ -4,7 +4,8 @@
 //! stored. A copy has the identity, the place and the bytes of the version that it is of.
 
 mod difference;
-#[cfg(all(test, feature = "object"))]
+#[cfg(test)]
+#[cfg(feature = "object")]
 mod faults;
 mod pace;
 mod upload;

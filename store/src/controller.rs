@@ -3,6 +3,7 @@
 mod attempt;
 #[cfg(test)]
 mod clock;
+mod contributed;
 mod folder;
 mod keepers;
 mod local;
@@ -22,13 +23,14 @@ use tssd_format::Blob;
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{
-    Contribution as Contributed, Digest, Durability, JobId, Selection, Selector, Status, Timestamp,
-    Version, VersionId, WriterSet,
+    Digest, Durability, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
+    WriterSet,
 };
 use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
+pub(crate) use contributed::Contributed;
 pub(crate) use folder::{archives, folder};
 pub(crate) use keepers::{Keepers, Reached};
 pub(crate) use local::{LocalController, Place};
@@ -211,7 +213,8 @@ pub struct VersionInfo {
 
 impl VersionInfo {
     pub(crate) fn of(version: &Version) -> Self {
-        let archives = version.contributions.values().flat_map(Contributed::archives);
+        let archives =
+            version.contributions.values().flat_map(crate::ledger::Contribution::archives);
         let lens = archives.map(|archive| archive.file_len);
         let since = match version.status {
             Status::Visible { since, .. } => since,

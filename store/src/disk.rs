@@ -151,26 +151,40 @@ impl Disk {
         Ok(is_free)
     }
 
-    /// Makes a folder and those above it, durably.
-    ///
-    /// One that is there may have been made by a process that was killed before it was durable. So it is
-    /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
-    /// are what they are.
-    ///
-    /// The root is made only if it is asked for: if it is gone, so is the store, such as with what was mounted there.
-    pub(crate) fn make_folders(&self, path: &Path) -> io::Result<()> {
+    /// Makes the root, and what is above it, durably. It is made here only: if it is gone later, so is the store, such
+    /// as with what was mounted there.
+    pub(crate) fn make_root(&self) -> io::Result<()> {
+        self.make_folder(&self.root)
+    }
+
+    /// Makes a folder of the store and those above it up to the root, durably.
+    fn make_folders(&self, path: &Path) -> io::Result<()> {
         self.inside(path)?;
-        let found = self.files.folder(path);
-        let is_ours = path.starts_with(&self.root) && path != self.root;
-        if is_ours && found.is_none() && self.files.folder(&self.root).is_none() {
+        if path != self.root {
+            return self.make_folder(path);
+        }
+        if self.files.folder(&self.root).is_none() {
             let text = format!("the store's folder `{}` is gone", self.root.display());
             return Err(io::Error::new(io::ErrorKind::NotFound, text));
         }
-        if found.is_some() && (!is_ours || self.durable().get(path) == found.as_ref()) {
+        Ok(())
+    }
+
+    /// One that is there may have been made by a process that was killed before it was durable. So it is
+    /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
+    /// are what they are.
+    fn make_folder(&self, path: &Path) -> io::Result<()> {
+        let found = self.files.folder(path);
+        let is_below = path.starts_with(&self.root) && path != self.root;
+        if found.is_some() && (!is_below || self.durable().get(path) == found.as_ref()) {
             return Ok(());
         }
         let above = parent(path)?;
-        self.make_folders(above)?;
+        if is_below {
+            self.make_folders(above)?;
+        } else {
+            self.make_folder(above)?;
+        }
         let made = if found.is_none() { self.files.make_folder(path) } else { Ok(()) };
         let Some(folder) = self.files.folder(path) else {
             // That it is there already says no more than that somebody else has made it, if he has.
@@ -377,7 +391,7 @@ impl Write for At<'_> {
 /// it.
 pub(crate) fn lock(path: &Path) -> io::Result<Option<Lock>> {
     let folder = parent(path)?;
-    Disk::at(folder.to_owned()).make_folders(folder)?;
+    Disk::at(folder.to_owned()).make_root()?;
     Lock::take(path)
 }
 

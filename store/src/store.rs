@@ -146,8 +146,7 @@ impl Store {
     /// `Unreachable` if the directory cannot be made or read.
     pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let reached =
-            Disk::at(path.to_owned()).make_folders(path).and_then(|()| path.canonicalize());
+        let reached = Disk::at(path.to_owned()).make_root().and_then(|()| path.canonicalize());
         reached.map(Self::at).map_err(|error| unreachable_at(path, &error))
     }
 

@@ -18,6 +18,7 @@ use tssd_format::MANIFEST;
 
 use self::sessions::Session;
 use super::attempt::Attempt;
+use super::contributed::Contributed;
 use super::folder::{archives, clear, folder, folder_of, is_version, locate, remove, write};
 use super::keepers::{Everyone, Keepers};
 use super::proof::{digest, prove};
@@ -26,9 +27,9 @@ use crate::environment::{Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveReference, Begin, Command, Commit, Contribution as Contributed, Digest, Durability,
-    Effect, Fate, JobId, LeaseId, ManifestReference, Outcome, Reason, Refusal, Selection, Selector,
-    State, Status, Step, Timestamp, Version, VersionId, WriterSet, pending, step,
+    ArchiveReference, Begin, Command, Commit, Digest, Durability, Effect, Fate, JobId, LeaseId,
+    ManifestReference, Outcome, Reason, Refusal, Selection, Selector, State, Status, Step,
+    Timestamp, Version, VersionId, WriterSet, pending, step,
 };
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
@@ -314,15 +315,11 @@ impl LocalController {
         }
     }
 
-    /// The place of what a writer has committed to a version, and the lengths of its archives in bytes.
-    pub(crate) async fn committed(&self, place: &Place) -> Result<Option<(Place, Vec<u64>)>> {
-        let state = self.0.ledgers.state(&place.key).await?;
-        let version = state.versions().find(|version| version.id == place.id);
-        let contribution = version.and_then(|version| version.contributions.get(&place.writer));
-        let archives = contribution.map(Contributed::archives).unwrap_or_default();
-        let stem = archives.first().and_then(|first| first.name.strip_suffix(".tssd"));
-        let lens = archives.iter().map(|archive| archive.file_len).collect();
-        Ok(stem.map(|stem| (Place { stem: stem.to_owned(), ..place.clone() }, lens)))
+    /// What is committed to the versions of a key that are on their way to a bucket.
+    pub(crate) async fn to_be_stored(&self, key: &Key) -> Result<Vec<Contributed>> {
+        let state = self.0.ledgers.state(key).await?;
+        let coming = state.versions().filter(|version| version.is_to_be_stored());
+        Ok(coming.flat_map(|version| Contributed::of(key, version)).collect())
     }
 
     /// All of a version is in the bucket that was asked for.

@@ -18,10 +18,10 @@ use tokio::sync::Semaphore;
 
 use self::difference::differences;
 use self::pace::Pace;
+pub(super) use self::upload::Storing;
 use self::upload::Upload;
-pub(super) use self::upload::{Contributed, Storing};
 use crate::arena::Pool;
-use crate::controller::{LocalController, Place};
+use crate::controller::{Contributed, LocalController, Place};
 use crate::environment::{SystemEnvironment, pause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -150,11 +150,12 @@ impl Mirror {
 
     /// Waits until another version of a key may come, as long as it is wanted.
     pub(super) async fn admit(
-        &self,
+        self: &Arc<Self>,
         key: &Key,
         deadline: Instant,
         is_wanted: impl Fn() -> bool,
     ) -> Result<()> {
+        self.take_up(key).await?;
         let mut ended = self.ended.subscribe();
         loop {
             // The first writer's of each version.
@@ -182,6 +183,17 @@ impl Mirror {
             // That the time is over is an answer too.
             let _ = tokio::time::timeout(turn, ended.changed()).await;
         }
+    }
+
+    /// Takes up what was committed and is not on its way: whoever has committed it did not hear so.
+    async fn take_up(self: &Arc<Self>, key: &Key) -> Result<()> {
+        for contributed in self.own.to_be_stored(key).await? {
+            let names = contributed.names();
+            if !names.is_empty() && names.iter().all(|name| self.pool.span(name).is_some()) {
+                drop(self.store(contributed));
+            }
+        }
+        Ok(())
     }
 
     /// Brings a contribution that was committed to the bucket, in its turn, whether or not it is waited for. The same
@@ -250,9 +262,10 @@ impl Mirror {
         }
     }
 
-    /// What a writer has committed in an earlier try: its place, and the lengths of its archives.
-    pub(super) async fn committed(&self, place: &Place) -> Result<Option<(Place, Vec<u64>)>> {
-        self.own.committed(place).await
+    /// What is committed at a place: an earlier try has other names than this one.
+    pub(super) async fn committed(&self, place: &Place) -> Result<Option<Contributed>> {
+        let mut all = self.own.to_be_stored(&place.key).await?.into_iter();
+        Ok(all.find(|it| (it.place.id, it.place.writer) == (place.id, place.writer)))
     }
 
     /// Returns when nothing is under way.

@@ -2,22 +2,28 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use object_store::path::Path;
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use tssd_format::{StateDict, Tensor};
+use tssd_format::{StateDict, Tensor, TorchStoreStateDict};
 
-use super::Bucket;
+use super::{Bucket, Mirror};
+use crate::arena::Pool;
 use crate::bucket::faulty::{FAULTS, Faulty};
+use crate::controller::{LocalController, Proposal, digest};
+use crate::daemon::elsewhere::Elsewhere;
+use crate::daemon::tiers::Tiers;
 use crate::daemon::{Daemon, DaemonOptions};
+use crate::environment::SystemEnvironment;
 use crate::get::GetOptions;
 use crate::key::Key;
-use crate::ledger::{Durability, Selector};
-use crate::ledgers::Ledgers;
+use crate::ledger::{Durability, Selector, WriterSet};
+use crate::ledgers::{Ledgers, OwnedLedgers};
 use crate::link::{Receiver, Sender, split};
+use crate::net::Identity;
 use crate::put::{PutOptions, PutReport};
 use crate::route::Route;
 use crate::store::{Store, over};
@@ -219,4 +225,42 @@ async fn who_waits_for_the_bucket_hears_that_it_comes() {
     assert!(std::str::from_utf8(&last.head).unwrap().starts_with(r#"{"leased":"#));
     drop((sender, receiver));
     host.end().await;
+}
+
+/// The ledger has it, and the answer was lost: nobody has asked for it to be stored.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_committed_unheard_is_taken_up() {
+    let faulty = Arc::default();
+    let pool = Arc::new(Pool::new(1 << 28));
+    let tiers = Tiers::new(pool.clone(), None, Elsewhere::new(Identity::default()));
+    let ledgers = Arc::new(OwnedLedgers::default());
+    let own = LocalController::new(ledgers, Arc::new(tiers), Arc::new(SystemEnvironment));
+    let (ledgers, volume) = over(bucket(&faulty));
+    let there = LocalController::new(ledgers, volume, Arc::new(SystemEnvironment));
+    let mirror = Mirror::new(there, "s3://test".to_owned(), own.clone(), pool.clone(), None);
+    let proposal = Proposal {
+        writer: 0,
+        writers: WriterSet::one(0),
+        writers_defaulted: false,
+        job: None,
+        call: None,
+        number: Some(1),
+        rewind: false,
+        durability: Durability::Object,
+        file_len: 1,
+        timeout: Duration::ZERO,
+    };
+    let (place, _) = own.open(&key(), &proposal, || true).await.unwrap();
+    let archive = TorchStoreStateDict::from_state_dict(&dict(1)).unwrap();
+    let bytes = archive.as_bytes();
+    pool.write(&place.path(0), bytes).unwrap().unwrap();
+    let lens = [u64::try_from(bytes.len()).unwrap()];
+    assert!(own.commit(&place, digest(bytes), &lens).await.unwrap().visible);
+    mirror.idle().await;
+    assert!(!own.state(&key()).await.unwrap().head().unwrap().stored);
+    // The next one that is put, or would be.
+    mirror.admit(&key(), Instant::now(), || true).await.unwrap();
+    mirror.idle().await;
+    assert!(own.state(&key()).await.unwrap().head().unwrap().stored);
+    assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
 }

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::Mirror;
 use crate::arena::Pool;
-use crate::controller::{Place, Progress};
+use crate::controller::{Contributed, Place, Progress};
 use crate::daemon::tiers::write;
 use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ledger::{Digest, Version, VersionId, WriterSet};
+use crate::ledger::{Version, VersionId, WriterSet};
 use crate::status::UploadStatus;
 use crate::sync::{Mutex, watch};
 use crate::wire::Failure;
@@ -20,14 +20,6 @@ const WAIT: Duration = Duration::from_mins(1);
 
 /// How often it is looked whether another process has brought a contribution there.
 const LOOK: Duration = Duration::from_millis(200);
-
-/// What was committed in memory.
-pub(in crate::daemon) struct Contributed {
-    pub(in crate::daemon) place: Place,
-    pub(in crate::daemon) writers: WriterSet,
-    pub(in crate::daemon) digest: Digest,
-    pub(in crate::daemon) lens: Vec<u64>,
-}
 
 /// What becomes of an upload, once it has ended.
 pub(in crate::daemon) type Storing = watch::Receiver<Option<Result<Progress, Failure>>>;
@@ -47,8 +39,7 @@ pub(super) struct Upload {
 
 impl Upload {
     pub(super) fn new(contributed: Contributed, pool: Arc<Pool>) -> Self {
-        let names = (0..contributed.lens.len()).map(|number| contributed.place.path(number));
-        let names: Vec<String> = names.collect();
+        let names = contributed.names();
         pool.hold(&names);
         Self {
             contributed,

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
-use crate::controller::{Place, Progress, Proposal};
-use crate::daemon::mirror::Contributed;
+use crate::controller::{Contributed, Place, Progress, Proposal};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -263,15 +262,14 @@ impl Session {
     /// Lets a contribution that was committed go on to the bucket, if it is to be there.
     async fn store(&self, contribution: u64, open: Contribution, digest: Digest) -> Result<()> {
         let Some(mirror) = &self.house.mirror else { return Ok(()) };
-        let Contribution { mut place, writers, mut lens, committed, .. } = open;
+        let Contribution { place, writers, lens, committed, .. } = open;
         if place.durability == Durability::Object {
-            // An earlier try has other names.
-            if committed.is_some()
-                && let Some(earlier) = mirror.committed(&place).await?
-            {
-                (place, lens) = earlier;
-            }
-            let stored = mirror.store(Contributed { place, writers, digest, lens });
+            let earlier = match committed {
+                Some(_) => mirror.committed(&place).await?,
+                None => None,
+            };
+            let own = Contributed { place, writers, digest, lens };
+            let stored = mirror.store(earlier.unwrap_or(own));
             let mut storing = self.storing();
             if storing.len() >= MAX_STORING {
                 storing.pop_first();

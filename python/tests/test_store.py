@@ -68,7 +68,7 @@ def test_what_is_put_is_got(store: tssd.Store) -> None:
         assert (put.version, put.visible, put.missing) == (step, True, [])
         got, report = store.get_state_dict("policy", return_report=True)
         assert isinstance(report, tssd.GetReport) and report.version == step and report.id == put.id
-        assert list(put.phases) == ["arrange", "begin", "write", "commit"]
+        assert list(put.phases) == ["arrange", "begin", "write", "commit", "store"]
         assert 0 < sum(put.phases.values()) <= put.seconds
         assert len(put.digest) == 32 and report.digest == put.digest
         assert report.transport == put.transport and report.seconds > 0

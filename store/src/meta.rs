@@ -5,6 +5,10 @@ mod conformance;
 mod directory;
 #[cfg(feature = "etcd")]
 mod etcd;
+#[cfg(all(test, feature = "etcd"))]
+#[path = "../../tests/src/host.rs"]
+#[expect(unreachable_pub, reason = "other tests use it")]
+mod host;
 #[cfg(any(test, feature = "shuttle"))]
 mod memory;
 #[cfg(feature = "object")]

@@ -1,6 +1,5 @@
 //! A daemon, writers and readers as processes: killed at any moment, and started again.
 
-mod actor;
 mod troupe;
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Members of etcd on this host, for tests.
+//! Members of etcd, for tests.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -9,6 +9,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+use super::host::Host;
 
 /// Names the program, if it is not on the path.
 const PROGRAM: &str = "TSSD_ETCD";
@@ -23,13 +25,20 @@ pub struct Etcd {
 }
 
 struct Member {
+    host: Host,
     client: SocketAddr,
     peer: SocketAddr,
     process: Option<Child>,
 }
 
+impl Member {
+    fn new(host: Host, client: SocketAddr, peer: SocketAddr) -> Self {
+        Self { host, client, peer, process: None }
+    }
+}
+
 impl Etcd {
-    /// So many members, which answer.
+    /// So many members on this machine, which answer.
     ///
     /// # Panics
     ///
@@ -39,10 +48,27 @@ impl Etcd {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
             listener.and_then(|listener| listener.local_addr()).expect("there are ports")
         };
-        let member = |_| Member { client: address(), peer: address(), process: None };
+        let member = |_| Member::new(Host::default(), address(), address());
+        Self::of((0..members).map(member).collect())
+    }
+
+    /// A member on each of several hosts; they answer.
+    ///
+    /// # Panics
+    ///
+    /// If there is no etcd, or it does not answer.
+    pub fn on(hosts: &[Host]) -> Self {
+        let member = |host: &Host| {
+            let [client, peer] = [2379, 2380].map(|port| (host.address, port).into());
+            Member::new(host.clone(), client, peer)
+        };
+        Self::of(hosts.iter().map(member).collect())
+    }
+
+    fn of(members: Vec<Member>) -> Self {
         let folder = tempfile::tempdir().expect("there is room for folders");
-        let mut etcd = Self { members: (0..members).map(member).collect(), folder };
-        (0..members).for_each(|member| etcd.launch(member));
+        let mut etcd = Self { members, folder };
+        (0..etcd.members.len()).for_each(|member| etcd.launch(member));
         etcd.wait();
         etcd
     }
@@ -59,7 +85,8 @@ impl Etcd {
     ///
     /// If it does not say so.
     pub fn requests(&self) -> u64 {
-        let said = ask(self.members[0].client, "/metrics").expect("it answers");
+        let member = &self.members[0];
+        let said = member.host.within(|| ask(member.client, "/metrics")).expect("it answers");
         let is_counted = |line: &&str| {
             line.starts_with("grpc_server_handled_total{grpc_code=\"OK\"")
                 && line.contains("grpc_service=\"etcdserverpb.KV\"")
@@ -83,15 +110,17 @@ impl Etcd {
         let of = |member: usize, peer: SocketAddr| format!("m{member}=http://{peer}");
         let cluster: Vec<_> =
             self.members.iter().enumerate().map(|(number, it)| of(number, it.peer)).collect();
-        let Member { client, peer, .. } = self.members[member];
+        let Member { host, client, peer, .. } = &self.members[member];
         let folder = self.folder.path();
         let log = File::create(folder.join(format!("m{member}.log"))).expect("there is room");
         let program =
             std::env::var_os(PROGRAM).map_or_else(|| PathBuf::from("etcd"), PathBuf::from);
         // Whatever ends this process ends them.
-        let mut command = Command::new("setpriv");
+        let mut by = host.enter();
+        by.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
+        let mut command = Command::new(&by[0]);
         command
-            .args(["--pdeathsig", "KILL"])
+            .args(&by[1..])
             .arg(&program)
             .arg(format!("--name=m{member}"))
             .arg(format!("--data-dir={}", folder.join(format!("m{member}")).display()))
@@ -121,7 +150,7 @@ impl Etcd {
         let folder = self.folder.path();
         for (number, member) in self.members.iter_mut().enumerate() {
             let Some(process) = &mut member.process else { continue };
-            while !is_healthy(member.client) {
+            while !member.host.within(|| is_healthy(member.client)) {
                 let has_ended = process.try_wait().expect("it is ours").is_some();
                 if has_ended || started.elapsed() > PATIENCE {
                     let log = std::fs::read_to_string(folder.join(format!("m{number}.log")));

@@ -2,6 +2,8 @@
 //! vectors.
 
 #[cfg(target_os = "linux")]
+pub mod authority;
+#[cfg(target_os = "linux")]
 pub mod bench;
 pub mod command;
 pub mod damage;
@@ -13,11 +15,17 @@ pub mod generate;
 #[cfg(target_os = "linux")]
 pub mod growth;
 #[cfg(target_os = "linux")]
+pub mod host;
+#[cfg(target_os = "linux")]
 pub mod hostile;
 pub mod layout;
+#[cfg(target_os = "linux")]
+pub mod network;
 pub mod proof;
 #[cfg(target_os = "linux")]
 pub mod raw;
+#[cfg(target_os = "linux")]
+pub mod s3;
 #[cfg(target_os = "linux")]
 pub mod served;
 pub mod sharding;

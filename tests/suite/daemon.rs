@@ -1071,7 +1071,10 @@ fn metrics_say_what_a_daemon_has_done() {
         assert!((samples[name.as_str()] - four).abs() < 1.0, "{name}\n{page}");
     }
     assert!(samples["tssd_put_bytes_total"] > 3.0 * four, "{page}");
-    assert!((four..1.1 * four).contains(&samples["tssd_leased_bytes_total"]), "{page}");
+    assert!(
+        (four..1.1 * four).contains(&samples[r#"tssd_leased_bytes_total{source="here"}"#]),
+        "{page}"
+    );
     assert!(samples["tssd_memory_used_bytes"] >= samples["tssd_memory_warm_bytes"], "{page}");
     let lag = page.lines().find(|line| line.starts_with("tssd_reader_lag_versions{"));
     let pid = format!(r#"pid="{}""#, std::process::id());

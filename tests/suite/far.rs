@@ -7,9 +7,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use serde_json::json;
-use tempfile::TempDir;
 use tssd_format::{
     Compression, Dtype, Region, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
     Value,
@@ -19,6 +17,7 @@ use tssd_store::{
     ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
     Target,
 };
+use tssd_tests::authority::Authority;
 use tssd_tests::raw::{HELLO, frame};
 use tssd_tests::served::Served;
 
@@ -160,43 +159,6 @@ fn small_things_come_many_at_once() {
     let requests = far.status().unwrap();
     assert!(!requests.peers.is_empty());
     assert!(requests.peers.iter().all(|peer| peer.pid == 0 && peer.address.is_some()));
-}
-
-/// An authority, whose certificates are in a folder.
-struct Authority {
-    folder: TempDir,
-    issuer: Issuer<'static, KeyPair>,
-}
-
-impl Authority {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let mut params = CertificateParams::new(Vec::new()).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let key = KeyPair::generate().unwrap();
-        std::fs::write(folder.path().join("ca.pem"), params.self_signed(&key).unwrap().pem())
-            .unwrap();
-        Self { issuer: Issuer::new(params, key), folder }
-    }
-
-    /// A certificate for a host of this name.
-    fn issue(
-        &self,
-        file: &str,
-        name: &str,
-        change: impl FnOnce(&mut CertificateParams),
-    ) -> Credentials {
-        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        change(&mut params);
-        let key = KeyPair::generate().unwrap();
-        let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        let path = |extension: &str| self.folder.path().join(format!("{file}.{extension}"));
-        std::fs::write(path("pem"), certificate.pem()).unwrap();
-        std::fs::write(path("key"), key.serialize_pem()).unwrap();
-        Credentials { ca: self.folder.path().join("ca.pem"), cert: path("pem"), key: path("key") }
-    }
 }
 
 fn connect(url: &str, credentials: Option<Credentials>) -> Result<Store, tssd_store::Error> {

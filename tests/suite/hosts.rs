@@ -94,9 +94,10 @@ fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
 }
 
 /// A daemon as a process.
-fn process(etcd: &Etcd, folder: &Path) -> Serve {
-    let args = ["--meta", &etcd.url(), "--listen", "127.0.0.1:0", "--keep", "2"];
-    Serve::start(folder, &args)
+fn process(etcd: &Etcd, folder: &Path, more: &[&str]) -> Serve {
+    let meta = etcd.url();
+    let args = ["--meta", &meta, "--listen", "127.0.0.1:0", "--keep", "2"];
+    Serve::start(folder, &[&args, more].concat())
 }
 
 #[test]
@@ -104,7 +105,7 @@ fn who_was_killed_or_stopped_is_missed_and_who_comes_back_is_told() {
     let mut etcd = Etcd::start(3);
     let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let [first, stopped, killed] =
-        [0, 1, 2].map(|host: usize| process(&etcd, folders[host].path()));
+        [0, 1, 2].map(|host: usize| process(&etcd, folders[host].path(), &[]));
     let stores = [&first, &stopped, &killed].map(Serve::connect);
     let other = Key::new("other").unwrap();
     let get = |store: &Store, key: &Key| store.get_state_dict(key, &GetOptions::default());
@@ -195,7 +196,7 @@ fn what_is_in_the_bucket_outlasts_the_hosts() {
             .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
     });
     assert_eq!(read(&generator, None, 2).unwrap(), 1);
-    assert!(third.metric("tssd_restored_bytes_total") > 0.0);
+    assert!(third.metric(r#"tssd_restored_bytes_total{why="alone"}"#) > 0.0);
     drop((first, trainers, generator, third));
     // Nobody of them is left, nor what they had in etcd.
     let other = Etcd::start(1);
@@ -208,4 +209,44 @@ fn what_is_in_the_bucket_outlasts_the_hosts() {
     assert_eq!(read(&store, None, 2).unwrap(), 1);
     publish_as(std::slice::from_ref(&store), 2, Durability::Object);
     assert_eq!(read(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
+}
+
+#[test]
+fn who_does_not_answer_is_passed_over_if_the_bucket_has_the_same() {
+    let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
+    let url = format!("file:{}", bucket.path().display());
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let [first, stopped] =
+        folders.each_ref().map(|folder| process(&etcd, folder.path(), &["--bucket", &url]));
+    let reading = Served::bound(1 << 30, |options| {
+        options.meta = Some(etcd.url());
+        options.bucket = Some(url.clone());
+    });
+    let trainers = [first.connect(), stopped.connect()];
+    let generator = reading.connect();
+    publish_as(&trainers, 1, Durability::Object);
+    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    // From the hosts, as long as they answer.
+    let restored =
+        |why: &str| reading.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
+    assert!(reading.metric(r#"tssd_leased_bytes_total{source="host"}"#) > 0.0);
+    assert!(restored("unanswered") + restored("alone") < 1.0);
+    publish_as(&trainers, 2, Durability::Object);
+    stopped.signal(Signal::STOP);
+    // It is there until its session ends, and says nothing.
+    assert_eq!(read(&generator, None, 2).unwrap(), 2);
+    assert!(restored("unanswered") > 0.0);
+    assert!(restored("alone") < 1.0);
+    stopped.signal(Signal::CONT);
+    publish_as(&trainers, 3, Durability::Object);
+    assert_eq!(read(&generator, None, 2).unwrap(), 3);
+    // Who is about to read what is killed has it from there, too.
+    publish_as(&trainers, 4, Durability::Object);
+    let before = restored("unanswered");
+    let opened = generator.open(&key(), &GetOptions::default()).unwrap();
+    drop(stopped);
+    let leaves: Vec<_> = opened.map(|leaf| leaf.unwrap()).collect();
+    assert_eq!(leaves.len(), 2);
+    assert!(restored("unanswered") > before);
+    assert_eq!(read(&generator, None, 2).unwrap(), 4);
 }

@@ -21,6 +21,7 @@ mod reliability;
 mod report;
 /// Runs steps in order, up to the first that fails.
 mod runner;
+mod s3;
 /// `sanitize`: the suites with checks of every access to memory.
 mod sanitize;
 /// One command that is run.

@@ -4,6 +4,7 @@ use std::io;
 use crate::etcd;
 use crate::figures;
 use crate::runner;
+use crate::s3;
 use crate::sanitize::{self, Sanitizer};
 use crate::step::{Step, Worth};
 use crate::workspace::Workspace;
@@ -20,7 +21,7 @@ const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 /// Proves what `docs/guarantees.md` promises, for as long as CI has time or for so many minutes, and keeps the
 /// figures in `target/reliability.json`.
 pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Result<bool> {
-    let mut steps = steps(workspace, minutes);
+    let mut steps = steps(workspace, minutes)?;
     let mut left_out = Vec::new();
     if minutes > 0 {
         // To build all once more takes as long as everything else.
@@ -34,7 +35,8 @@ pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Res
     Ok(report.has_passed())
 }
 
-fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
+fn steps(workspace: &Workspace, minutes: u64) -> io::Result<Vec<Step>> {
+    let s3 = s3::environment(workspace);
     let proofs = [
         Step::cargo(
             "power cuts",
@@ -50,15 +52,17 @@ fn steps(workspace: &Workspace, minutes: u64) -> Vec<Step> {
             "faults",
             "test --workspace --all-features --test reliability -- --ignored --nocapture --test-threads=1",
         )
-        .env("TSSD_BIN", workspace.tssd()),
+        .env("TSSD_BIN", workspace.tssd())
+        .env(s3::VARIABLE, s3.python()),
     ];
     // The last step has several proofs, which share its time.
     let seconds = (minutes * 60 / 15).to_string();
     let mut steps = Vec::from_iter(etcd::installation(workspace));
+    steps.extend(s3.steps(workspace)?);
     steps.push(
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),
     );
     steps.extend(proofs.map(|step| step.env(SECONDS, &seconds).worth(Worth::Tests)));
-    steps
+    Ok(steps)
 }

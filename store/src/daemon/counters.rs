@@ -18,7 +18,9 @@ pub(super) struct Counts {
     pub(super) puts: u64,
     pub(super) bytes_put: u64,
     pub(super) gets: u64,
-    pub(super) bytes_leased: u64,
+    /// Bytes that this host has, and that others have.
+    pub(super) bytes_leased_here: u64,
+    pub(super) bytes_leased_there: u64,
     pub(super) published: u64,
     /// Bytes of archives that went out over connections.
     pub(super) bytes_read: u64,

@@ -309,8 +309,19 @@ impl Registry for Delegate {
         let (missing, instance) = (Some((manifest, at, len)), controller.instance());
         // Another version may come to have the same number: its manifest is another one.
         let manifest = format!("manifest/{id}");
-        let reached = None;
-        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives, reached })
+        let (stored, reached) = (false, None);
+        Ok(Grant {
+            lease,
+            id,
+            number,
+            epoch,
+            instance,
+            manifest,
+            stored,
+            missing,
+            archives,
+            reached,
+        })
     }
 
     async fn release(&self, _key: &Key, lease: LeaseId) {

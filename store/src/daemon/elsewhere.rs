@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 
+use crate::environment::wait;
 use crate::net::{Endpoint, Identity};
 use crate::remote::Lines;
 use crate::volume::Far;
@@ -18,6 +19,12 @@ const RELAYS: usize = 8;
 
 /// How many names are told at once: as many as surely go into a request.
 const PART: usize = 16;
+
+/// How soon a daemon answers that is not to be passed over.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// For how long a daemon that did not answer is not asked again.
+const DISBELIEF: Duration = Duration::from_secs(5);
 
 /// How often a daemon is told that an archive is needed no more.
 const TRIES: u32 = 3;
@@ -40,6 +47,8 @@ struct Host {
     relays: Arc<Semaphore>,
     /// What it is told that nobody needs; the first one is in charge of that.
     unneeded: Arc<Mutex<Vec<String>>>,
+    /// When it was asked last whether it is there, and whether it has answered.
+    asked: Arc<AsyncMutex<Option<(Instant, bool)>>>,
 }
 
 struct Kept {
@@ -125,6 +134,29 @@ impl Elsewhere {
         (host.lines.clone(), host.relays.clone())
     }
 
+    /// Whether a daemon answers: to be asked before those are kept waiting who may have its bytes from elsewhere too.
+    pub(super) async fn answers(&self, endpoint: &Endpoint) -> bool {
+        let (lines, asked) = {
+            let mut inner = self.inner();
+            let host = self.host_in(&mut inner, endpoint);
+            (host.lines.clone(), host.asked.clone())
+        };
+        let now = Instant::now();
+        let mut asked = asked.lock().await;
+        // Somebody else may have asked meanwhile.
+        match *asked {
+            Some((since, true)) if since >= now => return true,
+            Some((since, false)) if since.elapsed() < DISBELIEF => return false,
+            _ => {}
+        }
+        let begun = Instant::now();
+        // A request that says nothing.
+        let answer = tokio::time::timeout(ANSWER, wait(move || lines.discard(&[]))).await;
+        let has_answered = matches!(answer, Ok(Ok(())));
+        *asked = Some((begun, has_answered));
+        has_answered
+    }
+
     fn host_in<'i>(&self, inner: &'i mut Inner, endpoint: &Endpoint) -> &'i Host {
         inner.hosts.entry(endpoint.clone()).or_insert_with(|| {
             let (endpoint, identity) = (endpoint.clone(), self.identity.clone());
@@ -133,6 +165,7 @@ impl Elsewhere {
                 lines: Arc::new(lines),
                 relays: Arc::new(Semaphore::new(RELAYS)),
                 unneeded: Arc::default(),
+                asked: Arc::default(),
             }
         })
     }

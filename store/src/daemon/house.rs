@@ -17,7 +17,7 @@ use super::delegate::Delegate;
 use super::elsewhere::Elsewhere;
 use super::hosts::{self, Hosts};
 use super::lost::Lost;
-use super::mirror::{Bucket, Mirror};
+use super::mirror::{Bucket, Mirror, Why};
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
 use super::tiers::{Place, Tiers};
@@ -27,7 +27,7 @@ use crate::disk::Disk;
 use crate::environment::{Environment, SystemEnvironment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Durability, LeaseId, Selector};
+use crate::ledger::{Durability, LeaseId, Selector, VersionId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
@@ -43,6 +43,9 @@ const FETCHER: PeerId = 0;
 
 /// Of how many keys it is known what a reader got last.
 const MAX_READ: usize = 16;
+
+/// How often an archive is asked for that others bring back too.
+const RESCUE_TRIES: u32 = 3;
 
 pub(super) struct House {
     pub(super) registry: Arc<dyn Registry>,
@@ -106,6 +109,7 @@ struct Registered {
 struct Held {
     peer: PeerId,
     key: Key,
+    id: VersionId,
     number: u64,
     /// What it holds, by its names in the volume.
     names: Vec<String>,
@@ -324,7 +328,7 @@ impl House {
         let names: Vec<String> = grant.names().cloned().collect();
         self.pool.hold(&names);
         let (number, since) = (grant.number, Instant::now());
-        let held = Held { peer, key: key.clone(), number, names, registered, since };
+        let held = Held { peer, key: key.clone(), id: grant.id, number, names, registered, since };
         inner.leases.insert(grant.lease, held);
         grant
     }
@@ -396,14 +400,20 @@ impl House {
         }
     }
 
-    /// Brings what of a version is in the bucket alone back into memory, where it stays until another version of its
-    /// key is fetched.
+    /// Brings what of a version nobody else has who answers back from the bucket into memory, where it stays until
+    /// another version of its key is fetched.
     async fn restore(&self, key: &Key, grant: &Grant) -> Result<()> {
         let Some(mirror) = &self.mirror else { return Ok(()) };
         let mut missing = Vec::new();
         for name in grant.names() {
-            if self.tiers.place(name)?.is_none() {
-                missing.push(name.clone());
+            match self.tiers.place(name)? {
+                None => missing.push((name.clone(), Why::Alone)),
+                Some(Place::There(endpoint, _))
+                    if grant.stored && !self.tiers.elsewhere.answers(&endpoint).await =>
+                {
+                    missing.push((name.clone(), Why::Unanswered));
+                }
+                Some(_) => {}
             }
         }
         if missing.is_empty() {
@@ -422,6 +432,27 @@ impl House {
             }
         }
         Ok(())
+    }
+
+    /// Brings an archive that somebody holds back from the bucket, if it is there: whoever keeps it has failed.
+    pub(super) async fn rescue(&self, name: &String, failed: Error) -> Result<()> {
+        let held = {
+            let inner = self.inner();
+            let held = inner.leases.values().find(|held| held.names.contains(name));
+            held.map(|held| (held.key.clone(), held.id))
+        };
+        let (Some(mirror), Some((key, id))) = (&self.mirror, held) else { return Err(failed) };
+        // Whoever brings others of the same version back does not bring this one.
+        for _ in 0..RESCUE_TRIES {
+            let missing = vec![(name.clone(), Why::Unanswered)];
+            if mirror.restore(&key, id, missing).await.is_err() {
+                break;
+            }
+            if self.pool.span(name).is_some() {
+                return Ok(());
+            }
+        }
+        Err(failed)
     }
 
     /// Where the manifest and the archives of a version are that is held.
@@ -476,8 +507,13 @@ impl House {
         }
         let mut counts = self.counters.count();
         counts.gets += 1;
-        let bytes = archives.values().map(Place::len).fold(0, u64::saturating_add);
-        counts.bytes_leased = counts.bytes_leased.saturating_add(bytes);
+        for place in archives.values() {
+            let leased = match place {
+                Place::Here(_) => &mut counts.bytes_leased_here,
+                Place::There(..) => &mut counts.bytes_leased_there,
+            };
+            *leased = leased.saturating_add(place.len());
+        }
     }
 
     /// A reader hands a lease back: nothing sees the version through it any more.

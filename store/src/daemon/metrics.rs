@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};
 
 use super::house::House;
-use super::mirror::MirrorCounts;
+use super::mirror::{MirrorCounts, Why};
 use crate::controller::{Got, VersionInfo};
 use crate::error::{ErrorKind, Result};
 use crate::status::UploadStatus;
@@ -38,7 +38,10 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("put_bytes_total", "Bytes of archives that were committed.", counts.bytes_put);
     page.counter("versions_published_total", "Versions that became visible.", counts.published);
     page.counter("gets_total", "Versions that were given to readers.", counts.gets);
-    page.counter("leased_bytes_total", "Bytes of archives that were leased.", counts.bytes_leased);
+    let leased = [("here", counts.bytes_leased_here), ("host", counts.bytes_leased_there)];
+    let leased = leased.map(|(source, bytes)| (vec![("source", source.to_owned())], bytes));
+    let help = "Bytes of archives that were leased, by who has them: this host, or another one.";
+    page.family(Kind::Counter, "leased_bytes_total", help, leased);
     let got = |bytes: fn(&Got) -> u64| {
         counts
             .got
@@ -78,7 +81,7 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("recycled_total", "Segments that were lent again, warm.", memory.recycled);
 
     if let Some(mirror) = &house.mirror {
-        page.mirror(mirror.counts(), &status.uploads);
+        page.mirror(&mirror.counts(), &status.uploads);
     }
     page.gauge("leases", "Leases that are held.", status.leases.len());
     page.gauge("lease_oldest_seconds", "Age of the oldest lease.", oldest.as_secs_f64());
@@ -121,7 +124,7 @@ type Labels = Vec<(&'static str, String)>;
 
 impl Page {
     /// What goes to the bucket, and comes back.
-    fn mirror(&mut self, counts: MirrorCounts, uploads: &[UploadStatus]) {
+    fn mirror(&mut self, counts: &MirrorCounts, uploads: &[UploadStatus]) {
         self.gauge("uploads", "Contributions on their way to the bucket.", uploads.len());
         let left = uploads.iter().map(|upload| upload.bytes.saturating_sub(upload.sent));
         let help = "What of them has not gone yet.";
@@ -134,8 +137,13 @@ impl Page {
         self.counter("upload_failures_total", help, counts.failures);
         let help = "Contributions that were given up.";
         self.counter("uploads_given_up_total", help, counts.given_up);
-        let help = "Bytes of archives that came back from the bucket.";
-        self.counter("restored_bytes_total", help, counts.restored_bytes);
+        let restored = Why::ALL.map(|why| {
+            let bytes = counts.restored_bytes.get(&why).copied().unwrap_or_default();
+            (vec![("why", why.to_string())], bytes)
+        });
+        let help = "Bytes of archives that came back from the bucket: nobody else has them, or whoever has them did \
+                    not answer.";
+        self.family(Kind::Counter, "restored_bytes_total", help, restored);
     }
 
     fn counter(&mut self, name: &str, help: &str, value: u64) {

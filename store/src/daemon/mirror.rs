@@ -11,6 +11,7 @@ mod pace;
 mod upload;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -95,15 +96,37 @@ pub(super) struct Mirror {
 /// What becomes of a version that comes back, once it is there.
 type Restoring = watch::Receiver<Option<Result<(), Failure>>>;
 
+/// Why something comes back from the bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Why {
+    /// Nobody else has it.
+    Alone,
+    /// Whoever has it did not answer.
+    Unanswered,
+}
+
+impl Why {
+    pub(super) const ALL: [Self; 2] = [Self::Alone, Self::Unanswered];
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Alone => "alone",
+            Self::Unanswered => "unanswered",
+        })
+    }
+}
+
 /// What is counted since the start.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 pub(super) struct MirrorCounts {
     pub(super) uploads: u64,
     pub(super) uploaded_bytes: u64,
     /// Tries that have failed.
     pub(super) failures: u64,
     pub(super) given_up: u64,
-    pub(super) restored_bytes: u64,
+    pub(super) restored_bytes: BTreeMap<Why, u64>,
 }
 
 impl Mirror {
@@ -140,7 +163,7 @@ impl Mirror {
     }
 
     pub(super) fn counts(&self) -> MirrorCounts {
-        *self.count()
+        self.count().clone()
     }
 
     /// What is under way.
@@ -318,7 +341,7 @@ impl Mirror {
         self: &Arc<Self>,
         key: &Key,
         id: VersionId,
-        names: Vec<String>,
+        names: Vec<(String, Why)>,
     ) -> Result<()> {
         let mut restored = {
             let mut restoring = self.restoring();
@@ -364,18 +387,19 @@ impl Mirror {
     }
 
     /// Copies blobs into memory.
-    async fn bring_back(&self, key: &Key, id: VersionId, names: Vec<String>) -> Result<()> {
+    async fn bring_back(&self, key: &Key, id: VersionId, names: Vec<(String, Why)>) -> Result<()> {
         let opened = {
-            let names = names.clone();
+            let names: Vec<String> = names.iter().map(|(name, _)| name.clone()).collect();
             self.bucket.on_disk(move |volume| volume.open_all(&names)).await?
         };
         let Some(opened) = opened else { return Err(self.gone(key, id).await?) };
         // Who came before may have brought some of them.
         let missing = names.into_iter().zip(opened);
-        let missing: Vec<_> = missing.filter(|(name, _)| self.pool.span(name).is_none()).collect();
+        let missing = missing.filter(|((name, _), _)| self.pool.span(name).is_none());
+        let missing: Vec<_> = missing.collect();
         // Room for all, before anything comes: two that wait for each other would wait for ever.
         let (deadline, mut room) = (tokio::time::Instant::now() + ROOM, Vec::new());
-        for (name, archived) in missing {
+        for ((name, why), archived) in missing {
             let failed = |error| Error::io(format_args!("`{name}` of `{}`", self.shown), error);
             let len = archived.blob().size().map_err(failed)?;
             let late = tokio::time::sleep_until(deadline);
@@ -388,9 +412,9 @@ impl Mirror {
                 );
                 Error::new(ErrorKind::Busy, text)
             })?;
-            room.push((name, archived, writing, len));
+            room.push((name, why, archived, writing, len));
         }
-        for (name, archived, mut writing, len) in room {
+        for (name, why, archived, mut writing, len) in room {
             let pool = self.pool.clone();
             self.bucket
                 .on_disk(move |_| {
@@ -402,7 +426,7 @@ impl Mirror {
                     Ok(())
                 })
                 .await?;
-            self.count().restored_bytes += len;
+            *self.count().restored_bytes.entry(why).or_default() += len;
         }
         Ok(())
     }

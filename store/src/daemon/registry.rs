@@ -66,6 +66,8 @@ pub(super) struct Grant {
     pub(super) instance: u64,
     /// The name of the manifest in the volume.
     pub(super) manifest: String,
+    /// Whether it is in the bucket too.
+    pub(super) stored: bool,
     /// Who has the manifest under which name, and how long it is, if it is to be copied here.
     pub(super) missing: Option<(String, Endpoint, u64)>,
     /// The names of the archives in the volume, by those that the manifest gives them.
@@ -111,14 +113,24 @@ impl Registry for LocalController {
     async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<Grant> {
         let taken = self.take(key, selector, holder.to_string(), LEASE).await?;
         let (lease, version, Reached { held: reached, .. }) = taken;
-        let Version { id, epoch, number, .. } = version;
+        let Version { id, epoch, number, stored, .. } = version;
         let folder = folder(key, &version);
         let manifest = version.manifest().map(|manifest| manifest.name.clone());
         let manifest = manifest.ok_or_else(|| Error::refused(key, Refusal::Unknown { id }))?;
         let named = archives(&version).into_iter();
         let archives = named.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
-        let (instance, missing) = (0, None);
-        Ok(Grant { lease, id, number, epoch, instance, manifest, missing, archives, reached })
+        Ok(Grant {
+            lease,
+            id,
+            number,
+            epoch,
+            instance: 0,
+            manifest,
+            stored,
+            missing: None,
+            archives,
+            reached,
+        })
     }
 
     async fn release(&self, key: &Key, lease: LeaseId) {

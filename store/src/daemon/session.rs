@@ -27,6 +27,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
+use crate::net::Endpoint;
 use crate::wire::{
     self, Archives, Begin, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
@@ -439,14 +440,16 @@ impl Session {
     /// Bytes of a blob. Copies of them are as many as there is credit for, here and for all.
     async fn read(&self, name: String, ranges: Vec<Range>, prove: bool) -> Result<Answer<'_>> {
         let house = self.house.clone();
-        if let Some((endpoint, len)) = house.tiers.elsewhere.place(&name) {
-            let bytes = total(&ranges, len)?;
-            let credits = self.credits(bytes, false).await?;
-            let (lines, relays) = house.tiers.elsewhere.relay(&endpoint);
-            // Each has a connection and a thread.
-            let _relay = relays.acquire_owned().await.map_err(closed)?;
-            let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
-            return Ok(Answer { data, credits, ..Reply::Read(sum).into() });
+        // What has come back from the bucket is noted to be elsewhere still.
+        let is_here = house.pool.span(&name).is_some();
+        let elsewhere = house.tiers.elsewhere.place(&name).filter(|_| !is_here);
+        if let Some((endpoint, len)) = elsewhere {
+            match self.relay(&name, &ranges, prove, (&endpoint, len)).await {
+                Err(error) if error.kind() == ErrorKind::Unreachable => {
+                    house.rescue(&name, error).await?;
+                }
+                relayed => return relayed,
+            }
         }
         let blob = house.open_blob(&name)?;
         let size = blob.size().map_err(|error| Error::io(&name, error))?;
@@ -463,6 +466,24 @@ impl Session {
         };
         let (data, sum) = if is_copied || prove { wait(read).await? } else { read()? };
         self.house.counters.count().bytes_read += bytes;
+        Ok(Answer { data, credits, ..Reply::Read(sum).into() })
+    }
+
+    /// Bytes of a blob of so many that another daemon has.
+    async fn relay(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        prove: bool,
+        (endpoint, len): (&Endpoint, u64),
+    ) -> Result<Answer<'_>> {
+        let bytes = total(ranges, len)?;
+        let credits = self.credits(bytes, false).await?;
+        let (lines, relays) = self.house.tiers.elsewhere.relay(endpoint);
+        // Each has a connection and a thread.
+        let _relay = relays.acquire_owned().await.map_err(closed)?;
+        let (name, ranges) = (name.to_owned(), ranges.to_vec());
+        let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
         Ok(Answer { data, credits, ..Reply::Read(sum).into() })
     }
 

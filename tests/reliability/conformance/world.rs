@@ -730,17 +730,12 @@ fn crashed(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
     models.into_iter().map(different).collect()
 }
 
-/// The model's begin. A store in memory finds out that nothing lasts there when it makes room.
+/// The model's begin. Where nothing lasts nobody is asked first.
 fn begin(model: &mut Model, kind: HomeKind, ask: &Ask, id: Id) -> Result<Id, Fault> {
-    if ask.durable && kind == HomeKind::Daemon {
+    if ask.durable && matches!(kind, HomeKind::Daemon | HomeKind::Memory) {
         return Err(Fault::Invalid);
     }
-    let id = model.begin(ask, id)?;
-    if ask.durable && kind == HomeKind::Memory {
-        model.abort(id, ask.writer);
-        return Err(Fault::Invalid);
-    }
-    Ok(id)
+    model.begin(ask, id)
 }
 
 /// The model's commit: what its writer is told, and the version.

@@ -1,6 +1,5 @@
 //! All processes that use one root, and what must hold of it.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::num::NonZeroU32;
 use std::path::Path;
@@ -15,7 +14,8 @@ use tssd_tests::command::{Serve, quick_folder};
 use tssd_tests::dice::Dice;
 use tssd_tests::growth::Growth;
 
-use super::actor::{Actor, KEYS, WRITERS, check, contents};
+use crate::acknowledged::Acknowledged;
+use crate::actor::{Actor, KEYS, Pace, WRITERS, check, contents};
 use crate::folder;
 
 /// How many versions of a key are kept.
@@ -73,9 +73,6 @@ impl Home {
     }
 }
 
-/// A version that was acknowledged: its number, and whether it is durable.
-type Acknowledged = (u64, bool);
-
 pub(super) struct Troupe {
     home: Home,
     writers: Vec<Actor>,
@@ -98,9 +95,7 @@ impl Troupe {
         for name in ["run", "root"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
-        for name in ["acknowledged", "checked"] {
-            fs::write(folder.path().join(name), "").unwrap();
-        }
+        Acknowledged::begin(folder.path());
         let (writers, readers) = (Vec::new(), Vec::new());
         let (serve, store, counts) = (None, None, Counts::default());
         let mut troupe =
@@ -177,7 +172,8 @@ impl Troupe {
     }
 
     fn actor(&self, role: std::fmt::Arguments<'_>) -> Actor {
-        Actor::start(role, &self.url(), self.folder.path(), self.home.durability())
+        let pace = Pace { rest: Duration::from_millis(1), timeout: Duration::from_secs(5) };
+        Actor::start(role, &self.url(), self.folder.path(), self.home.durability(), pace)
     }
 
     fn enter(&mut self) {
@@ -241,34 +237,22 @@ impl Troupe {
     }
 
     /// What writers have written down.
-    fn acknowledged(&self) -> BTreeMap<String, Vec<Acknowledged>> {
-        let text = fs::read_to_string(self.folder.path().join("acknowledged")).unwrap();
-        let mut all: BTreeMap<String, Vec<Acknowledged>> = BTreeMap::new();
-        // A line that its writer was killed in is none.
-        for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
-            let mut words = line.split(' ');
-            let mut word = || words.next().unwrap();
-            let (key, number, durability) = (word(), word(), word());
-            let ack = (number.parse().unwrap(), durability != "Memory");
-            all.entry(key.to_owned()).or_default().push(ack);
-        }
-        all
+    fn acknowledged(&self) -> Acknowledged {
+        Acknowledged::read(self.folder.path())
     }
 
     /// What is durable is there, or as many as are kept of newer ones; all that is visible is whole. After a
     /// restart nothing else is visible.
-    fn check(&self, acknowledged: &BTreeMap<String, Vec<Acknowledged>>, is_restarted: bool) {
+    fn check(&self, acknowledged: &Acknowledged, is_restarted: bool) {
         for name in KEYS {
             let numbers: Vec<u64> =
                 self.store().versions(&key(name)).unwrap().iter().map(|info| info.number).collect();
-            for (number, is_durable) in acknowledged.get(name).into_iter().flatten() {
-                let newer = numbers.iter().filter(|each| *each > number).count() as u64;
-                assert!(
-                    !is_durable || numbers.contains(number) || newer >= KEEP,
-                    "version {number} of {name} was acknowledged, and there are {numbers:?} \
-                     (restarted: {is_restarted})"
-                );
-            }
+            let lost = acknowledged.lost(name, &numbers, KEEP);
+            assert!(
+                lost.is_empty(),
+                "versions {lost:?} of {name} were acknowledged, and there are {numbers:?} \
+                 (restarted: {is_restarted})"
+            );
             self.check_contents(name);
         }
     }
@@ -289,14 +273,12 @@ impl Troupe {
     }
 
     /// Versions of every key come, and nobody has failed.
-    fn goes_on(&mut self, before: &BTreeMap<String, Vec<Acknowledged>>) {
+    fn goes_on(&mut self, before: &Acknowledged) {
         let until = Instant::now() + PATIENCE;
-        let count =
-            |of: &BTreeMap<String, Vec<Acknowledged>>, name| of.get(name).map_or(0, Vec::len);
         loop {
             let now = self.acknowledged();
             let mut waiting = KEYS.to_vec();
-            waiting.retain(|name| count(&now, *name) <= count(before, *name));
+            waiting.retain(|name| now.count(name) <= before.count(name));
             if waiting.is_empty() {
                 break;
             }
@@ -344,11 +326,9 @@ impl Troupe {
             assert_eq!(names(&self.run()), ["socket.lock"]);
         }
         let acknowledged = self.acknowledged();
-        let all = acknowledged.values().flatten();
-        self.counts.acknowledged = all.clone().count() as u64;
-        self.counts.durable = all.filter(|(_, is_durable)| *is_durable).count() as u64;
-        let checked = fs::read_to_string(self.folder.path().join("checked")).unwrap();
-        self.counts.tensors = checked.lines().filter_map(|line| line.parse::<u64>().ok()).sum();
+        self.counts.acknowledged = acknowledged.len();
+        self.counts.durable = acknowledged.durable();
+        self.counts.tensors = acknowledged.checked;
         self.counts
     }
 }

@@ -6,16 +6,17 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::process::Signal;
 use tssd_format::StateDict;
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Result, VersionInfo,
+    Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Result, VersionInfo,
 };
 use tssd_tests::command::{end, send};
 
+use crate::acknowledged::{ACKNOWLEDGED, CHECKED};
 use crate::contents::Contents;
 
 const ROLE: &str = "TSSD_RELIABILITY_ROLE";
@@ -24,11 +25,16 @@ const FOLDER: &str = "TSSD_RELIABILITY_FOLDER";
 /// Whether what is to last goes to a bucket.
 const BUCKETED: &str = "TSSD_RELIABILITY_BUCKETED";
 
+/// For how many milliseconds an actor rests after each call.
+const REST: &str = "TSSD_RELIABILITY_REST";
+/// How many milliseconds a put may take.
+const TIMEOUT: &str = "TSSD_RELIABILITY_TIMEOUT";
+
 /// What is written, each by a writer of its own but the last, which two write together.
-pub(super) const KEYS: [&str; 5] = ["durable", "mixed", "streamed", "passing", "shared"];
+pub(crate) const KEYS: [&str; 5] = ["durable", "mixed", "streamed", "passing", "shared"];
 
 /// Roles of the writers: the index of a key, and the rank.
-pub(super) const WRITERS: [(usize, u32); 6] = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)];
+pub(crate) const WRITERS: [(usize, u32); 6] = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)];
 
 /// Elements of a tensor: 32 KiB of them.
 const ELEMENTS: u64 = 4096;
@@ -36,33 +42,43 @@ const ELEMENTS: u64 = 4096;
 /// What is published goes in buckets of one or two tensors.
 const BUCKET: u64 = 50_000;
 
+/// How fast actors are, and how patient.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    pub(crate) rest: Duration,
+    pub(crate) timeout: Duration,
+}
+
 /// A process; it is killed with this.
-pub(super) struct Actor(Child);
+pub(crate) struct Actor(Child);
 
 impl Actor {
-    pub(super) fn start(
+    pub(crate) fn start(
         role: impl Display,
         url: &str,
         folder: &Path,
         durability: Durability,
+        pace: Pace,
     ) -> Self {
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["kill::actor::process", "--exact", "--ignored", "--nocapture"])
+            .args(["actor::process", "--exact", "--ignored", "--nocapture"])
             .env(ROLE, role.to_string())
             .env(URL, url)
             .env(FOLDER, folder)
             .env(BUCKETED, (durability == Durability::Object).to_string())
+            .env(REST, pace.rest.as_millis().to_string())
+            .env(TIMEOUT, pace.timeout.as_millis().to_string())
             .stdout(std::process::Stdio::null())
             .spawn();
         Self(child.unwrap())
     }
 
-    pub(super) fn is_running(&mut self) -> bool {
+    pub(crate) fn is_running(&mut self) -> bool {
         self.0.try_wait().unwrap().is_none()
     }
 
     /// It is dying when this returns, and no call of it begins any more.
-    pub(super) fn kill(&self) {
+    pub(crate) fn kill(&self) {
         send(&self.0, Signal::KILL);
     }
 }
@@ -73,18 +89,18 @@ impl Drop for Actor {
     }
 }
 
-pub(super) fn contents(key: &str, version: u64, writers: u32) -> Contents<'_> {
+pub(crate) fn contents(key: &str, version: u64, writers: u32) -> Contents<'_> {
     Contents { key, version, writers, elements: ELEMENTS }
 }
 
 /// Proves that a visible version is whole; says how many tensors that were.
-pub(super) fn check(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
+pub(crate) fn check(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
     let writers = u32::try_from(info.writers.len()).unwrap();
     contents(key.as_str(), info.number, writers).check(dict)
 }
 
 #[test]
-#[ignore = "a process of `kill`"]
+#[ignore = "a process of `kill` and `hosts`"]
 fn process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let url = std::env::var(URL).unwrap();
@@ -95,6 +111,18 @@ fn process() {
     }
 }
 
+/// What an actor was told.
+fn millis(name: &str) -> Duration {
+    Duration::from_millis(std::env::var(name).unwrap().parse().unwrap())
+}
+
+fn rest() {
+    std::thread::sleep(millis(REST));
+}
+
+/// For how long is waited before what has failed is tried again.
+const PAUSE: Duration = Duration::from_millis(20);
+
 /// A store, as soon as there is one.
 fn connect(url: &str) -> Store {
     loop {
@@ -102,40 +130,64 @@ fn connect(url: &str) -> Store {
             Ok(store) => return store,
             Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}"),
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(PAUSE);
     }
 }
 
-/// Puts version after version, and writes down which were acknowledged: `KEY VERSION DURABILITY`.
+/// Puts version after version, and writes down which were acknowledged.
 fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
-    let mut acknowledged = File::options().append(true).open(folder.join("acknowledged")).unwrap();
+    let mut acknowledged = File::options().append(true).open(folder.join(ACKNOWLEDGED)).unwrap();
     let (mut store, name) = (connect(url), KEYS[key]);
     let key = Key::new(name).unwrap();
+    // The highest number that was ever visible, be it lost.
+    let mut highest = 0;
     loop {
-        match put(&store, &key, rank) {
+        rest();
+        let error = match put(&store, &key, rank, highest) {
             Ok(Some((version, durability))) => {
                 let line = format!("{name} {version} {durability:?}\n");
                 acknowledged.write_all(line.as_bytes()).unwrap();
+                continue;
             }
-            Ok(None) => {}
-            Err(error) => match error.kind() {
-                ErrorKind::Unreachable => store = connect(url),
-                // The other writer is a version ahead, or was killed: look again.
-                ErrorKind::Busy | ErrorKind::Overtaken => {}
-                ErrorKind::Refused if is_expected(error.refusal().unwrap()) => {}
-                kind => panic!("{name} of {rank}: {kind:?}: {error}"),
+            Ok(None) => continue,
+            Err(error) => error,
+        };
+        complain(folder, &format!("writer {rank} of {name}"), &error);
+        match error.kind() {
+            ErrorKind::Unreachable => store = connect(url),
+            // The other writer is a version ahead, or was killed: look again.
+            ErrorKind::Busy | ErrorKind::Overtaken => {}
+            ErrorKind::Refused => match error.refusal().unwrap() {
+                Refusal::VersionNotNewer { highest: seen, .. } => highest = *seen,
+                Refusal::Dropped { .. } => {}
+                refusal => panic!("{name} of {rank}: {refusal:?}: {error}"),
             },
+            kind => panic!("{name} of {rank}: {kind:?}: {error}"),
         }
+        std::thread::sleep(PAUSE);
     }
 }
 
-fn is_expected(refusal: &Refusal) -> bool {
-    matches!(refusal, Refusal::VersionNotNewer { .. } | Refusal::Dropped { .. })
+/// For whoever looks for the cause of a failure.
+fn complain(folder: &Path, who: &str, error: &Error) {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
+    std::fs::write(folder.join(format!("{who}.last")), format!("{since:.1}: {error}")).unwrap();
+}
+
+/// What every writer that has failed complained of last.
+pub(crate) fn complaints(folder: &Path) -> String {
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut all: Vec<String> = files
+        .filter(|path| path.extension().is_some_and(|extension| extension == "last"))
+        .map(|path| format!("{}: {}", path.display(), std::fs::read_to_string(&path).unwrap()))
+        .collect();
+    all.sort();
+    all.join("\n")
 }
 
 /// Puts the next version; says which it was if it is visible.
-fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>> {
-    let version = 1 + store.head(key)?.map_or(0, |head| head.number);
+fn put(store: &Store, key: &Key, rank: u32, highest: u64) -> Result<Option<(u64, Durability)>> {
+    let version = 1 + highest.max(store.head(key)?.map_or(0, |head| head.number));
     let writers = if key.as_str() == "shared" { 2 } else { 1 };
     let lasting = match std::env::var(BUCKETED).as_deref() {
         Ok("true") => Durability::Object,
@@ -152,7 +204,7 @@ fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>>
         writers: Some((0..writers).collect()),
         job: (writers > 1).then(|| JobId("job".into())),
         durability,
-        timeout: Duration::from_secs(5),
+        timeout: millis(TIMEOUT),
         ..PutOptions::default()
     };
     let contents = contents(key.as_str(), version, writers);
@@ -176,7 +228,7 @@ fn put(store: &Store, key: &Key, rank: u32) -> Result<Option<(u64, Durability)>>
 /// Reads all keys again and again, and holds what it has read for a while; writes down how many tensors it
 /// has compared.
 fn read(url: &str, folder: &Path, role: &str) {
-    let mut checked = File::options().append(true).open(folder.join("checked")).unwrap();
+    let mut checked = File::options().append(true).open(folder.join(CHECKED)).unwrap();
     let mut store = connect(url);
     let mut held: VecDeque<(Key, VersionInfo, StateDict)> = VecDeque::new();
     for turn in 0.. {
@@ -199,7 +251,7 @@ fn read(url: &str, folder: &Path, role: &str) {
                 kind => panic!("{role}: {kind:?}: {error}"),
             },
         }
-        std::thread::sleep(Duration::from_millis(2));
+        rest();
     }
 }
 

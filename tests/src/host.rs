@@ -1,0 +1,58 @@
+//! A host of a network, or this machine.
+
+use std::fs::File;
+use std::net::Ipv4Addr;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+/// Where something runs.
+#[derive(Clone, Debug)]
+pub struct Host {
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// Its network, if it is not that of this machine.
+    pub namespace: Option<PathBuf>,
+}
+
+impl Default for Host {
+    /// This machine as it is.
+    fn default() -> Self {
+        Self { address: Ipv4Addr::LOCALHOST, namespace: None }
+    }
+}
+
+impl Host {
+    /// What comes before a program's name, for it to run there.
+    pub fn enter(&self) -> Vec<String> {
+        let into = |namespace: &PathBuf| {
+            vec!["nsenter".to_owned(), format!("--net={}", namespace.display())]
+        };
+        self.namespace.as_ref().map(into).unwrap_or_default()
+    }
+
+    /// Does something there, such as to connect.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such host any more, or it does.
+    pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> T {
+        let enter = || {
+            if let Some(namespace) = &self.namespace {
+                let namespace =
+                    File::open(namespace).expect("a host is there as long as its network");
+                let kind = Some(LinkNameSpaceType::Network);
+                move_into_link_name_space(namespace.as_fd(), kind)
+                    .expect("a host is there as long as its network");
+            }
+        };
+        // A thread that has gone there does not come back.
+        let thread = || {
+            enter();
+            what()
+        };
+        std::thread::scope(|scope| scope.spawn(thread).join())
+            .expect("it panics as its caller would")
+    }
+}

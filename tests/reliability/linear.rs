@@ -20,7 +20,7 @@
 //! What is put with `durability="disk"` has one such history, whoever is killed. What is put in memory has one
 //! for each life of its daemon: it ends with it, and its numbers may come again. When a call is not answered,
 //! because its client or the daemon was killed or the connection cut, it is done at one moment in that life of
-//! the daemon, or never.
+//! the daemon, or never. Where ledgers are shared, in etcd, a directory or a bucket, each key has one history.
 //!
 //! Not part of this: calls of several keys, which have no common order; jobs that fence others; what a rewind
 //! leaves of several versions that are kept; whether a part that waits is lost with its daemon; the delete of a
@@ -31,15 +31,18 @@
 //!
 //! Clients (`client`) are processes with several threads, at the socket and, through a `proxy`, at the TCP
 //! address of `tssd serve`. Each thread writes down (`history`) what it asks and when. A `nemesis` kills, stops,
-//! delays and cuts. `checker` then looks for an order; `random` and `planted` show that it finds one where
-//! there is one, that it agrees with a checker that tries everything (`oracle`), and that stores with bugs
-//! (`toy`) are found. `cuts` cuts a session after each of its bytes, at the address and at the socket.
+//! delays and cuts, as `shared` does where there is no daemon or several of them. `checker` then looks for an
+//! order; `random` and `planted` show that it finds one where there is one, that it agrees with a checker that tries
+//! everything (`oracle`), and that stores with bugs (`toy`) are found. `cuts` cuts a session after each of its bytes,
+//! at the address and at the socket.
 
 mod checker;
 mod client;
+mod clients;
 mod contents;
 mod cuts;
 mod history;
+mod home;
 mod nemesis;
 mod object;
 mod oracle;
@@ -48,21 +51,30 @@ mod planted;
 mod processes;
 mod proxy;
 mod random;
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+mod shared;
 mod toy;
 mod workload;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tssd_tests::dice::Dice;
 use tssd_tests::growth::Growth;
 use tssd_tests::proof::Proof;
 
 use self::checker::{Violation, check};
 use self::history::{Answer, Call, Operation};
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+use self::home::Home;
 use self::nemesis::{Faults, Stage};
 use self::object::{KEYS, objects};
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+use self::shared::Commons;
 
 /// How long clients are tormented before their history is checked.
 const ROUND: Duration = Duration::from_secs(10);
@@ -71,50 +83,114 @@ const ROUND: Duration = Duration::from_secs(10);
 #[ignore = "cargo xtask reliability runs it"]
 fn what_processes_see_of_a_key_has_an_order() {
     let proof = Proof::begin("histories");
-    let mut dice = Dice::new(0x5EED);
-    let (mut checked, mut rounds, mut histories) = (0, 0, 0);
-    let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
-    let (mut all, mut growth) = (Vec::<Faults>::new(), Growth::default());
-    while proof.goes_on(checked, 100_000) {
+    let (mut dice, mut checked, mut growth) =
+        (Dice::new(0x5EED), Checked::default(), Growth::default());
+    while proof.goes_on(checked.operations, 100_000) {
         let mut stage = Stage::new();
         // Every second daemon lives long enough to be seen growing.
-        all.push(stage.torment(&mut dice, ROUND, rounds % 2 == 0, &mut growth));
+        let faults = stage.torment(&mut dice, ROUND, checked.rounds % 2 == 0, &mut growth);
         let (operations, ends) = stage.end();
-        checked += operations.len() as u64;
+        checked.add(operations, &ends, faults);
+    }
+    let mut figures = checked.figures();
+    figures["daemon"] = growth.end(50);
+    proof.end(figures);
+}
+
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+fn prove_shared(name: &'static str, home: Home, wanted: u64) {
+    let proof = Proof::begin(name);
+    let (mut dice, mut checked) = (Dice::new(0x5EED), Checked::default());
+    while proof.goes_on(checked.operations, wanted) || checked.lacks_puts() {
+        let mut commons = Commons::new(home);
+        let faults = commons.torment(&mut dice, ROUND);
+        let (operations, ends) = commons.end();
+        checked.add(operations, &ends, faults);
+    }
+    proof.end(checked.figures());
+}
+
+#[test]
+#[ignore = "cargo xtask reliability runs it"]
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+fn what_daemons_over_etcd_tell_of_a_key_has_an_order() {
+    prove_shared("histories: etcd", Home::Etcd, 5000);
+}
+
+#[test]
+#[ignore = "cargo xtask reliability runs it"]
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+fn what_processes_see_in_a_directory_has_an_order() {
+    prove_shared("histories: directory", Home::Directory, 10_000);
+}
+
+#[test]
+#[ignore = "cargo xtask reliability runs it"]
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+fn what_processes_see_in_a_bucket_has_an_order() {
+    prove_shared("histories: bucket", Home::Bucket, 1000);
+}
+
+/// Histories that have an order.
+#[derive(Default)]
+struct Checked {
+    operations: u64,
+    histories: u64,
+    rounds: u64,
+    /// The keys of which versions have become visible.
+    put: BTreeSet<u8>,
+    calls: BTreeMap<&'static str, u64>,
+    faults: Vec<Faults>,
+}
+
+impl Checked {
+    /// Checks those of a round.
+    fn add(&mut self, operations: Vec<Operation>, ends: &[u64], faults: Faults) {
+        self.operations += operations.len() as u64;
         for operation in &operations {
-            *calls.entry(name(operation)).or_default() += 1;
+            *self.calls.entry(name(operation)).or_default() += 1;
         }
-        for key in 0..KEYS {
-            let is_put =
-                |it: &&Operation| it.key == key && matches!(it.answer, Some(Answer::Put(_)));
-            let puts = operations.iter().filter(is_put).count();
-            assert!(puts > 0, "nobody has put key {key}");
-        }
-        for (keep, object) in objects(operations, &ends) {
+        let puts = operations.iter().filter(|it| matches!(it.answer, Some(Answer::Put(_))));
+        self.put.extend(puts.map(|it| it.key));
+        for (keep, object) in objects(operations, ends) {
             if let Err(violation) = check(keep, &object) {
                 let Violation { rule, operation } = &violation;
-                let around = near(operation, &object);
-                panic!("round {rounds}, lives end at {ends:?}: {rule}: {operation:?}\n{around}");
+                let (around, round) = (near(operation, &object), self.rounds);
+                panic!("round {round}, lives end at {ends:?}: {rule}: {operation:?}\n{around}");
             }
-            histories += 1;
+            self.histories += 1;
         }
-        rounds += 1;
+        self.rounds += 1;
+        self.faults.push(faults);
     }
-    let sum = |fault: fn(&Faults) -> u64| all.iter().map(fault).sum::<u64>();
-    proof.end(json!({
-        "operations": checked,
-        "violations": 0,
-        "calls": calls,
-        "histories": histories,
-        "rounds": rounds,
-        "clients killed": sum(|faults| faults.clients_killed),
-        "daemons killed": sum(|faults| faults.daemons_killed),
-        "clients stopped": sum(|faults| faults.clients_stopped),
-        "daemons stopped": sum(|faults| faults.daemons_stopped),
-        "connections cut": sum(|faults| faults.connections_cut),
-        "delays": sum(|faults| faults.delays),
-        "daemon": growth.end(50),
-    }));
+
+    /// Whether nobody was quick enough yet to put some key.
+    fn lacks_puts(&self) -> bool {
+        self.put.len() < usize::from(KEYS) && self.rounds < 100
+    }
+
+    fn figures(&self) -> Value {
+        assert!(self.put.iter().copied().eq(0..KEYS), "of {KEYS} keys were put {:?}", self.put);
+        let sum = |fault: fn(&Faults) -> u64| self.faults.iter().map(fault).sum::<u64>();
+        json!({
+            "operations": self.operations,
+            "violations": 0,
+            "calls": self.calls,
+            "histories": self.histories,
+            "rounds": self.rounds,
+            "clients killed": sum(|faults| faults.clients_killed),
+            "daemons killed": sum(|faults| faults.daemons_killed),
+            "servers killed": sum(|faults| faults.servers_killed),
+            "clients stopped": sum(|faults| faults.clients_stopped),
+            "daemons stopped": sum(|faults| faults.daemons_stopped),
+            "connections cut": sum(|faults| faults.connections_cut),
+            "delays": sum(|faults| faults.delays),
+        })
+    }
 }
 
 /// What an operation is counted as.

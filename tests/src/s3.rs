@@ -1,7 +1,7 @@
 //! A server that speaks S3, for tests: moto behind a journal (`tests/s3/server.py`), so that it can be killed.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -37,7 +37,9 @@ impl S3 {
     /// If there is no moto, or it does not listen.
     pub fn start(host: Host) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let address = (host.address, 9000).into();
+        // One that nobody else has, where others are.
+        let free = || TcpListener::bind((host.address, 0)).unwrap().local_addr().unwrap();
+        let address = host.within(free);
         let mut server = Self { host, address, process: None, folder };
         server.launch();
         server
@@ -89,13 +91,17 @@ impl S3 {
         format!("s3://{BUCKET}/runs")
     }
 
-    /// What a process must have in its environment to reach it, as `env` takes it.
-    pub fn environment(&self) -> Vec<String> {
-        let endpoint = format!("AWS_ENDPOINT_URL=http://{}", self.address);
-        let rest = ["AWS_ACCESS_KEY_ID=test", "AWS_SECRET_ACCESS_KEY=test", "AWS_REGION=us-east-1"];
-        let mut all = vec![endpoint, "AWS_ALLOW_HTTP=true".to_owned()];
-        all.extend(rest.map(str::to_owned));
-        all
+    /// What a process must have in its environment to reach it.
+    pub fn environment(&self) -> Vec<(String, String)> {
+        let endpoint = format!("http://{}", self.address);
+        let all = [
+            ("AWS_ENDPOINT_URL", endpoint.as_str()),
+            ("AWS_ALLOW_HTTP", "true"),
+            ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"),
+            ("AWS_REGION", "us-east-1"),
+        ];
+        all.map(|(name, value)| (name.to_owned(), value.to_owned())).into()
     }
 }
 

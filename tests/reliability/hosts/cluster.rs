@@ -71,7 +71,8 @@ impl Cluster {
     pub(super) fn launch_daemon(&mut self, host: usize) {
         let mut by = self.hosts[host].enter();
         by.extend(["setpriv", "--pdeathsig", "KILL", "env"].map(str::to_owned));
-        by.extend(self.bucket.environment());
+        let environment = self.bucket.environment().into_iter();
+        by.extend(environment.map(|(name, value)| format!("{name}={value}")));
         let by: Vec<&str> = by.iter().map(String::as_str).collect();
         let Credentials { ca, cert, key } = &self.credentials[host];
         let [ca, cert, key] = [ca, cert, key].map(|path| path.to_str().unwrap());

@@ -15,7 +15,8 @@ use tssd_tests::dice::Dice;
 
 use super::contents::{dict, part, put_of};
 use super::history::{Answer, Call, Recorder, name_of, number_at, place};
-use super::object::{Custom, KEYS, TOGETHER, custom, durability, keep, name, writers};
+use super::home::Home;
+use super::object::{Custom, KEYS, TOGETHER, custom, keep, name, retain, writers};
 use super::workload;
 
 /// Names what a client is told.
@@ -28,6 +29,9 @@ const PATIENCE: Duration = Duration::from_millis(20);
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Told {
     pub(crate) url: String,
+    pub(crate) home: Home,
+    /// What it needs to know to get there.
+    pub(crate) environment: Vec<(String, String)>,
     pub(crate) folder: PathBuf,
     pub(crate) number: u32,
     pub(crate) threads: u32,
@@ -50,7 +54,13 @@ fn child() {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         std::process::exit(0);
     });
-    let line = Line { url: told.url.clone(), connection: Mutex::new((0, None)) };
+    let line = Line { url: told.url.clone(), home: told.home, connection: Mutex::new((0, None)) };
+    if told.home != Home::Daemon {
+        // Whoever comes first says it, and everybody else once more.
+        while let Err(error) = retain(&line.store().1) {
+            assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+        }
+    }
     let puts = AtomicU32::new(0);
     thread::scope(|scope| {
         for thread in 0..told.threads {
@@ -75,6 +85,7 @@ fn child() {
 /// The connection of a process, made anew when it is lost.
 struct Line {
     url: String,
+    home: Home,
     /// The how-manieth it is.
     connection: Mutex<(u64, Option<Store>)>,
 }
@@ -153,11 +164,11 @@ impl Client<'_> {
             } else {
                 self.dice.hits(4).then(|| number + 1 + self.dice.below(2))
             };
-            let is_head = self.dice.hits(3);
+            let (is_head, home) = (self.dice.hits(3), self.line.home);
             let mut is_lost = false;
             let answer = self.recorder.record(key, call, || {
                 let answer = match call {
-                    Call::Put(put) => put_once(&store, key, put, version, rewinds),
+                    Call::Put(put) => put_once(&store, home, key, put, (version, rewinds)),
                     Call::Newest if is_head => head(&store, key),
                     Call::Newest => get(&store, key, None),
                     Call::Numbered(number) => get(&store, key, Some(number)),
@@ -166,7 +177,9 @@ impl Client<'_> {
                         read(come.map(|version| told_by(key, &version)))
                     }
                     Call::Delete(number) => delete(&store, key, number),
-                    Call::Part { number, writer, of } => put_part(&store, key, number, writer, of),
+                    Call::Part { number, writer, of } => {
+                        put_part(&store, home, key, number, (writer, of))
+                    }
                     Call::Pin(number, label) => read(
                         store
                             .pin(&name(key), Some(number), &label.to_string())
@@ -194,17 +207,17 @@ impl Client<'_> {
 /// Puts; none if nobody knows whether it was done.
 pub(crate) fn put_once(
     store: &Store,
+    home: Home,
     key: u8,
     put: u32,
-    version: Option<u64>,
-    rewind: bool,
+    (version, rewind): (Option<u64>, bool),
 ) -> Option<Answer> {
     let options = PutOptions {
         version,
         rewind,
         writer: Some(put),
         writers: Some(WriterSet::from_iter([put])),
-        durability: durability(key),
+        durability: home.durability(key),
         ..PutOptions::default()
     };
     match store.put_state_dict(&name(key), &dict(key, put), &options) {
@@ -218,13 +231,19 @@ pub(crate) fn put_once(
 }
 
 /// Puts a part; none if nobody knows whether it was done. What is put is the same at every try.
-fn put_part(store: &Store, key: u8, number: u64, writer: u32, of: u32) -> Option<Answer> {
+fn put_part(
+    store: &Store,
+    home: Home,
+    key: u8,
+    number: u64,
+    (writer, of): (u32, u32),
+) -> Option<Answer> {
     let options = PutOptions {
         version: Some(number),
         writer: Some(writer),
         writers: Some((0..of).collect()),
         job: Some(JobId("together".into())),
-        durability: durability(key),
+        durability: home.durability(key),
         timeout: Duration::from_millis(200),
         ..PutOptions::default()
     };

@@ -11,6 +11,7 @@ use tssd_tests::proof::Proof;
 use super::checker::check;
 use super::client::{get, put_once};
 use super::history::{Answer, Call, Recorder, read};
+use super::home::Home;
 use super::object::{keep, name, retain};
 use super::processes::Serve;
 use super::proxy::{Direction, Proxy};
@@ -39,7 +40,7 @@ struct Way {
 impl Way {
     fn new(is_far: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let serve = Serve::start(folder.path());
+        let serve = Serve::over(folder.path());
         let proxy = if is_far {
             Proxy::before(serve.address)
         } else {
@@ -54,7 +55,8 @@ impl Way {
     fn put(&mut self, store: &Store) -> Option<Answer> {
         self.puts += 1;
         let put = self.puts;
-        self.recorder.record(KEY, Call::Put(put), || put_once(store, KEY, put, None, false))
+        self.recorder
+            .record(KEY, Call::Put(put), || put_once(store, Home::Daemon, KEY, put, (None, false)))
     }
 
     fn get(&mut self, store: &Store, version: Option<u64>) -> Option<Answer> {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
 use tssd_store::blocking::Store;
-use tssd_store::{Durability, Key, Result};
+use tssd_store::{Key, Result};
 
 use super::history::Operation;
 
@@ -47,8 +47,9 @@ pub(crate) fn keep(key: u8) -> usize {
     if key & 2 == 0 { 1 } else { 3 }
 }
 
-pub(crate) fn durability(key: u8) -> Durability {
-    if key & 1 == 0 { Durability::Memory } else { Durability::Disk }
+/// Whether versions of a key outlive the daemon, where there is a disk.
+pub(crate) fn is_on_disk(key: u8) -> bool {
+    key & 1 == 1
 }
 
 pub(crate) fn name(key: u8) -> Key {
@@ -75,7 +76,7 @@ pub(crate) fn objects(operations: Vec<Operation>, ends: &[u64]) -> Vec<(usize, V
         if operation.answer.is_none() {
             operation.answered = ends[life].max(operation.asked);
         }
-        let part = if durability(operation.key) == Durability::Disk { 0 } else { life };
+        let part = if is_on_disk(operation.key) { 0 } else { life };
         objects.entry((part, operation.key)).or_default().push(operation);
     }
     objects.into_iter().map(|((_, key), operations)| (keep(key), operations)).collect()

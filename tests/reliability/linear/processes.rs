@@ -38,7 +38,7 @@ impl Drop for Process {
     }
 }
 
-/// `tssd serve` over a directory, at a socket and an address.
+/// `tssd serve`, at a socket and an address.
 pub(crate) struct Serve {
     pub(crate) process: Process,
     pub(crate) socket: PathBuf,
@@ -46,11 +46,16 @@ pub(crate) struct Serve {
 }
 
 impl Serve {
-    pub(crate) fn start(folder: &Path) -> Self {
+    /// One over a directory.
+    pub(crate) fn over(folder: &Path) -> Self {
+        Self::start(folder, "--root", folder.to_str().unwrap())
+    }
+
+    /// One whose socket is in a folder, and one more of its options.
+    pub(crate) fn start(folder: &Path, option: &str, value: &str) -> Self {
         let socket = folder.join("socket");
         let mut process = Command::new(binary())
-            .args(["serve", "--memory-limit", "512MB", "--listen", "127.0.0.1:0", "--root"])
-            .arg(folder)
+            .args(["serve", "--memory-limit", "512MB", "--listen", "127.0.0.1:0", option, value])
             .arg("--socket")
             .arg(&socket)
             .stdout(Stdio::piped())
@@ -79,6 +84,7 @@ pub(crate) fn client(told: &Told) -> Process {
     let child = Command::new(std::env::current_exe().unwrap())
         .args([&test, "--exact", "--ignored", "--nocapture"])
         .env(TOLD, serde_json::to_string(told).unwrap())
+        .envs(told.environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn();

@@ -85,7 +85,7 @@ fn what_processes_see_of_a_key_has_an_order() {
     let proof = Proof::begin("histories");
     let (mut dice, mut checked, mut growth) =
         (Dice::new(0x5EED), Checked::default(), Growth::default());
-    while proof.goes_on(checked.operations, 100_000) {
+    while proof.goes_on(checked.operations, 100_000) || checked.lacks_puts() {
         let mut stage = Stage::new();
         // Every second daemon lives long enough to be seen growing.
         let faults = stage.torment(&mut dice, ROUND, checked.rounds % 2 == 0, &mut growth);

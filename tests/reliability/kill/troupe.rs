@@ -15,7 +15,7 @@ use tssd_tests::dice::Dice;
 use tssd_tests::growth::Growth;
 
 use crate::acknowledged::Acknowledged;
-use crate::actor::{Actor, KEYS, Pace, WRITERS, check, contents};
+use crate::actor::{Actor, KEYS, Pace, WRITERS, check, complaints, contents};
 use crate::folder;
 
 /// How many versions of a key are kept.
@@ -282,7 +282,12 @@ impl Troupe {
             if waiting.is_empty() {
                 break;
             }
-            assert!(Instant::now() < until, "{:?}: {waiting:?} does not go on", self.home);
+            assert!(
+                Instant::now() < until,
+                "{:?}: {waiting:?} does not go on:\n{}",
+                self.home,
+                complaints(self.folder.path())
+            );
             assert!(self.writers.iter_mut().all(Actor::is_running), "a writer has failed");
             assert!(self.readers.iter_mut().all(Actor::is_running), "a reader has failed");
             std::thread::sleep(Duration::from_millis(5));

@@ -67,6 +67,7 @@ impl Network {
             let address = format!("ip address add {address}/24 dev eth0");
             let up = ["ip link set lo up", "ip link set eth0 up"];
             all(&own, &[&address, up[0], up[1]])?;
+            all(&own, &["tc qdisc replace dev eth0 root pfifo"])?;
             all(&own, &[&format!("nft add table {TABLE}")])?;
             for way in ["input", "output"] {
                 let hook = format!("{{ type filter hook {way} priority 0 ; }}");

@@ -115,9 +115,7 @@ impl Etcd {
         let log = File::create(folder.join(format!("m{member}.log"))).expect("there is room");
         let program =
             std::env::var_os(PROGRAM).map_or_else(|| PathBuf::from("etcd"), PathBuf::from);
-        // Whatever ends this process ends them.
-        let mut by = host.enter();
-        by.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
+        let by = host.enter();
         let mut command = Command::new(&by[0]);
         command
             .args(&by[1..])

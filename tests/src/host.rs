@@ -24,12 +24,14 @@ impl Default for Host {
 }
 
 impl Host {
-    /// What comes before a program's name, for it to run there.
+    /// What comes before a program's name, for it to run there, and to end whatever ends this process.
     pub fn enter(&self) -> Vec<String> {
         let into = |namespace: &PathBuf| {
             vec!["nsenter".to_owned(), format!("--net={}", namespace.display())]
         };
-        self.namespace.as_ref().map(into).unwrap_or_default()
+        let mut words = self.namespace.as_ref().map(into).unwrap_or_default();
+        words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
+        words
     }
 
     /// Does something there, such as to connect.

@@ -51,8 +51,7 @@ impl S3 {
     ///
     /// If it does not.
     pub fn launch(&mut self) {
-        let mut by = self.host.enter();
-        by.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
+        let by = self.host.enter();
         let python = std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into());
         let mut process = Command::new(&by[0])
             .args(&by[1..])

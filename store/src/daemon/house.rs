@@ -44,9 +44,6 @@ const FETCHER: PeerId = 0;
 /// Of how many keys it is known what a reader got last.
 const MAX_READ: usize = 16;
 
-/// How often an archive is asked for that others bring back too.
-const RESCUE_TRIES: u32 = 3;
-
 pub(super) struct House {
     pub(super) registry: Arc<dyn Registry>,
     pub(super) pool: Arc<Pool>,
@@ -442,17 +439,9 @@ impl House {
             held.map(|held| (held.key.clone(), held.id))
         };
         let (Some(mirror), Some((key, id))) = (&self.mirror, held) else { return Err(failed) };
-        // Whoever brings others of the same version back does not bring this one.
-        for _ in 0..RESCUE_TRIES {
-            let missing = vec![(name.clone(), Why::Unanswered)];
-            if mirror.restore(&key, id, missing).await.is_err() {
-                break;
-            }
-            if self.pool.span(name).is_some() {
-                return Ok(());
-            }
-        }
-        Err(failed)
+        let missing = vec![(name.clone(), Why::Unanswered)];
+        let restored = mirror.restore(&key, id, missing).await;
+        if restored.is_ok() && self.pool.span(name).is_some() { Ok(()) } else { Err(failed) }
     }
 
     /// Where the manifest and the archives of a version are that is held.

@@ -46,6 +46,9 @@ const UPLOADS: usize = 4;
 /// For how long memory is waited for into which a version is to come back.
 const ROOM: Duration = Duration::from_mins(1);
 
+/// How often blobs are asked for while others bring back some of the same version.
+const RESTORE_TRIES: u32 = 3;
+
 /// With which pauses a request to the bucket is tried again, before the whole upload is.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -336,8 +339,26 @@ impl Mirror {
         self.bucket.reclaim_owed(key).await
     }
 
-    /// Brings blobs of a version that somebody holds back into memory; who comes meanwhile waits for the same.
+    /// Brings blobs of a version that somebody holds back into memory.
     pub(super) async fn restore(
+        self: &Arc<Self>,
+        key: &Key,
+        id: VersionId,
+        mut names: Vec<(String, Why)>,
+    ) -> Result<()> {
+        // Whoever brings others of the same version back does not bring these.
+        for _ in 0..RESTORE_TRIES {
+            names.retain(|(name, _)| self.pool.span(name).is_none());
+            if names.is_empty() {
+                break;
+            }
+            self.restore_once(key, id, names.clone()).await?;
+        }
+        Ok(())
+    }
+
+    /// The same, unless somebody brings some of the version back: then that is waited for.
+    async fn restore_once(
         self: &Arc<Self>,
         key: &Key,
         id: VersionId,

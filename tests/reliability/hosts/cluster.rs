@@ -70,7 +70,7 @@ impl Cluster {
 
     pub(super) fn launch_daemon(&mut self, host: usize) {
         let mut by = self.hosts[host].enter();
-        by.extend(["setpriv", "--pdeathsig", "KILL", "env"].map(str::to_owned));
+        by.push("env".to_owned());
         let environment = self.bucket.environment().into_iter();
         by.extend(environment.map(|(name, value)| format!("{name}={value}")));
         let by: Vec<&str> = by.iter().map(String::as_str).collect();

@@ -7,6 +7,7 @@ mod contributed;
 mod folder;
 mod keepers;
 mod local;
+mod lost;
 mod proof;
 
 use std::any::Any;
@@ -31,7 +32,7 @@ use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
 pub(crate) use contributed::Contributed;
-pub(crate) use folder::{archives, folder};
+pub(crate) use folder::{archives, folder, folder_of};
 pub(crate) use keepers::{Keepers, Reached};
 pub(crate) use local::{LocalController, Place};
 pub(crate) use proof::{DIVERGENT, digest};

@@ -12,6 +12,7 @@ mod mirror;
 mod place;
 mod reading;
 mod registry;
+mod replicas;
 #[cfg(feature = "shuttle")]
 pub(crate) mod schedules;
 mod session;

@@ -11,7 +11,7 @@ pub(crate) use tokio::{
     select, spawn,
     sync::{Mutex as AsyncMutex, OnceCell, OwnedMutexGuard, watch},
     task::spawn_blocking,
-    time::sleep,
+    time::{sleep, timeout},
 };
 
 #[cfg(feature = "shuttle")]
@@ -22,5 +22,5 @@ pub(crate) use shuttle_tokio::{
     select, spawn,
     sync::{Mutex as AsyncMutex, Notify, OnceCell, OwnedMutexGuard, mpsc, watch},
     task::spawn_blocking,
-    time::sleep,
+    time::{sleep, timeout},
 };

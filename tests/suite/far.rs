@@ -634,10 +634,13 @@ fn a_daemon_that_is_lost_is_said_and_the_others_go_on() {
     let keeper = Served::under(&controller);
     let (near, far) = (controller.connect(), keeper.connect());
     put(&far, &model(1, 4), &PutOptions::default());
-    assert_eq!(get(&near), model(1, 4));
+    let (read, none) = (Key::new("read").unwrap(), GetOptions::default());
+    far.put_state_dict(&read, &model(7, 1), &PutOptions::default()).unwrap();
+    assert_eq!(near.get_state_dict(&read, &none).unwrap().0, model(7, 1));
     let held = get(&far);
     drop(keeper);
     assert_eq!(held, model(1, 4), "views stay");
+    assert_eq!(near.get_state_dict(&read, &none).unwrap().0, model(7, 1), "what was read stays");
     let error = near.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     let error = far.get_state_dict(&key(), &GetOptions::default()).unwrap_err();

@@ -23,7 +23,7 @@ fn host(etcd: &Etcd) -> Served {
 
 fn lost_writers(error: &tssd_store::Error) -> Option<String> {
     match error.refusal() {
-        Some(Refusal::Dropped { reason: Reason::Lost { writers }, .. }) => {
+        Some(Refusal::Dropped { reason: Reason::Lost { writers, .. }, .. }) => {
             Some(writers.to_string())
         }
         _ => None,
@@ -54,7 +54,7 @@ fn what_is_put_on_several_hosts_is_one_version_on_all() {
     for store in &stores {
         eventually("memory is written again", || {
             let memory = store.status().unwrap().memory;
-            memory.used - memory.warm < 16 << 20
+            memory.used - memory.warm < 28 << 20
         });
     }
     // What is said of a key is said to all.
@@ -62,6 +62,12 @@ fn what_is_put_on_several_hosts_is_one_version_on_all() {
     assert_eq!(stores[1].pins(&key()).unwrap()["best"], 5);
     assert_eq!(stores[2].delete(&key(), None).unwrap(), 2);
     assert_eq!(stores[0].keys(None).unwrap(), [] as [Key; 0]);
+    for store in &stores {
+        eventually("what was read is not kept either", || {
+            let memory = store.status().unwrap().memory;
+            memory.used - memory.warm < 12 << 20
+        });
+    }
 }
 
 #[test]
@@ -73,8 +79,12 @@ fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
     let own = Key::new("own").unwrap();
     reader.put_state_dict(&own, &part(1, 0, 1), &PutOptions::default()).unwrap();
     publish(&stores[..1], 1);
-    publish(&stores, 2);
-    assert_eq!(read(&reader, None, 2).unwrap(), 2);
+    // The last one makes the manifest, by which it is known what is lost.
+    for writer in [1, 0] {
+        let store = &stores[usize::try_from(writer).unwrap()];
+        store.put_state_dict(&key(), &part(2, writer, 2), &options(2, writer, 2)).unwrap();
+    }
+    assert_eq!(reader.wait_for_version(&key(), 2, Duration::ZERO).unwrap().number, 2);
     drop(second);
     let mut last = String::new();
     // Until it is known that it has ended, it cannot be reached.
@@ -84,7 +94,8 @@ fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
         lost_writers(&error).as_deref() == Some("1")
     });
-    assert!(last.contains("the hosts that kept the archives of writers 1 have ended"), "{last}");
+    let said = "the hosts that kept the archives of writers 1 have ended, and with them weight[64:128, 0:4096]";
+    assert!(last.contains(said), "{last}");
     // The one before is there, and so is what others keep.
     assert_eq!(read(&reader, None, 1).unwrap(), 1);
     assert!(reader.get_state_dict(&own, &GetOptions::default()).is_ok());
@@ -121,7 +132,6 @@ fn who_was_killed_or_stopped_is_missed_and_who_comes_back_is_told() {
     }
     stores[2].put_state_dict(&other, &part(1, 0, 1), &options(1, 0, 1)).unwrap();
     assert_eq!(read(&stores[2], None, 2).unwrap(), 1);
-    assert!(get(&stores[0], &other).is_ok());
     // What is being put there when it is lost is not waited for.
     let begun = options(2, 1, 2);
     stopped.signal(Signal::STOP);
@@ -229,7 +239,7 @@ fn who_does_not_answer_is_passed_over_if_the_bucket_has_the_same() {
     // From the hosts, as long as they answer.
     let restored =
         |why: &str| reading.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
-    assert!(reading.metric(r#"tssd_leased_bytes_total{source="host"}"#) > 0.0);
+    assert!(reading.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
     assert!(restored("unanswered") + restored("alone") < 1.0);
     publish_as(&trainers, 2, Durability::Object);
     stopped.signal(Signal::STOP);

@@ -45,7 +45,7 @@ enum Move {
     Settle,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum About {
     Abort(u32),
     Proved(bool),
@@ -53,7 +53,8 @@ enum About {
     Reclaimed,
     Delete,
     Lease(u128),
-    Keep(u32, SessionId),
+    Keep(WriterSet, SessionId),
+    LetGo(u32, SessionId),
     Stored,
     NotStored,
     Abandon,
@@ -147,7 +148,9 @@ fn any_about() -> impl Strategy<Value = About> {
         1 => Just(About::Reclaimed),
         1 => Just(About::Delete),
         2 => (0..4_u128).prop_map(About::Lease),
-        2 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::Keep(writer, keeper)),
+        2 => (prop::collection::vec(0..3_u32, 1..3), any_session())
+            .prop_map(|(writers, keeper)| About::Keep(writers.into_iter().collect(), keeper)),
+        1 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::LetGo(writer, keeper)),
         3 => Just(About::Stored),
         1 => Just(About::NotStored),
         1 => Just(About::Abandon),
@@ -173,12 +176,16 @@ fn any_command() -> impl Strategy<Value = Command> {
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
         1 => (0..2_u8).prop_map(|holder| Command::HolderGone { holder: holder.to_string() }),
-        2 => any_session().prop_map(|session| Command::SessionEnded { session }),
+        2 => any_session().prop_map(ended),
         2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
         2 => label().prop_map(|label| Command::Unpin { label }),
         2 => (keep, ttl).prop_map(|(keep, ttl)| Command::Retain { keep, ttl }),
         1 => selection.prop_map(|selection| Command::Delete { selection }),
     ]
+}
+
+fn ended(session: SessionId) -> Command {
+    Command::SessionEnded { session, slices: BTreeMap::new() }
 }
 
 /// The ledger, and what an observer has seen of it.
@@ -325,7 +332,8 @@ impl World {
             About::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
             About::Reclaimed => Command::Reclaimed { id },
             About::Delete => Command::Delete { selection: Selection::Id(id) },
-            About::Keep(writer, session) => Command::Keep { id, writer, session },
+            About::Keep(writers, session) => Command::Keep { id, writers, session },
+            About::LetGo(writer, session) => Command::LetGo { id, writer, session },
             About::Stored => Command::Stored { id },
             About::NotStored => Command::NotStored { id },
             About::Abandon => Command::Abandon { id },
@@ -430,7 +438,7 @@ impl World {
             for (writer, session) in &version.sessions {
                 assert_eq!(version.contributions[writer], Contribution::Begun);
                 let has_ended =
-                    matches!(command, Command::SessionEnded { session: it } if it == session);
+                    matches!(command, Command::SessionEnded { session: it, .. } if it == session);
                 assert!(!has_ended || !version.is_open(), "{version:?}");
             }
         }
@@ -447,20 +455,25 @@ impl World {
                 let left = now.contributions.get(writer).map(|now| now.keepers().collect());
                 let mut wanted = keepers.clone();
                 match command {
-                    Command::SessionEnded { session } => {
+                    Command::SessionEnded { session, .. } => {
                         wanted.retain(|keeper| keeper != session);
                         if keepers == [*session] && !version.stored {
                             alone.insert(*writer);
                         }
                     }
-                    Command::Keep { id, writer: of, session }
-                        if (id, of) == (&version.id, writer)
+                    Command::Keep { id, writers, session }
+                        if *id == version.id
+                            && writers.contains(*writer)
                             && version.is_visible()
-                            && !keepers.is_empty() =>
+                            && !keepers.is_empty()
+                            && !keepers.contains(session) =>
                     {
                         wanted.push(*session);
-                        wanted.sort_unstable();
-                        wanted.dedup();
+                    }
+                    Command::LetGo { id, writer: of, session }
+                        if (id, of) == (&version.id, writer) && keepers != [*session] =>
+                    {
+                        wanted.retain(|keeper| keeper != session);
                     }
                     Command::Commit(Commit { id, writer: of, .. })
                         if (id, of) == (&version.id, writer)
@@ -474,7 +487,7 @@ impl World {
             }
             let was_there = version.is_open() || version.is_visible();
             let reason = match &now.status {
-                Status::Dropped { reason: Reason::Lost { writers } } => Some(writers.clone()),
+                Status::Dropped { reason: Reason::Lost { writers, .. } } => Some(writers.clone()),
                 _ => None,
             };
             // It has begun more in that version, and that is said first.
@@ -657,7 +670,7 @@ impl World {
             let is_lost = |version: &&Version| {
                 let mut keepers = version.contributions.values().map(Contribution::keepers);
                 match command {
-                    Command::SessionEnded { session } => {
+                    Command::SessionEnded { session, .. } => {
                         !version.stored
                             && keepers.any(|keepers| keepers.collect::<Vec<_>>() == [*session])
                     }

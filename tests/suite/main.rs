@@ -46,6 +46,9 @@ mod pickled;
 mod readers;
 /// The documents: what they name is there, what they say of stores holds.
 mod readme;
+/// What hosts keep because it was read there.
+#[cfg(all(target_os = "linux", feature = "etcd"))]
+mod replicas;
 /// What N writers put and M readers get, element by element.
 mod reshard;
 /// State dicts to bytes and back.

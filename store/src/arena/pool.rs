@@ -126,6 +126,12 @@ impl Writing {
         self.map.as_mut().expect("it was made").range_mut(0..len)
     }
 
+    /// What of it is written.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let len = usize::try_from(self.len).expect("it is in memory");
+        self.map.as_ref().expect("it was made").first(len)
+    }
+
     /// It is complete: gives it a name.
     pub(crate) fn publish(mut self, name: &str) -> io::Result<()> {
         let mut inner = self.pool.inner();
@@ -227,6 +233,22 @@ impl Pool {
 
     /// A segment for the daemon itself, to write a blob of this many bytes into.
     pub(crate) fn write_own(self: &Arc<Self>, len: u64) -> io::Result<Result<Writing, Exhausted>> {
+        self.write_by(len, WriteMap::new)
+    }
+
+    /// The same for a blob of which perhaps only parts come: others take no pages.
+    pub(crate) fn write_sparse(
+        self: &Arc<Self>,
+        len: u64,
+    ) -> io::Result<Result<Writing, Exhausted>> {
+        self.write_by(len, WriteMap::sparse)
+    }
+
+    fn write_by(
+        self: &Arc<Self>,
+        len: u64,
+        map_new: impl FnOnce(&OwnedFd, u64) -> io::Result<WriteMap>,
+    ) -> io::Result<Result<Writing, Exhausted>> {
         let mut inner = self.inner();
         let is_own = |segment: &Segment| matches!(segment.writer, Writer::Own(_));
         let prepared = inner.prepare(len, self.limit, is_own, || Writer::Own(None))?;
@@ -242,7 +264,7 @@ impl Pool {
         // Given back by its drop from here on.
         let mut writing = Writing { pool: self.clone(), segment: Some(id), map, len };
         if let Some(memory) = memory {
-            writing.map = Some(WriteMap::new(&memory, capacity)?);
+            writing.map = Some(map_new(&memory, capacity)?);
         }
         Ok(Ok(writing))
     }
@@ -385,6 +407,11 @@ impl Pool {
         }
         drop(inner);
         self.freed.notify_waiters();
+    }
+
+    /// Whether somebody reads a blob, or will.
+    pub(crate) fn is_held(&self, name: &str) -> bool {
+        self.inner().holds.contains_key(name)
     }
 
     /// Whether a blob is held, and deleted when it no longer is.

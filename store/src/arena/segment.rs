@@ -177,6 +177,11 @@ impl WriteMap {
         Ok(Self(map.populated(Advice::LinuxPopulateWrite)))
     }
 
+    /// The same for memory of which perhaps little is written: the system gives its pages as they are.
+    pub(crate) fn sparse(memory: &OwnedFd, capacity: u64) -> io::Result<Self> {
+        Ok(Self(Map::new(memory, capacity, ProtFlags::READ | ProtFlags::WRITE)?))
+    }
+
     /// How many bytes it has.
     pub(crate) fn len(&self) -> usize {
         self.0.len
@@ -195,6 +200,17 @@ impl WriteMap {
         // map that writes. Others map it to read only, and read what is committed: who has this map
         // gives it away to be kept before it commits, and gets it back when nobody reads any more.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), range.len()) }
+    }
+
+    /// Its first bytes, as they were written.
+    ///
+    /// # Panics
+    ///
+    /// If it has not so many.
+    pub(crate) fn first(&self, len: usize) -> &[u8] {
+        assert!(len <= self.0.len, "a part of the segment");
+        // SAFETY: so many bytes are mapped and initialised, as asserted, and this borrows the only map that writes.
+        unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), len) }
     }
 }
 

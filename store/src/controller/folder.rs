@@ -24,7 +24,7 @@ pub(crate) fn folder(key: &Key, version: &Version) -> String {
 ///
 /// No other version ever has the same one, not even the next of its number: whoever deletes what is in it, however
 /// late, harms nobody else.
-pub(super) fn folder_of(key: &Key, epoch: u32, number: u64, id: VersionId) -> String {
+pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64, id: VersionId) -> String {
     let id = &id.to_string()[..ID_DIGITS];
     format!("{}/{epoch}-{number}-{id}", key.to_path())
 }

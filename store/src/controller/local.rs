@@ -615,6 +615,26 @@ impl LocalController {
         }
     }
 
+    /// The manifest of a visible version, made of its archives once more: whoever kept it is gone, or does not answer.
+    pub(crate) async fn manifest(&self, key: &Key, id: VersionId) -> Result<Option<Vec<u8>>> {
+        let state = self.0.ledgers.state(key).await?;
+        let version = state.versions().find(|version| version.id == id).cloned();
+        let version = version.ok_or_else(|| Error::refused(key, Refusal::Unknown { id }))?;
+        let _reached = self.reach(key, &version).await?;
+        let (folder, number) = (folder(key, &version), version.number);
+        let shown = version.manifest().map(|manifest| manifest.digest);
+        let made = self.on_disk(move |volume| prove(volume, &folder, &version)).await?;
+        match made {
+            Ok(manifest) if shown == Some(digest(&manifest)) => Ok(Some(manifest)),
+            made => {
+                let why = made.err().unwrap_or_else(|| "it is another one".to_owned());
+                let text =
+                    format_args!("key `{key}`: the manifest of version {number}, made anew: {why}");
+                Err(Error::new(ErrorKind::Corrupt, text))
+            }
+        }
+    }
+
     /// Deletes the data of a version that nobody can reach. Until that is done the ledger keeps its number.
     async fn reclaim(&self, key: &Key, id: VersionId) -> Result<()> {
         let mut turn = self.0.ledgers.turn(key).await?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
+use super::elsewhere::Source;
 use crate::controller::Got;
 use crate::error::ErrorKind;
 use crate::route::Transport;
@@ -18,13 +19,11 @@ pub(super) struct Counts {
     pub(super) puts: u64,
     pub(super) bytes_put: u64,
     pub(super) gets: u64,
-    /// Bytes that this host has, and that others have.
-    pub(super) bytes_leased_here: u64,
-    pub(super) bytes_leased_there: u64,
+    /// Bytes that were leased: those that this host has, and those that others have, by why they do.
+    pub(super) bytes_leased: BTreeMap<Option<Source>, u64>,
     pub(super) published: u64,
     /// Bytes of archives that went out over connections.
     pub(super) bytes_read: u64,
-    pub(super) bytes_fetched: u64,
     /// What readers say that they have read.
     pub(super) got: BTreeMap<Transport, Got>,
     /// Requests by what they ask for and what came of them.

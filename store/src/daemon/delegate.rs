@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
+use super::elsewhere::{Keeper, Source};
 use super::registry::{Grant, Registry};
 use super::tiers::Tiers;
 use crate::arena::PeerId;
@@ -143,6 +144,7 @@ impl Delegate {
         let earlier = self.instance.swap(new.instance(), Ordering::Relaxed);
         if earlier != 0 && earlier != new.instance() {
             *self.inner() = Inner::default();
+            self.tiers.replicas.clear();
             for name in self.tiers.pool.names("") {
                 // Somebody may look at it still.
                 self.tiers.pool.suspect(&name);
@@ -300,7 +302,8 @@ impl Registry for Delegate {
         let placed: BTreeMap<String, (String, Endpoint, u64)> = placed.collect::<Result<_>>()?;
         let mut noted = Vec::new();
         for (name, at, len) in placed.values().filter(|(_, at, _)| *at != self.own) {
-            self.tiers.elsewhere.note(name, at, *len);
+            let keeper = Keeper { endpoint: at.clone(), source: Source::Origin };
+            self.tiers.elsewhere.note(name, &[keeper], *len);
             noted.push(name.clone());
         }
         let held = Held { owed, key: key.clone(), id, noted };
@@ -324,6 +327,10 @@ impl Registry for Delegate {
         })
     }
 
+    async fn manifest(&self, _key: &Key, _id: VersionId) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
     async fn release(&self, _key: &Key, lease: LeaseId) {
         let released = self.inner().leases.remove(&lease);
         for name in released.iter().flat_map(|held| &held.noted) {
@@ -331,8 +338,13 @@ impl Registry for Delegate {
         }
     }
 
+    async fn let_go(&self, _key: &Key, _name: &str) -> Result<bool> {
+        // Whoever it was put to keeps it.
+        Ok(true)
+    }
+
     async fn holds_memory(&self) -> Result<bool> {
-        Ok(!self.tiers.pool.names("").is_empty())
+        Ok(self.tiers.pool.names("").iter().any(|name| !self.tiers.replicas.is_one(name)))
     }
 
     async fn leave(&self) {}

@@ -1,15 +1,19 @@
 //! Archives that other daemons keep, and connections to those daemons.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 
 use crate::environment::wait;
+use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
 use crate::remote::Lines;
 use crate::volume::Far;
+use crate::wire::{Range, Sum};
 
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,6 +43,45 @@ pub(super) struct Elsewhere {
 struct Inner {
     blobs: BTreeMap<String, Kept>,
     hosts: BTreeMap<Endpoint, Host>,
+    traffic: Traffic,
+}
+
+/// What has come from other daemons.
+#[derive(Clone, Default)]
+pub(super) struct Traffic {
+    /// How many bytes, by what those who sent them are.
+    pub(super) pulled: BTreeMap<Source, u64>,
+    /// How often somebody was passed over, because it does not answer or does not have it.
+    pub(super) passed_over: u64,
+}
+
+/// Why a daemon keeps something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Source {
+    /// It was put there.
+    Origin,
+    /// It was read there.
+    Replica,
+}
+
+impl Source {
+    pub(super) const ALL: [Self; 2] = [Self::Origin, Self::Replica];
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Origin => "origin",
+            Self::Replica => "replica",
+        })
+    }
+}
+
+/// Another daemon that keeps a blob.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Keeper {
+    pub(super) endpoint: Endpoint,
+    pub(super) source: Source,
 }
 
 /// Another daemon.
@@ -52,7 +95,8 @@ struct Host {
 }
 
 struct Kept {
-    endpoint: Endpoint,
+    /// One at least, in the order in which they are asked.
+    keepers: Vec<Keeper>,
     len: u64,
     /// How many need to know.
     uses: u64,
@@ -67,11 +111,13 @@ impl Elsewhere {
         self.inner.lock().expect("nobody panics while holding what is elsewhere")
     }
 
-    /// Somebody needs to know that a daemon keeps a blob of so many bytes.
-    pub(super) fn note(&self, name: &str, endpoint: &Endpoint, len: u64) {
+    /// Somebody needs to know that daemons, one at least, keep a blob of so many bytes; the first is asked first.
+    pub(super) fn note(&self, name: &str, keepers: &[Keeper], len: u64) {
         let mut inner = self.inner();
-        let kept = || Kept { endpoint: endpoint.clone(), len, uses: 0 };
-        inner.blobs.entry(name.to_owned()).or_insert_with(kept).uses += 1;
+        let kept = || Kept { keepers: Vec::new(), len, uses: 0 };
+        let kept = inner.blobs.entry(name.to_owned()).or_insert_with(kept);
+        kept.keepers = keepers.to_vec();
+        kept.uses += 1;
     }
 
     /// Somebody needs to know no more.
@@ -88,22 +134,22 @@ impl Elsewhere {
     /// Nobody needs a blob any more: whoever keeps it is told.
     pub(super) fn discard(&self, name: &str) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (lines, unneeded) = {
-            let mut inner = self.inner();
-            let Some(kept) = inner.blobs.remove(name) else { return };
-            let host = self.host_in(&mut inner, &kept.endpoint);
+        let mut inner = self.inner();
+        let Some(kept) = inner.blobs.remove(name) else { return };
+        for keeper in kept.keepers {
+            let host = self.host_in(&mut inner, &keeper.endpoint);
             let (lines, unneeded) = (host.lines.clone(), host.unneeded.clone());
-            let mut names = names_of(&unneeded);
-            names.push(name.to_owned());
-            if names.len() > 1 {
-                // Somebody is about to tell it already.
-                return;
+            let is_first = {
+                let mut names = names_of(&unneeded);
+                names.push(name.to_owned());
+                names.len() == 1
+            };
+            // Else somebody is about to tell it already. A daemon that is gone has nothing to discard, and nobody
+            // waits for one that is slow.
+            if is_first {
+                drop(runtime.spawn_blocking(move || tell(&lines, &unneeded)));
             }
-            drop(names);
-            (lines, unneeded)
-        };
-        // A daemon that is gone has nothing to discard, and nobody waits for one that is slow.
-        drop(runtime.spawn_blocking(move || tell(&lines, &unneeded)));
+        }
     }
 
     /// The names of what is kept elsewhere that begin with a prefix.
@@ -113,13 +159,21 @@ impl Elsewhere {
         names.take_while(|name| name.starts_with(prefix)).cloned().collect()
     }
 
-    pub(super) fn place(&self, name: &str) -> Option<(Endpoint, u64)> {
-        self.inner().blobs.get(name).map(|kept| (kept.endpoint.clone(), kept.len))
+    /// Who is asked first for a blob, and how many bytes that has.
+    pub(super) fn place(&self, name: &str) -> Option<(Keeper, u64)> {
+        let inner = self.inner();
+        let kept = inner.blobs.get(name)?;
+        Some((kept.keepers.first()?.clone(), kept.len))
     }
 
     pub(super) fn open(&self, name: &str) -> Option<Far> {
-        let (endpoint, len) = self.place(name)?;
-        Some(Far { holder: self.host(&endpoint), blob: name.into(), len, tail: None })
+        let (keeper, len) = self.place(name)?;
+        Some(Far { holder: self.host(&keeper.endpoint), blob: name.into(), len, tail: None })
+    }
+
+    /// What has come from other daemons so far.
+    pub(super) fn traffic(&self) -> Traffic {
+        self.inner().traffic.clone()
     }
 
     /// Connections to a daemon.
@@ -127,26 +181,90 @@ impl Elsewhere {
         self.host_in(&mut self.inner(), endpoint).lines.clone()
     }
 
-    /// The same for bytes that go on to somebody else, with the right to use so many at once.
-    pub(super) fn relay(&self, endpoint: &Endpoint) -> (Arc<Lines>, Arc<Semaphore>) {
-        let mut inner = self.inner();
-        let host = self.host_in(&mut inner, endpoint);
-        (host.lines.clone(), host.relays.clone())
+    /// Bytes of a blob, from the first daemon that gives them, with their checksum if they are to be proven.
+    ///
+    /// # Errors
+    ///
+    /// Those of the last daemon; `Unreachable` if any of them is.
+    pub(super) async fn read(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        prove: bool,
+    ) -> Result<(Bytes, Sum)> {
+        let keepers = self.inner().blobs.get(name).map(|kept| kept.keepers.clone());
+        let mut failed: Option<Error> = None;
+        for keeper in keepers.unwrap_or_default() {
+            let (lines, relays) = {
+                let mut inner = self.inner();
+                let host = self.host_in(&mut inner, &keeper.endpoint);
+                (host.lines.clone(), host.relays.clone())
+            };
+            // Each has a connection and a thread.
+            let relay = relays.acquire_owned().await;
+            let _relay = relay.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
+            let (blob, ranges) = (name.to_owned(), ranges.to_vec());
+            match wait(move || lines.relay(&blob, ranges, prove)).await {
+                Ok((data, sum)) => {
+                    let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+                    *self.inner().traffic.pulled.entry(keeper.source).or_default() += bytes;
+                    return Ok((data, sum));
+                }
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound) =>
+                {
+                    self.pass_over(name, &keeper);
+                    let is_worse = |failed: &Error| failed.kind() == ErrorKind::Unreachable;
+                    failed = failed.filter(is_worse).or(Some(error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(failed.unwrap_or_else(|| {
+            let text = format_args!("`{name}` is not there (any more): locate its version again");
+            Error::new(ErrorKind::NotFound, text)
+        }))
     }
 
-    /// Whether a daemon answers: to be asked before those are kept waiting who may have its bytes from elsewhere too.
-    pub(super) async fn answers(&self, endpoint: &Endpoint) -> bool {
+    /// Others are asked for a blob before this one, if there are any.
+    fn pass_over(&self, name: &str, keeper: &Keeper) {
+        let mut inner = self.inner();
+        let Some(kept) = inner.blobs.get_mut(name) else { return };
+        if kept.keepers.len() > 1 && kept.keepers.first() == Some(keeper) {
+            kept.keepers.rotate_left(1);
+            inner.traffic.passed_over += 1;
+        }
+    }
+
+    /// Whether more than one daemon keeps a blob.
+    pub(super) fn are_several(&self, name: &str) -> bool {
+        self.inner().blobs.get(name).is_some_and(|kept| kept.keepers.len() > 1)
+    }
+
+    /// Lets one who has answered since a moment be the first to be asked for a blob; says whether there is one.
+    pub(super) async fn prefer_who_answers(&self, name: &str, since: Instant) -> bool {
+        let keepers = self.inner().blobs.get(name).map(|kept| kept.keepers.clone());
+        for keeper in keepers.unwrap_or_default() {
+            if self.answers(&keeper.endpoint, since).await {
+                return true;
+            }
+            self.pass_over(name, &keeper);
+        }
+        false
+    }
+
+    /// Whether a daemon has answered since a moment.
+    pub(super) async fn answers(&self, endpoint: &Endpoint, since: Instant) -> bool {
         let (lines, asked) = {
             let mut inner = self.inner();
             let host = self.host_in(&mut inner, endpoint);
             (host.lines.clone(), host.asked.clone())
         };
-        let now = Instant::now();
         let mut asked = asked.lock().await;
         // Somebody else may have asked meanwhile.
         match *asked {
-            Some((since, true)) if since >= now => return true,
-            Some((since, false)) if since.elapsed() < DISBELIEF => return false,
+            Some((begun, true)) if begun >= since => return true,
+            Some((begun, false)) if begun.elapsed() < DISBELIEF => return false,
             _ => {}
         }
         let begun = Instant::now();

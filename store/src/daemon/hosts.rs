@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tssd_format::MANIFEST;
 
-use super::elsewhere::Elsewhere;
-use crate::arena::Pool;
+use super::elsewhere::{Elsewhere, Keeper, Source};
+use super::replicas::{Replicas, key_of};
 use crate::controller::{Keepers, LocalController, Reached};
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{ManifestReference, SessionId, Version};
@@ -23,6 +24,12 @@ const BELIEF: Duration = Duration::from_secs(3);
 
 /// How often the keys of which something is kept are looked after.
 const UPKEEP: Duration = Duration::from_secs(5);
+
+/// With what pauses that is done at most.
+const REST: Duration = Duration::from_millis(500);
+
+/// How many of those are asked who keep something only because it was read there, before the one it was put to.
+const MAX_REPLICAS: usize = 2;
 
 /// Where the other daemons are.
 pub(super) struct Hosts {
@@ -65,27 +72,30 @@ impl Keepers for Hosts {
         let mut noted = Noted { elsewhere: self.elsewhere.clone(), names: Vec::new() };
         let mut ended = Vec::new();
         for contribution in version.contributions.values() {
-            let mut place = None;
-            for keeper in contribution.keepers() {
-                if keeper == own {
-                    place = None;
-                    break;
-                }
+            let keepers: Vec<SessionId> = contribution.keepers().collect();
+            if keepers.contains(&own) {
+                continue;
+            }
+            let mut found = Vec::new();
+            for (keeper, source) in asked(&keepers, SystemEnvironment.random()) {
                 match self.find(keeper).await? {
-                    Some(endpoint) => place = Some(endpoint),
+                    Some(endpoint) => found.push(Keeper { endpoint, source }),
                     None => ended.push(keeper),
                 }
             }
-            let Some(endpoint) = place else { continue };
+            if found.is_empty() {
+                continue;
+            }
             for archive in contribution.archives() {
-                noted.note(format!("{folder}/{}", archive.name), &endpoint, archive.file_len);
+                noted.note(format!("{folder}/{}", archive.name), &found, archive.file_len);
             }
         }
         if let Some(ManifestReference { keeper: Some(keeper), file_len, .. }) = version.manifest()
             && *keeper != own
             && let Some(endpoint) = self.find(*keeper).await?
         {
-            noted.note(format!("{folder}/{MANIFEST}"), &endpoint, *file_len);
+            let keeper = Keeper { endpoint, source: Source::Origin };
+            noted.note(format!("{folder}/{MANIFEST}"), &[keeper], *file_len);
         }
         ended.sort_unstable();
         ended.dedup();
@@ -101,8 +111,8 @@ struct Noted {
 }
 
 impl Noted {
-    fn note(&mut self, name: String, endpoint: &Endpoint, len: u64) {
-        self.elsewhere.note(&name, endpoint, len);
+    fn note(&mut self, name: String, keepers: &[Keeper], len: u64) {
+        self.elsewhere.note(&name, keepers, len);
         self.names.push(name);
     }
 }
@@ -115,23 +125,62 @@ impl Drop for Noted {
     }
 }
 
-/// Now and then looks after the keys of which something is kept here: who has ended is said, and what no ledger knows
-/// is deleted, because whoever has deleted its version could not say so here.
-pub(super) async fn look_after(controller: LocalController, pool: Arc<Pool>) {
+/// Of those who keep the same, who is asked for it, first one of those who have it only because it was read there: some
+/// of these, by chance, so that not all readers ask the same one.
+fn asked(keepers: &[SessionId], chance: u128) -> Vec<(SessionId, Source)> {
+    let Some((origin, replicas)) = keepers.split_first() else { return Vec::new() };
+    let mut asked = replicas.to_vec();
+    if let Some(last) = u128::try_from(replicas.len()).ok().filter(|count| *count > 0) {
+        asked.rotate_left(usize::try_from(chance % last).unwrap_or_default());
+    }
+    asked.truncate(MAX_REPLICAS);
+    let replicas = asked.into_iter().map(|replica| (replica, Source::Replica));
+    replicas.chain([(*origin, Source::Origin)]).collect()
+}
+
+/// Now and then, and when something was read that stays, looks after the keys of which something is kept here: that it
+/// is, and who has ended, is said, and what no ledger knows is deleted, because whoever has deleted its version could not
+/// say so here.
+pub(super) async fn look_after(controller: LocalController, replicas: Arc<Replicas>) {
     loop {
-        tokio::time::sleep(UPKEEP).await;
-        let keys: BTreeSet<Key> = pool.names("").iter().filter_map(|name| key_of(name)).collect();
-        for key in keys {
-            if let Err(error) = controller.look_after(&key).await {
+        // What is read meanwhile is looked after in the next round.
+        let mut changed = std::pin::pin!(replicas.changed.notified());
+        changed.as_mut().enable();
+        let mut kept: BTreeMap<Key, BTreeSet<String>> = BTreeMap::new();
+        for name in replicas.staying() {
+            if let Some(key) = key_of(&name) {
+                kept.entry(key).or_default().insert(name);
+            }
+        }
+        for (key, names) in kept {
+            if let Err(error) = controller.look_after(&key, &names).await {
                 tracing::warn!(%key, %error, "not looked after");
             }
         }
+        let _ = tokio::time::timeout(UPKEEP, changed).await;
+        // Several archives of a version are said at once.
+        tokio::time::sleep(REST).await;
     }
 }
 
-/// The key of an archive or manifest.
-fn key_of(name: &str) -> Option<Key> {
-    let (version, _) = name.rsplit_once('/')?;
-    let (key, _) = version.rsplit_once('/')?;
-    Key::from_path(key)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replicas_are_asked_before_the_origin_each_as_often() {
+        let keepers = |count: u128| (0..count).map(SessionId).collect::<Vec<_>>();
+        assert_eq!(asked(&keepers(0), 7), []);
+        assert_eq!(asked(&keepers(1), 7), [(SessionId(0), Source::Origin)]);
+        let mut first = BTreeMap::new();
+        for chance in 0..400 {
+            let asked = asked(&keepers(5), chance);
+            assert_eq!(asked.len(), MAX_REPLICAS + 1);
+            assert_eq!(asked.last(), Some(&(SessionId(0), Source::Origin)));
+            let replicas: BTreeSet<_> = asked[..MAX_REPLICAS].iter().copied().collect();
+            assert!(replicas.len() == MAX_REPLICAS && !replicas.iter().any(|it| it.0.0 == 0));
+            *first.entry(asked[0].0).or_insert(0) += 1;
+        }
+        assert!(first.len() == 4 && first.values().all(|count| *count == 100), "{first:?}");
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,6 +21,7 @@ use super::lost::Lost;
 use super::mirror::{Bucket, Mirror, Why};
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
+use super::replicas;
 use super::tiers::{Place, Tiers};
 use crate::arena::{Exhausted, PeerId, Pool, Span};
 use crate::controller::LocalController;
@@ -163,7 +165,7 @@ impl House {
                         Arc::new(hosts),
                         environment(),
                     );
-                    upkeep.spawn(hosts::look_after(controller.clone(), tiers.pool.clone()));
+                    upkeep.spawn(hosts::look_after(controller.clone(), tiers.replicas.clone()));
                     let mirror = mirror(&controller, bucket);
                     (Arc::new(controller), mirror)
                 }
@@ -183,6 +185,7 @@ impl House {
                     (Arc::new(controller), mirror)
                 }
             };
+        upkeep.spawn(replicas::look_after(tiers.replicas.clone(), registry.clone()));
         Ok(Self { mirror, _upkeep: upkeep, ..Self::new(registry, tiers) })
     }
 
@@ -401,16 +404,19 @@ impl House {
     /// another version of its key is fetched.
     async fn restore(&self, key: &Key, grant: &Grant) -> Result<()> {
         let Some(mirror) = &self.mirror else { return Ok(()) };
-        let mut missing = Vec::new();
+        let (mut missing, now) = (Vec::new(), Instant::now());
         for name in grant.names() {
             match self.tiers.place(name)? {
                 None => missing.push((name.clone(), Why::Alone)),
-                Some(Place::There(endpoint, _))
-                    if grant.stored && !self.tiers.elsewhere.answers(&endpoint).await =>
-                {
-                    missing.push((name.clone(), Why::Unanswered));
+                Some(Place::There(..)) => {
+                    let elsewhere = &self.tiers.elsewhere;
+                    let is_only_there = !grant.stored && !elsewhere.are_several(name);
+                    let is_there = is_only_there || elsewhere.prefer_who_answers(name, now).await;
+                    if grant.stored && !is_there {
+                        missing.push((name.clone(), Why::Unanswered));
+                    }
                 }
-                Some(_) => {}
+                Some(Place::Here(_)) => {}
             }
         }
         if missing.is_empty() {
@@ -453,7 +459,7 @@ impl House {
             })
         };
         self.restore(key, grant).await?;
-        self.copy_manifest(grant).await?;
+        self.copy_manifest(key, grant).await?;
         let Place::Here(manifest) = place(&grant.manifest)? else {
             return Err(Error::new(ErrorKind::Corrupt, "the manifest is elsewhere"));
         };
@@ -462,26 +468,116 @@ impl House {
         Ok((manifest, archives.collect::<Result<_>>()?))
     }
 
+    /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
+    /// waits.
+    pub(super) async fn in_memory<T>(
+        &self,
+        waits_no_more: impl Future<Output = ()>,
+        mut work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, Exhausted>>,
+    ) -> io::Result<std::result::Result<T, Exhausted>> {
+        let mut waits_no_more = std::pin::pin!(waits_no_more);
+        loop {
+            // What becomes free while it is tried counts too.
+            let mut freed = std::pin::pin!(self.pool.freed.notified());
+            freed.as_mut().enable();
+            let exhausted = match work(&self.pool)? {
+                Err(exhausted) if exhausted.wanted <= exhausted.limit => exhausted,
+                done => return Ok(done),
+            };
+            if self.let_go_of_spare().await {
+                continue;
+            }
+            tokio::select! {
+                () = freed => {}
+                () = &mut waits_no_more => return Ok(Err(exhausted)),
+            }
+        }
+    }
+
+    /// Lets go of something that is here only because it was read. Says whether there was something.
+    async fn let_go_of_spare(&self) -> bool {
+        while let Some(spare) = self.tiers.replicas.spare() {
+            if self.tiers.replicas.let_go(spare, &*self.registry).await {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// What is read of an archive of others stays from now on, if there is memory for it.
+    pub(super) async fn make_replica(&self, name: &str, len: u64) -> Result<()> {
+        let nobody_waits = std::future::ready(());
+        let replicas = &self.tiers.replicas;
+        if replicas.has_begun(name) {
+            return Ok(());
+        }
+        if let Some(key) = replicas::key_of(name)
+            && replicas.is_first_of_its_version(name)
+        {
+            // What it replaces is written over.
+            replicas.drop_replaced(&key, &*self.registry).await;
+        }
+        let begun = self.in_memory(nobody_waits, |_| replicas.begin(name, len)).await;
+        match begun.map_err(|error| Error::io(name, error))? {
+            Ok(()) => {}
+            Err(exhausted) => tracing::debug!(name, %exhausted, "it is not kept"),
+        }
+        Ok(())
+    }
+
     /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
     /// holds the version.
-    async fn copy_manifest(&self, grant: &Grant) -> Result<()> {
+    async fn copy_manifest(&self, key: &Key, grant: &Grant) -> Result<()> {
         let missing = grant.missing.clone().or_else(|| {
-            let (endpoint, len) = self.tiers.elsewhere.place(&grant.manifest)?;
-            Some((grant.manifest.clone(), endpoint, len))
+            let (keeper, len) = self.tiers.elsewhere.place(&grant.manifest)?;
+            Some((grant.manifest.clone(), keeper.endpoint, len))
         });
-        let Some((name, endpoint, len)) = missing else { return Ok(()) };
+        if missing.is_none() && self.tiers.place(&grant.manifest)?.is_some() {
+            return Ok(());
+        }
         let _copying = self.copying.lock().await;
         if self.pool.span(&grant.manifest).is_some() {
             return Ok(());
         }
-        let lines = self.tiers.elsewhere.host(&endpoint);
-        let bytes = wait(move || lines.manifest(&name, len)).await?;
+        let bytes = self.manifest(key, grant, missing).await?;
         let written = self.pool.write(&grant.manifest, &bytes);
         let written = written.map_err(|error| Error::io(&grant.manifest, error))?;
         written.map_err(|exhausted| self.no_room(&exhausted))?;
         // As long as somebody holds the version.
         self.pool.delete(&grant.manifest);
         Ok(())
+    }
+
+    /// A manifest, from whoever has it. If he does not answer, it is made of the archives once more, if those are to be
+    /// had.
+    async fn manifest(
+        &self,
+        key: &Key,
+        grant: &Grant,
+        at: Option<(String, Endpoint, u64)>,
+    ) -> Result<Vec<u8>> {
+        let (elsewhere, now) = (&self.tiers.elsewhere, Instant::now());
+        let is_there = match &at {
+            Some((_, endpoint, _)) => elsewhere.answers(endpoint, now).await,
+            None => false,
+        };
+        if !is_there {
+            let mut can_be_made = true;
+            for name in grant.archives.values() {
+                let is_here = matches!(self.tiers.place(name)?, Some(Place::Here(_)));
+                can_be_made &= is_here || elsewhere.prefer_who_answers(name, now).await;
+            }
+            if can_be_made && let Some(made) = self.registry.manifest(key, grant.id).await? {
+                return Ok(made);
+            }
+        }
+        let Some((name, endpoint, len)) = at else {
+            let number = grant.number;
+            let text = format_args!("key `{key}`: nobody has the manifest of version {number}");
+            return Err(Error::new(ErrorKind::Unreachable, text));
+        };
+        let lines = elsewhere.host(&endpoint);
+        wait(move || lines.manifest(&name, len)).await
     }
 
     fn count_get(&self, peer: PeerId, key: &Key, number: u64, archives: &BTreeMap<String, Place>) {
@@ -497,10 +593,11 @@ impl House {
         let mut counts = self.counters.count();
         counts.gets += 1;
         for place in archives.values() {
-            let leased = match place {
-                Place::Here(_) => &mut counts.bytes_leased_here,
-                Place::There(..) => &mut counts.bytes_leased_there,
+            let source = match place {
+                Place::Here(_) => None,
+                Place::There(keeper, _) => Some(keeper.source),
             };
+            let leased = counts.bytes_leased.entry(source).or_default();
             *leased = leased.saturating_add(place.len());
         }
     }
@@ -550,13 +647,13 @@ impl House {
         key: &Key,
         selector: Selector,
         only: Option<&[String]>,
-    ) -> Result<(Grant, Vec<(String, Endpoint, u64)>)> {
+    ) -> Result<(Grant, Vec<(String, u64)>)> {
         let Leased { grant, archives, .. } = self.lease(FETCHER, key, selector).await?;
         let wanted =
             archives.into_iter().filter(|(file, _)| only.is_none_or(|only| only.contains(file)));
         let far = wanted.filter_map(|(file, place)| match place {
             Place::Here(_) => None,
-            Place::There(endpoint, len) => Some((grant.archives[&file].clone(), endpoint, len)),
+            Place::There(_, len) => Some((grant.archives[&file].clone(), len)),
         });
         let far = far.collect();
         Ok((grant, far))
@@ -565,7 +662,8 @@ impl House {
     /// A version is here, as far as it was wanted: it stays until another one of its key is. If all of it is
     /// a copy, whoever else has it need not keep it for us.
     pub(super) async fn fetched(&self, key: &Key, grant: Grant) {
-        let is_copied = grant.names().all(|name| self.pool.is_doomed(name));
+        let is_copy = |name: &String| self.pool.is_doomed(name) || self.tiers.replicas.is_one(name);
+        let is_copied = grant.names().all(is_copy);
         let lease = grant.lease;
         let (earlier, registered) = {
             let mut inner = self.inner();

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};
 
+use super::counters::Counts;
+use super::elsewhere::{Source, Traffic};
 use super::house::House;
 use super::mirror::{MirrorCounts, Why};
 use crate::controller::{Got, VersionInfo};
@@ -38,10 +40,7 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.counter("put_bytes_total", "Bytes of archives that were committed.", counts.bytes_put);
     page.counter("versions_published_total", "Versions that became visible.", counts.published);
     page.counter("gets_total", "Versions that were given to readers.", counts.gets);
-    let leased = [("here", counts.bytes_leased_here), ("host", counts.bytes_leased_there)];
-    let leased = leased.map(|(source, bytes)| (vec![("source", source.to_owned())], bytes));
-    let help = "Bytes of archives that were leased, by who has them: this host, or another one.";
-    page.family(Kind::Counter, "leased_bytes_total", help, leased);
+    page.sources(&counts, &house.tiers.elsewhere.traffic());
     let got = |bytes: fn(&Got) -> u64| {
         counts
             .got
@@ -56,8 +55,6 @@ pub(super) async fn page(house: &House) -> Result<String> {
     page.family(Kind::Counter, "verified_bytes_total", help, got(|got| got.verified));
     let help = "Bytes of archives that went out over connections.";
     page.counter("read_bytes_total", help, counts.bytes_read);
-    let help = "Bytes of archives that were copied from other daemons ahead of their readers.";
-    page.counter("fetched_bytes_total", help, counts.bytes_fetched);
     let requests = counts.requests.iter().map(|(&(op, failed), count)| {
         (vec![("op", op.to_owned()), ("outcome", outcome(failed).to_owned())], count)
     });
@@ -123,6 +120,26 @@ enum Kind {
 type Labels = Vec<(&'static str, String)>;
 
 impl Page {
+    /// Where archives are that were asked for, and where they came from.
+    fn sources(&mut self, counts: &Counts, traffic: &Traffic) {
+        let leased = [None].into_iter().chain(Source::ALL.map(Some)).map(|source| {
+            let name = source.map_or_else(|| "here".to_owned(), |source| source.to_string());
+            (vec![("source", name)], counts.bytes_leased.get(&source).copied().unwrap_or_default())
+        });
+        let help = "Bytes of archives that were leased, by who has them: this host, a host where they were read, or the one \
+                    that they were put to.";
+        self.family(Kind::Counter, "leased_bytes_total", help, leased);
+        let pulled = Source::ALL.map(|source| {
+            let bytes = traffic.pulled.get(&source).copied().unwrap_or_default();
+            (vec![("source", source.to_string())], bytes)
+        });
+        let help = "Bytes of archives that came from other daemons: from hosts where they were read, or to which they were \
+                    put.";
+        self.family(Kind::Counter, "pulled_bytes_total", help, pulled);
+        let help = "How often another daemon was asked than the first, which did not answer or did not have it any more.";
+        self.counter("passed_over_total", help, traffic.passed_over);
+    }
+
     /// What goes to the bucket, and comes back.
     fn mirror(&mut self, counts: &MirrorCounts, uploads: &[UploadStatus]) {
         self.gauge("uploads", "Contributions on their way to the bucket.", uploads.len());

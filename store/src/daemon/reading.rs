@@ -46,28 +46,47 @@ pub(super) fn total(ranges: &[Range], blob_len: u64) -> Result<u64> {
 /// The bytes of ranges, one after the other: a view if they are one piece in memory.
 pub(super) fn gather(blob: &dyn Blob, ranges: &[Range], bytes: u64) -> Result<Bytes> {
     let failed = |error| Error::io("archive", error);
-    let place = |at: u64| usize::try_from(at).expect("a place in memory fits usize");
     if let (Some(mapped), [only]) = (blob.bytes(), ranges)
         && only.2.is_empty()
     {
         return Ok(mapped.slice(place(only.0)..place(only.0 + only.1)));
     }
+    if let Some(mapped) = blob.bytes() {
+        return Ok(collect(mapped, ranges, bytes));
+    }
     let mut gathered = BytesMut::with_capacity(place(bytes));
     let mut done = Ok(());
     for range in ranges {
         let len = place(range.1);
-        range.for_each(|at| match blob.bytes() {
-            Some(mapped) => gathered.extend_from_slice(&mapped[place(at)..][..len]),
-            None if done.is_ok() => {
+        range.for_each(|at| {
+            if done.is_ok() {
                 let start = gathered.len();
                 gathered.resize(start + len, 0);
                 done = blob.read_exact_at(&mut gathered[start..], at);
             }
-            None => {}
         });
     }
     done.map_err(failed)?;
     Ok(gathered.freeze())
+}
+
+/// A copy of the bytes of ranges, one after the other.
+///
+/// # Panics
+///
+/// If they do not lie in the bytes.
+pub(super) fn collect(from: &[u8], ranges: &[Range], bytes: u64) -> Bytes {
+    let mut collected = BytesMut::with_capacity(place(bytes));
+    for range in ranges {
+        let len = place(range.1);
+        range.for_each(|at| collected.extend_from_slice(&from[place(at)..][..len]));
+    }
+    collected.freeze()
+}
+
+/// Where a byte is in memory.
+pub(super) fn place(at: u64) -> usize {
+    usize::try_from(at).expect("a place in memory fits usize")
 }
 
 impl Reading {

@@ -39,8 +39,14 @@ pub(super) trait Registry: Catalog {
     /// A visible version, which stays for this holder until it is released.
     async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<Grant>;
 
+    /// The manifest of a version, made of its archives once more; none if whoever decides is elsewhere.
+    async fn manifest(&self, key: &Key, id: VersionId) -> Result<Option<Vec<u8>>>;
+
     /// A holder hands a lease back.
     async fn release(&self, key: &Key, lease: LeaseId);
+
+    /// Need not keep an archive of others any more, which was read here; false if nobody else keeps it.
+    async fn let_go(&self, key: &Key, name: &str) -> Result<bool>;
 
     /// Whether there is a version, or a part of one, that ends with this daemon.
     async fn holds_memory(&self) -> Result<bool>;
@@ -133,8 +139,16 @@ impl Registry for LocalController {
         })
     }
 
+    async fn manifest(&self, key: &Key, id: VersionId) -> Result<Option<Vec<u8>>> {
+        LocalController::manifest(self, key, id).await
+    }
+
     async fn release(&self, key: &Key, lease: LeaseId) {
         LocalController::release(self, key, lease).await;
+    }
+
+    async fn let_go(&self, key: &Key, name: &str) -> Result<bool> {
+        LocalController::let_go(self, key, name).await
     }
 
     async fn holds_memory(&self) -> Result<bool> {

@@ -27,7 +27,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
-use crate::net::Endpoint;
 use crate::wire::{
     self, Archives, Begin, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
@@ -364,8 +363,9 @@ impl Session {
             (Place::Here(span), Origin::Address(_)) => {
                 Location::Blob { blob: name.clone(), len: span.len, at: None }
             }
-            (Place::There(endpoint, len), _) => {
-                Location::Blob { blob: name.clone(), len: *len, at: Some(endpoint.to_string()) }
+            (Place::There(keeper, len), _) => {
+                let at = Some(keeper.endpoint.to_string());
+                Location::Blob { blob: name.clone(), len: *len, at }
             }
         };
         let located = archives.iter();
@@ -443,12 +443,15 @@ impl Session {
         // What has come back from the bucket is noted to be elsewhere still.
         let is_here = house.pool.span(&name).is_some();
         let elsewhere = house.tiers.elsewhere.place(&name).filter(|_| !is_here);
-        if let Some((endpoint, len)) = elsewhere {
-            match self.relay(&name, &ranges, prove, (&endpoint, len)).await {
+        if let Some((_, len)) = elsewhere {
+            match self.relay(&name, &ranges, prove, len).await {
+                Ok(Some(relayed)) => return Ok(relayed),
+                // It is here now.
+                Ok(None) => {}
                 Err(error) if error.kind() == ErrorKind::Unreachable => {
                     house.rescue(&name, error).await?;
                 }
-                relayed => return relayed,
+                Err(error) => return Err(error),
             }
         }
         let blob = house.open_blob(&name)?;
@@ -469,22 +472,19 @@ impl Session {
         Ok(Answer { data, credits, ..Reply::Read(sum).into() })
     }
 
-    /// Bytes of a blob of so many that another daemon has.
+    /// Bytes of a blob of so many that other daemons have; none if it is here meanwhile.
     async fn relay(
         &self,
         name: &str,
         ranges: &[Range],
         prove: bool,
-        (endpoint, len): (&Endpoint, u64),
-    ) -> Result<Answer<'_>> {
+        len: u64,
+    ) -> Result<Option<Answer<'_>>> {
         let bytes = total(ranges, len)?;
         let credits = self.credits(bytes, false).await?;
-        let (lines, relays) = self.house.tiers.elsewhere.relay(endpoint);
-        // Each has a connection and a thread.
-        let _relay = relays.acquire_owned().await.map_err(closed)?;
-        let (name, ranges) = (name.to_owned(), ranges.to_vec());
-        let (data, sum) = wait(move || lines.relay(&name, ranges, prove)).await?;
-        Ok(Answer { data, credits, ..Reply::Read(sum).into() })
+        self.house.make_replica(name, len).await?;
+        let read = self.house.tiers.replicas.read(name, ranges, prove).await?;
+        Ok(read.map(|(data, sum)| Answer { data, credits, ..Reply::Read(sum).into() }))
     }
 
     /// The right to send so many bytes, here and, if they are a copy, of all.

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::elsewhere::Elsewhere;
+use super::elsewhere::{Elsewhere, Keeper};
+use super::replicas::Replicas;
 use crate::arena::{ArenaVolume, Pool, Span};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
-use crate::net::Endpoint;
 use crate::route::Route;
 use crate::volume::{DirectoryVolume, Near, Part, Reservation, Volume, directly_below};
 
@@ -18,13 +18,15 @@ pub(super) struct Tiers {
     directory: Option<DirectoryVolume>,
     /// What other daemons keep.
     pub(super) elsewhere: Arc<Elsewhere>,
+    /// What of that readers of this host have asked for.
+    pub(super) replicas: Arc<Replicas>,
 }
 
 /// Where a blob is.
 pub(super) enum Place {
     Here(Span),
     /// So many bytes that this daemon keeps.
-    There(Endpoint, u64),
+    There(Keeper, u64),
 }
 
 impl Place {
@@ -47,7 +49,8 @@ impl Tiers {
         elsewhere: Elsewhere,
     ) -> Self {
         let elsewhere = Arc::new(elsewhere);
-        Self { memory: ArenaVolume(pool.clone()), pool, directory, elsewhere }
+        let replicas = Arc::new(Replicas::new(pool.clone(), elsewhere.clone()));
+        Self { memory: ArenaVolume(pool.clone()), pool, directory, elsewhere, replicas }
     }
 
     /// The directory, if there is one; the daemon keeps nothing else.
@@ -72,8 +75,8 @@ impl Tiers {
         if let Some(span) = self.pool.span(name) {
             return Ok(Some(Place::Here(span)));
         }
-        if let Some((endpoint, len)) = self.elsewhere.place(name) {
-            return Ok(Some(Place::There(endpoint, len)));
+        if let Some((keeper, len)) = self.elsewhere.place(name) {
+            return Ok(Some(Place::There(keeper, len)));
         }
         let Some(directory) = &self.directory else { return Ok(None) };
         let Some((file, len)) = directory.lend(name)? else { return Ok(None) };

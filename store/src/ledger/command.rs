@@ -1,5 +1,6 @@
 //! What can be asked of the ledger, what it answers, and what it owes.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -38,9 +39,22 @@ pub enum Command {
     SessionEnded {
         /// The process.
         session: SessionId,
+        /// What would be lost with it of which versions, if somebody knows: tensors and slices.
+        #[serde(default)]
+        slices: BTreeMap<VersionId, String>,
     },
-    /// A process keeps what a writer has committed, besides those that did before.
+    /// A process keeps what these writers have committed, besides those that did before.
     Keep {
+        /// The version.
+        id: VersionId,
+        /// The writers.
+        writers: WriterSet,
+        /// The process.
+        session: SessionId,
+    },
+    /// A process wants to keep what a writer has committed no longer. It has to if nobody else does: then nothing
+    /// changes.
+    LetGo {
         /// The version.
         id: VersionId,
         /// The writer.

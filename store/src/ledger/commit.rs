@@ -1,11 +1,14 @@
 //! Commit, abort and proof: how a version becomes visible, or does not.
 
+use std::collections::BTreeMap;
+
 use super::MAX_REASON_BYTES;
 use super::command::{Commit, Outcome};
 use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
 use super::version::{Contribution, Durability, ManifestReference, Status, Version};
+use super::writers::WriterSet;
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
@@ -49,7 +52,11 @@ impl State {
         Outcome::Done
     }
 
-    pub(super) fn session_ended(&mut self, session: SessionId) -> Outcome {
+    pub(super) fn session_ended(
+        &mut self,
+        session: SessionId,
+        mut slices: BTreeMap<VersionId, String>,
+    ) -> Outcome {
         let begun = self.open().flat_map(|version| {
             let of_it = version.sessions.iter().filter(|(_, each)| **each == session);
             of_it.map(|(writer, _)| (version.id, *writer))
@@ -63,21 +70,39 @@ impl State {
             keepers.any(|keeper| keeper == session)
         };
         let mut lost = Vec::new();
-        self.change(is_kept, |version| lost.extend(version.lose(session).then_some(version.id)));
+        self.change(is_kept, |version| {
+            let slices = slices.remove(&version.id).unwrap_or_default();
+            lost.extend(version.lose(session, cut(slices)).then_some(version.id));
+        });
         // Whoever holds them can hold nothing of them.
         self.pins.retain(|_, id| !lost.contains(id));
         self.leases.retain(|_, lease| !lost.contains(&lease.version));
         self.holder_gone(&session.to_string())
     }
 
-    pub(super) fn keep(&mut self, id: VersionId, writer: u32, session: SessionId) -> Outcome {
+    pub(super) fn keep(
+        &mut self,
+        id: VersionId,
+        writers: &WriterSet,
+        session: SessionId,
+    ) -> Outcome {
         if let Ok(version) = self.named(id)
             && version.is_visible()
-            && let Some(Contribution::Committed { keepers, .. }) =
-                version.contributions.get_mut(&writer)
-            && !keepers.is_empty()
         {
-            keepers.insert(session);
+            let kept = version.contributions.iter_mut();
+            for (_, contribution) in kept.filter(|(writer, _)| writers.contains(**writer)) {
+                contribution.keep(session);
+            }
+        }
+        Outcome::Done
+    }
+
+    pub(super) fn let_go(&mut self, id: VersionId, writer: u32, session: SessionId) -> Outcome {
+        if let Ok(version) = self.named(id)
+            && let Some(contribution) = version.contributions.get_mut(&writer)
+            && contribution.keepers().any(|keeper| keeper != session)
+        {
+            contribution.lose(session);
         }
         Outcome::Done
     }

@@ -45,6 +45,10 @@ pub enum Reason {
     Lost {
         /// The writers whose archives they were.
         writers: WriterSet,
+        /// The tensors and slices that were in them, as far as somebody knew; longer texts than
+        /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES) are cut.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        slices: String,
     },
 }
 
@@ -62,8 +66,10 @@ impl fmt::Display for Reason {
             Self::Fenced { by } => write!(f, "fenced: job {by} has taken over the key"),
             Self::Aborted { writer } => write!(f, "aborted: the put of writer {writer} failed"),
             Self::Deleted => f.write_str("deleted while it was open"),
-            Self::Lost { writers } => {
-                write!(f, "lost: the hosts that kept the archives of writers {writers} have ended")
+            Self::Lost { writers, slices } => {
+                let hosts = "the hosts that kept the archives of writers";
+                write!(f, "lost: {hosts} {writers} have ended")?;
+                if slices.is_empty() { Ok(()) } else { write!(f, ", and with them {slices}") }
             }
         }
     }

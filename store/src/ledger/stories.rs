@@ -6,6 +6,7 @@ mod numbers;
 mod retention;
 mod stored;
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -35,6 +36,12 @@ impl Ledger {
         let Step { state, outcome, .. } = step(&self.state, command)?;
         self.state = state;
         Ok(outcome)
+    }
+
+    /// A process ends.
+    fn end(&mut self, session: u128) {
+        let (session, slices) = (SessionId(session), BTreeMap::new());
+        self.give(Command::SessionEnded { session, slices }).unwrap();
     }
 
     fn begin(&mut self, put: Put<'_>) -> Result<VersionId, Refusal> {

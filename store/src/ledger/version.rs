@@ -82,9 +82,10 @@ pub enum Contribution {
         digest: Digest,
         /// Where they are, in their order: usually there is one.
         archives: Vec<ArchiveReference>,
-        /// The processes that keep them, each all of them, if they end with the last of these.
-        #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-        keepers: BTreeSet<SessionId>,
+        /// The processes that keep them, each all of them, if they end with the last of these. The first is the one
+        /// that they were put to, unless it has ended.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        keepers: Vec<SessionId>,
     },
 }
 
@@ -186,11 +187,25 @@ impl Contribution {
         keepers.into_iter().flatten().copied()
     }
 
+    /// A process keeps them too, if they end with those who do.
+    pub(super) fn keep(&mut self, session: SessionId) {
+        if let Self::Committed { keepers, .. } = self
+            && !keepers.is_empty()
+            && !keepers.contains(&session)
+        {
+            keepers.push(session);
+        }
+    }
+
     /// A process keeps them no longer. Says whether now nobody does.
-    fn lose(&mut self, session: SessionId) -> bool {
+    pub(super) fn lose(&mut self, session: SessionId) -> bool {
         match self {
             Self::Begun => false,
-            Self::Committed { keepers, .. } => keepers.remove(&session) && keepers.is_empty(),
+            Self::Committed { keepers, .. } => {
+                let had = keepers.len();
+                keepers.retain(|keeper| *keeper != session);
+                keepers.is_empty() && had > 0
+            }
         }
     }
 }
@@ -305,7 +320,7 @@ impl Version {
 
     /// A process has ended. If it alone has kept something that is not in a bucket too, that is lost, and nobody can read
     /// the version any more; says whether that is so.
-    pub(super) fn lose(&mut self, session: SessionId) -> bool {
+    pub(super) fn lose(&mut self, session: SessionId, slices: String) -> bool {
         let lost = self
             .contributions
             .iter_mut()
@@ -313,7 +328,7 @@ impl Version {
         let writers = WriterSet::from_iter(lost.collect::<Vec<_>>());
         let is_lost = !writers.is_empty() && !self.stored && (self.is_open() || self.is_visible());
         if is_lost {
-            self.status = Status::Dropped { reason: Reason::Lost { writers } };
+            self.status = Status::Dropped { reason: Reason::Lost { writers, slices } };
         }
         is_lost
     }

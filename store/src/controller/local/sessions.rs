@@ -1,18 +1,26 @@
 //! Processes that share ledgers: what others know this one by, who of them has ended, and what readers hold.
 
 use std::any::Any;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::{LocalController, folder};
 use crate::controller::keepers::Reached;
+use crate::controller::lost;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Command, LeaseId, Outcome, Selector, SessionId, Version};
-use crate::sync::{self, Mutex, MutexGuard, sleep};
+use crate::ledger::{
+    ArchiveReference, Command, Contribution, LeaseId, Outcome, Selector, SessionId, State, Version,
+    VersionId, WriterSet,
+};
+use crate::sync::{self, Mutex, MutexGuard, sleep, timeout};
 
 /// With what pauses it is looked whether others see this process, and how often until they see that it ends.
 const SEEN_PAUSE: Duration = Duration::from_millis(50);
 const LEAVE_TRIES: u32 = 20;
+
+/// For how long a manifest is waited for that says what is lost.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A process, and what others see of it as long as it lives.
 pub(super) struct Session {
@@ -61,9 +69,37 @@ impl LocalController {
     /// Takes back what these processes have begun of a key, and what they hold of it.
     pub(super) async fn say_ended(&self, key: &Key, ended: Vec<SessionId>) -> Result<()> {
         for session in ended {
-            self.apply(key, Command::SessionEnded { session }).await?;
+            let slices = self.lost_with(key, session).await?;
+            self.apply(key, Command::SessionEnded { session, slices }).await?;
         }
         Ok(())
+    }
+
+    /// What is lost of the visible versions of a key with a process, as far as their manifests are to be had.
+    async fn lost_with(
+        &self,
+        key: &Key,
+        session: SessionId,
+    ) -> Result<BTreeMap<VersionId, String>> {
+        let state = self.0.ledgers.state(key).await?;
+        let mut slices = BTreeMap::new();
+        for version in state.visible().filter(|version| !version.stored) {
+            let lost = version.contributions.values().filter(|it| it.keepers().eq([session]));
+            let lost = lost.flat_map(Contribution::archives).map(|archive| archive.name.clone());
+            let lost: BTreeSet<String> = lost.collect();
+            let Some(manifest) = version.manifest().filter(|_| !lost.is_empty()) else { continue };
+            if manifest.keeper == Some(session) {
+                continue;
+            }
+            let _reached = self.reach(key, version).await?;
+            let name = manifest.name.clone();
+            let read = self.on_disk(move |volume| lost::slices(volume, &name, &lost));
+            // Whoever reads waits for this.
+            if let Ok(Ok(Some(said))) = timeout(PATIENCE, read).await {
+                slices.insert(version.id, said);
+            }
+        }
+        Ok(slices)
     }
 
     /// Waits until others find this process, so that nobody takes what is put to it for lost: who was stopped, or cut
@@ -163,9 +199,61 @@ impl LocalController {
         self.0.unreleased.lock().expect("nobody panics while holding the leases")
     }
 
-    /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
-    pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
+    /// Says what of the visible versions of a key this process keeps because it was read here.
+    async fn say_kept(&self, key: &Key, names: &BTreeSet<String>) -> Result<()> {
+        let Some(own) = self.keeper().await? else { return Ok(()) };
+        let state = self.0.ledgers.state(key).await?;
+        for version in state.visible() {
+            let folder = folder(key, version);
+            let is_here = |it: &ArchiveReference| names.contains(&format!("{folder}/{}", it.name));
+            let is_new = |contribution: &Contribution| {
+                let mut keepers = contribution.keepers().peekable();
+                // Others keep it, or it ends with nobody.
+                keepers.peek().is_some() && keepers.all(|keeper| keeper != own)
+            };
+            let kept = version.contributions.iter().filter(|(_, contribution)| {
+                is_new(contribution) && contribution.archives().iter().all(is_here)
+            });
+            let writers: WriterSet = kept.map(|(writer, _)| *writer).collect();
+            if !writers.is_empty() {
+                let keep = Command::Keep { id: version.id, writers, session: own };
+                self.apply(key, keep).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Need not keep an archive any more, by its name in the volume; false if nobody else does.
+    pub(crate) async fn let_go(&self, key: &Key, name: &str) -> Result<bool> {
+        let Some(own) = self.keeper().await? else { return Ok(true) };
+        // Who has ended keeps nothing.
+        self.end_sessions(key).await?;
+        let kept = |state: &State| {
+            let versions = state.versions().filter(|version| {
+                let folder = folder(key, version);
+                name.strip_prefix(&folder).is_some_and(|file| file.starts_with('/'))
+            });
+            let mut contributions = versions.flat_map(|version| {
+                version.contributions.iter().map(|(writer, it)| (version.id, *writer, it))
+            });
+            let kept = contributions.find(|(_, _, contribution)| {
+                let mut archives = contribution.archives().iter();
+                archives.any(|archive| name.ends_with(&format!("/{}", archive.name)))
+            });
+            let kept = kept.filter(|(.., it)| it.keepers().any(|keeper| keeper == own));
+            kept.map(|(id, writer, _)| (id, writer))
+        };
+        if let Some((id, writer)) = kept(&*self.0.ledgers.state(key).await?) {
+            self.apply(key, Command::LetGo { id, writer, session: own }).await?;
+        }
+        Ok(kept(&*self.0.ledgers.state(key).await?).is_none())
+    }
+
+    /// Says which processes have ended and what is kept here, carries out what is owed, and deletes what no ledger
+    /// knows.
+    pub(crate) async fn look_after(&self, key: &Key, names: &BTreeSet<String>) -> Result<()> {
         self.release_owed().await;
+        self.say_kept(key, names).await?;
         self.end_sessions(key).await?;
         // Proofs that are owed for long, too.
         self.state(key).await?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Contributed, Place, Progress, Proposal};
+use crate::daemon::elsewhere::{Keeper, Source};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -215,7 +216,7 @@ impl Session {
                 () = self.house.closed() => {}
             }
         };
-        let done = self.house.pool.when_free(waits_no_more, work).await;
+        let done = self.house.in_memory(waits_no_more, work).await;
         let done = done.map_err(|error| Error::io("memory", error))?;
         done.map_err(|exhausted| self.house.no_room(&exhausted))
     }
@@ -324,8 +325,10 @@ impl Session {
         let failed = |error| Error::io(&path, error);
         match std::mem::replace(&mut open.memory, Memory::Inline) {
             Memory::Kept(endpoint) => {
+                let keeper = Keeper { endpoint, source: Source::Origin };
                 for (number, len) in open.lens.iter().enumerate() {
-                    self.house.tiers.elsewhere.note(&open.place.path(number), &endpoint, *len);
+                    let name = open.place.path(number);
+                    self.house.tiers.elsewhere.note(&name, std::slice::from_ref(&keeper), *len);
                 }
                 return Ok(());
             }

@@ -115,21 +115,18 @@ fn an_open_version_is_abandoned_after_ten_minutes() {
 fn what_a_process_has_begun_ends_with_it() {
     let mut ledger = Ledger::default();
     let of = |session, put| Put { session: Some(session), ..put };
-    let ended = |ledger: &mut Ledger, session| {
-        ledger.give(Command::SessionEnded { session: SessionId(session) }).unwrap();
-    };
     let alone = ledger.begin(of(1, alone(None))).unwrap();
-    ended(&mut ledger, 2);
+    ledger.end(2);
     assert!(ledger.state.open().any(|version| version.id == alone));
-    ended(&mut ledger, 1);
+    ledger.end(1);
     assert_eq!(ledger.reason(alone), Reason::Aborted { writer: 0 });
     // What is committed stays, and who begins anew has another process.
     let half = ledger.put(of(3, step_of("a", 0, 5))).unwrap();
     assert_eq!(ledger.begin(of(4, step_of("a", 1, 5))), Ok(half));
-    ended(&mut ledger, 3);
-    ended(&mut ledger, 4);
+    ledger.end(3);
+    ledger.end(4);
     assert_eq!(ledger.begin(of(5, step_of("a", 1, 5))), Ok(half));
-    ended(&mut ledger, 4);
+    ledger.end(4);
     let committed = Outcome::Committed { visible: false, missing: WriterSet::default() };
     assert_eq!(ledger.commit(half, step_of("a", 1, 5), 2), Ok(committed));
 }
@@ -177,9 +174,6 @@ fn a_refusal_names_what_it_is_about() {
 #[test]
 fn what_a_process_kept_alone_is_lost_with_it() {
     let mut ledger = Ledger::default();
-    let ended = |ledger: &mut Ledger, session| {
-        ledger.give(Command::SessionEnded { session: SessionId(session) }).unwrap();
-    };
     let kept_by = |ledger: &mut Ledger, id, put: Put<'_>, keeper: u128| {
         ledger.keeper = Some(SessionId(keeper));
         ledger.commit(id, put, 7).unwrap();
@@ -192,11 +186,19 @@ fn what_a_process_kept_alone_is_lost_with_it() {
     ledger.prove(id).unwrap();
     ledger.give(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
     // Somebody else keeps it too.
-    ledger.give(Command::Keep { id, writer: 1, session: SessionId(3) }).unwrap();
-    ended(&mut ledger, 2);
+    let keep = Command::Keep { id, writers: writers("1"), session: SessionId(3) };
+    let let_go = |session| Command::LetGo { id, writer: 1, session: SessionId(session) };
+    ledger.give(keep.clone()).unwrap();
+    // Who keeps it only because it was read may let go of it, and keep it again.
+    ledger.give(let_go(3)).unwrap();
+    ledger.give(keep).unwrap();
+    ledger.end(2);
     assert!(ledger.state.head().is_some());
-    ended(&mut ledger, 3);
-    let reason = Reason::Lost { writers: writers("1") };
+    // Now nobody else keeps it.
+    ledger.give(let_go(3)).unwrap();
+    assert!(ledger.state.head().is_some());
+    ledger.end(3);
+    let reason = Reason::Lost { writers: writers("1"), slices: String::new() };
     assert_eq!(ledger.reason(id), reason);
     assert_eq!(pending(&ledger.state), [Effect::Delete { id, epoch: 0, number: 5 }]);
     let lost = Refusal::Dropped { number: 5, reason };

@@ -50,11 +50,14 @@ fn what_is_in_the_bucket_outlasts_who_kept_it() {
         id
     });
     ledger.stored(ids[0]);
-    ledger.give(Command::SessionEnded { session: SessionId(7) }).unwrap();
+    ledger.end(7);
     assert_eq!(ledger.visible(), [1]);
-    assert_eq!(ledger.reason(ids[1]), Reason::Lost { writers: writers("0") });
+    assert_eq!(
+        ledger.reason(ids[1]),
+        Reason::Lost { writers: writers("0"), slices: String::new() }
+    );
     assert_eq!(ledger.give(Command::Stored { id: ids[1] }), {
-        let reason = Reason::Lost { writers: writers("0") };
+        let reason = Reason::Lost { writers: writers("0"), slices: String::new() };
         Err(Refusal::Dropped { number: 2, reason })
     });
 }

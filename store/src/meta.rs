@@ -5,6 +5,8 @@ mod conformance;
 mod directory;
 #[cfg(feature = "etcd")]
 mod etcd;
+#[cfg(test)]
+mod faulty;
 #[cfg(all(test, feature = "etcd"))]
 #[path = "../../tests/src/host.rs"]
 #[expect(unreachable_pub, reason = "other tests use it")]

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::faulty::Faulty;
 use super::{DirectoryMeta, MemoryMeta, MetaStore};
 use crate::disk::Disk;
 use crate::error::Result;
@@ -180,6 +181,49 @@ async fn steps_of_two_processes_follow_each_other() {
         assert!(one.is_disjoint(&other), "{kind}");
         // The first state is that of a key that was never written, which keeps one version.
         assert_eq!(one.union(&other).max(), Some(&(2 * STEPS + 1)), "{kind}");
+    }
+}
+
+/// The same where requests fail: what was acknowledged is there, and what failed is there once or not at all.
+#[tokio::test(flavor = "multi_thread")]
+async fn steps_follow_each_other_whatever_fails() {
+    const STEPS: usize = 40;
+    let key = Key::new("policy").unwrap();
+    let kept = |state: &State| (1..).find(|keep| *state == keeping(*keep)).unwrap();
+    for Kind { name: kind, metas, _keep, .. } in kinds().await {
+        let faulty = metas.map(|meta| Arc::new(Faulty::new(meta, 7)));
+        let count = |meta: &Arc<Faulty>| {
+            let (ledgers, key) = (SharedLedgers::new(meta.clone()), key.clone());
+            tokio::spawn(async move {
+                let (mut made, mut unknown, mut last) = (BTreeSet::new(), BTreeSet::new(), 0);
+                while made.len() < STEPS {
+                    let Ok(turn) = ledgers.turn(&key).await else { continue };
+                    let now = kept(turn.state());
+                    assert!(now >= last, "it goes back from {last} to {now}");
+                    last = now;
+                    match save(turn, keeping(now + 1)).await {
+                        Ok(true) => assert!(made.insert(now + 1)),
+                        Ok(false) => {}
+                        Err(_) => drop(unknown.insert(now + 1)),
+                    }
+                }
+                (made, unknown)
+            })
+        };
+        let [one, other] = faulty.each_ref().map(count);
+        let (one, other) = (one.await.unwrap(), other.await.unwrap());
+        assert!(one.0.is_disjoint(&other.0), "{kind}");
+        let acknowledged: BTreeSet<u32> = one.0.union(&other.0).copied().collect();
+        let state = SharedLedgers::new(faulty[0].bare()).state(&key).await.unwrap();
+        let newest = kept(&state);
+        assert!(acknowledged.iter().all(|step| *step <= newest), "{kind}");
+        // Each was made by somebody.
+        let is_made = |step: &u32| {
+            acknowledged.contains(step) || one.1.contains(step) || other.1.contains(step)
+        };
+        assert!((2..=newest).all(|step| is_made(&step)), "{kind}");
+        let failed = faulty.iter().all(|meta| meta.has_failed());
+        assert!(failed, "{kind}: requests failed, done and not done");
     }
 }
 

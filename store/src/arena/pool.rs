@@ -10,6 +10,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use async_trait::async_trait;
+
 use super::extents::Extents;
 use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
@@ -158,6 +160,13 @@ impl Drop for Writing {
     }
 }
 
+/// What is in memory and can be had again.
+#[async_trait]
+pub(crate) trait Spare: Sync {
+    /// Lets go of something. Says whether there was something.
+    async fn let_go_of_one(&self) -> bool;
+}
+
 /// How much of a slab a blob of so many bytes takes.
 fn room_for(len: u64) -> u64 {
     len.max(1).next_multiple_of(PAGE)
@@ -195,10 +204,11 @@ impl Pool {
     }
 
     /// Does something that needs memory: again whenever some becomes free, until there is enough of it or
-    /// nobody waits any more. What is more than the limit is not waited for.
+    /// nobody waits any more. What is more than the limit is not waited for. What is spare goes before anybody waits.
     pub(crate) async fn when_free<T>(
         self: &Arc<Self>,
         waits_no_more: impl Future<Output = ()>,
+        spare: &dyn Spare,
         mut work: impl FnMut(&Arc<Self>) -> io::Result<Result<T, Exhausted>>,
     ) -> io::Result<Result<T, Exhausted>> {
         let mut waits_no_more = std::pin::pin!(waits_no_more);
@@ -210,6 +220,9 @@ impl Pool {
                 Err(exhausted) if exhausted.wanted <= exhausted.limit => exhausted,
                 done => return Ok(done),
             };
+            if spare.let_go_of_one().await {
+                continue;
+            }
             select! {
                 () = freed => {}
                 () = &mut waits_no_more => return Ok(Err(exhausted)),

@@ -185,7 +185,7 @@ impl Elsewhere {
     ///
     /// # Errors
     ///
-    /// Those of the last daemon; `Unreachable` if any of them is.
+    /// Those of the last daemon; `Unreachable` if any of them is; `Corrupt` if what comes is damaged.
     pub(super) async fn read(
         &self,
         name: &str,
@@ -204,14 +204,16 @@ impl Elsewhere {
             let relay = relays.acquire_owned().await;
             let _relay = relay.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
             let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-            match wait(move || lines.relay(&blob, ranges, prove)).await {
+            match wait(move || read(&lines, &blob, ranges, prove)).await {
                 Ok((data, sum)) => {
                     let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
                     *self.inner().traffic.pulled.entry(keeper.source).or_default() += bytes;
                     return Ok((data, sum));
                 }
+                // Whoever has it only because it was read there may have it no more, or damaged.
                 Err(error)
-                    if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound) =>
+                    if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound)
+                        || keeper.source == Source::Replica =>
                 {
                     self.pass_over(name, &keeper);
                     let is_worse = |failed: &Error| failed.kind() == ErrorKind::Unreachable;
@@ -292,6 +294,19 @@ impl Elsewhere {
     pub(super) fn is_tls(&self) -> bool {
         self.identity.is_some()
     }
+}
+
+/// As many bytes as were asked for, with their checksum if they are to be proven.
+fn read(lines: &Lines, blob: &str, ranges: Vec<Range>, prove: bool) -> Result<(Bytes, Sum)> {
+    let bytes =
+        ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.bytes_in(u64::MAX)?));
+    let (data, sum) = lines.relay(blob, ranges, prove)?;
+    let is_whole = u64::try_from(data.len()).ok() == bytes;
+    if is_whole && (!prove || sum.crc32 == Some(crc32fast::hash(&data))) {
+        return Ok((data, sum));
+    }
+    let text = format_args!("bytes of `{blob}` came damaged; get them again");
+    Err(Error::new(ErrorKind::Corrupt, text))
 }
 
 /// Tells a daemon what it need not keep, until there is nothing more to tell.

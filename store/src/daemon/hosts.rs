@@ -10,6 +10,7 @@ use tssd_format::MANIFEST;
 
 use super::elsewhere::{Elsewhere, Keeper, Source};
 use super::replicas::{Replicas, key_of};
+use crate::arena::Pool;
 use crate::controller::{Keepers, LocalController, Reached};
 use crate::environment::{Environment, SystemEnvironment};
 use crate::error::Result;
@@ -35,13 +36,15 @@ const MAX_REPLICAS: usize = 2;
 pub(super) struct Hosts {
     ledgers: SharedLedgers,
     elsewhere: Arc<Elsewhere>,
+    /// What is here.
+    pool: Arc<Pool>,
     /// What was found last.
     found: Mutex<BTreeMap<SessionId, (Endpoint, Instant)>>,
 }
 
 impl Hosts {
-    pub(super) fn new(ledgers: SharedLedgers, elsewhere: Arc<Elsewhere>) -> Self {
-        Self { ledgers, elsewhere, found: Mutex::default() }
+    pub(super) fn new(ledgers: SharedLedgers, elsewhere: Arc<Elsewhere>, pool: Arc<Pool>) -> Self {
+        Self { ledgers, elsewhere, pool, found: Mutex::default() }
     }
 
     /// Where a daemon is; none if it has ended.
@@ -73,9 +76,12 @@ impl Keepers for Hosts {
         let mut ended = Vec::new();
         for contribution in version.contributions.values() {
             let keepers: Vec<SessionId> = contribution.keepers().collect();
-            if keepers.contains(&own) {
+            let name = |file: &str| format!("{folder}/{file}");
+            let mut names = contribution.archives().iter().map(|archive| name(&archive.name));
+            if keepers.contains(&own) && names.all(|name| self.pool.span(&name).is_some()) {
                 continue;
             }
+            let keepers: Vec<_> = keepers.into_iter().filter(|keeper| *keeper != own).collect();
             let mut found = Vec::new();
             for (keeper, source) in asked(&keepers, SystemEnvironment.random()) {
                 match self.find(keeper).await? {
@@ -87,7 +93,7 @@ impl Keepers for Hosts {
                 continue;
             }
             for archive in contribution.archives() {
-                noted.note(format!("{folder}/{}", archive.name), &found, archive.file_len);
+                noted.note(name(&archive.name), &found, archive.file_len);
             }
         }
         if let Some(ManifestReference { keeper: Some(keeper), file_len, .. }) = version.manifest()
@@ -146,14 +152,13 @@ pub(super) async fn look_after(controller: LocalController, replicas: Arc<Replic
         // What is read meanwhile is looked after in the next round.
         let mut changed = std::pin::pin!(replicas.changed.notified());
         changed.as_mut().enable();
-        let mut kept: BTreeMap<Key, BTreeSet<String>> = BTreeMap::new();
-        for name in replicas.staying() {
-            if let Some(key) = key_of(&name) {
-                kept.entry(key).or_default().insert(name);
-            }
-        }
-        for (key, names) in kept {
-            if let Err(error) = controller.look_after(&key, &names).await {
+        let keys: BTreeSet<Key> =
+            replicas.staying(None).iter().filter_map(|name| key_of(name)).collect();
+        for key in keys {
+            let staying = || replicas.staying(Some(&key));
+            let told = replicas.tell(controller.say_kept(&key, &staying)).await;
+            let looked_after = controller.look_after(&key).await;
+            if let Err(error) = told.and(looked_after) {
                 tracing::warn!(%key, %error, "not looked after");
             }
         }

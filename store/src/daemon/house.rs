@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -140,8 +139,8 @@ impl House {
         let environment = || Arc::new(SystemEnvironment);
         let mirror = |own: &LocalController, bucket: Option<Bucket>| {
             let (store, shown) = bucket.map(|bucket| (bucket.store(), bucket.shown))?;
-            let (own, pool) = (own.clone(), tiers.pool.clone());
-            Some(Mirror::new(store, shown, own, pool, options.bucket_rate))
+            let (own, replicas) = (own.clone(), tiers.replicas.clone());
+            Some(Mirror::new(store, shown, own, replicas, options.bucket_rate))
         };
         let (registry, mirror): (Arc<dyn Registry>, _) =
             match (&options.controller, &options.meta, own) {
@@ -158,7 +157,8 @@ impl House {
                     if let Some(bucket) = &bucket {
                         ledgers = ledgers.restore(bucket.ledgers.clone());
                     }
-                    let hosts = Hosts::new(ledgers.clone(), tiers.elsewhere.clone());
+                    let hosts =
+                        Hosts::new(ledgers.clone(), tiers.elsewhere.clone(), tiers.pool.clone());
                     let controller = LocalController::among(
                         Arc::new(ledgers),
                         Arc::new(tiers.clone()),
@@ -271,21 +271,28 @@ impl House {
         key: &Key,
         selector: Selector,
     ) -> Result<Leased> {
-        let grant = match self.hold_fetched(peer, key, selector, |_| false) {
-            Some(grant) => grant,
-            None => match self.registry.lease(peer, key, selector).await {
-                Ok(grant) => self.hold(peer, key, grant),
-                Err(error) => self.instead(peer, key, selector, error).await?,
-            },
-        };
-        match self.place(key, &grant).await {
-            Ok((manifest, archives)) => {
-                self.count_get(peer, key, grant.number, &archives);
-                Ok(Leased { grant, manifest, archives })
-            }
-            Err(error) => {
-                self.release(peer, grant.lease).await;
-                Err(error)
+        let mut is_again = false;
+        loop {
+            let grant = match self.hold_fetched(peer, key, selector, |_| false) {
+                Some(grant) => grant,
+                None => match self.registry.lease(peer, key, selector).await {
+                    Ok(grant) => self.hold(peer, key, grant),
+                    Err(error) => self.instead(peer, key, selector, error).await?,
+                },
+            };
+            match self.place(key, &grant).await {
+                Ok((manifest, archives)) => {
+                    self.count_get(peer, key, grant.number, &archives);
+                    return Ok(Leased { grant, manifest, archives });
+                }
+                Err(error) => {
+                    self.release(peer, grant.lease).await;
+                    // What was here may have been let go of before it was held.
+                    if is_again || error.kind() != ErrorKind::Corrupt {
+                        return Err(error);
+                    }
+                    is_again = true;
+                }
             }
         }
     }
@@ -468,63 +475,6 @@ impl House {
         Ok((manifest, archives.collect::<Result<_>>()?))
     }
 
-    /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
-    /// waits.
-    pub(super) async fn in_memory<T>(
-        &self,
-        waits_no_more: impl Future<Output = ()>,
-        mut work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, Exhausted>>,
-    ) -> io::Result<std::result::Result<T, Exhausted>> {
-        let mut waits_no_more = std::pin::pin!(waits_no_more);
-        loop {
-            // What becomes free while it is tried counts too.
-            let mut freed = std::pin::pin!(self.pool.freed.notified());
-            freed.as_mut().enable();
-            let exhausted = match work(&self.pool)? {
-                Err(exhausted) if exhausted.wanted <= exhausted.limit => exhausted,
-                done => return Ok(done),
-            };
-            if self.let_go_of_spare().await {
-                continue;
-            }
-            tokio::select! {
-                () = freed => {}
-                () = &mut waits_no_more => return Ok(Err(exhausted)),
-            }
-        }
-    }
-
-    /// Lets go of something that is here only because it was read. Says whether there was something.
-    async fn let_go_of_spare(&self) -> bool {
-        while let Some(spare) = self.tiers.replicas.spare() {
-            if self.tiers.replicas.let_go(spare, &*self.registry).await {
-                return true;
-            }
-        }
-        false
-    }
-
-    /// What is read of an archive of others stays from now on, if there is memory for it.
-    pub(super) async fn make_replica(&self, name: &str, len: u64) -> Result<()> {
-        let nobody_waits = std::future::ready(());
-        let replicas = &self.tiers.replicas;
-        if replicas.has_begun(name) {
-            return Ok(());
-        }
-        if let Some(key) = replicas::key_of(name)
-            && replicas.is_first_of_its_version(name)
-        {
-            // What it replaces is written over.
-            replicas.drop_replaced(&key, &*self.registry).await;
-        }
-        let begun = self.in_memory(nobody_waits, |_| replicas.begin(name, len)).await;
-        match begun.map_err(|error| Error::io(name, error))? {
-            Ok(()) => {}
-            Err(exhausted) => tracing::debug!(name, %exhausted, "it is not kept"),
-        }
-        Ok(())
-    }
-
     /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
     /// holds the version.
     async fn copy_manifest(&self, key: &Key, grant: &Grant) -> Result<()> {
@@ -540,7 +490,9 @@ impl House {
             return Ok(());
         }
         let bytes = self.manifest(key, grant, missing).await?;
-        let written = self.pool.write(&grant.manifest, &bytes);
+        let nobody_waits = std::future::ready(());
+        let write = |pool: &Arc<Pool>| pool.write(&grant.manifest, &bytes);
+        let written = self.tiers.replicas.in_memory(&*self.registry, nobody_waits, write).await;
         let written = written.map_err(|error| Error::io(&grant.manifest, error))?;
         written.map_err(|exhausted| self.no_room(&exhausted))?;
         // As long as somebody holds the version.

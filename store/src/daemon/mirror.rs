@@ -23,6 +23,7 @@ pub(super) use self::upload::Storing;
 use self::upload::Upload;
 use crate::arena::Pool;
 use crate::controller::{Contributed, LocalController, Place};
+use crate::daemon::replicas::Replicas;
 use crate::environment::{SystemEnvironment, pause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -81,6 +82,8 @@ pub(super) struct Mirror {
     /// Whose versions they are.
     own: LocalController,
     pool: Arc<Pool>,
+    /// What goes if there is no memory.
+    replicas: Arc<Replicas>,
     pace: Arc<Pace>,
     lines: Mutex<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
     /// The right to upload: each upload has threads and parts of its own.
@@ -138,14 +141,15 @@ impl Mirror {
         bucket: LocalController,
         shown: String,
         own: LocalController,
-        pool: Arc<Pool>,
+        replicas: Arc<Replicas>,
         bytes_per_second: Option<u64>,
     ) -> Arc<Self> {
         Arc::new(Self {
             bucket,
             shown,
             own,
-            pool,
+            pool: replicas.pool().clone(),
+            replicas,
             pace: Arc::new(Pace::new(bytes_per_second)),
             lines: Mutex::default(),
             turns: Semaphore::new(UPLOADS),
@@ -424,7 +428,8 @@ impl Mirror {
             let failed = |error| Error::io(format_args!("`{name}` of `{}`", self.shown), error);
             let len = archived.blob().size().map_err(failed)?;
             let late = tokio::time::sleep_until(deadline);
-            let writing = self.pool.when_free(late, |pool| pool.write_own(len)).await;
+            let write = |pool: &Arc<Pool>| pool.write_own(len);
+            let writing = self.replicas.in_memory(&self.own, late, write).await;
             let writing = writing.map_err(failed)?.map_err(|exhausted| {
                 let text = format_args!(
                     "no memory for a version of `{key}` that comes back from `{}`: {exhausted}; wait until others \
@@ -441,9 +446,13 @@ impl Mirror {
                 .on_disk(move |_| {
                     let failed = |error| Error::io(&name, error);
                     archived.blob().read_exact_at(writing.bytes_mut(), 0).map_err(failed)?;
-                    writing.publish(&name).map_err(failed)?;
-                    // It is there as long as somebody holds the version.
-                    pool.delete(&name);
+                    match writing.publish(&name) {
+                        // It is there as long as somebody holds the version.
+                        Ok(()) => pool.delete(&name),
+                        // It has come from another host meanwhile.
+                        Err(_) if pool.span(&name).is_some() => {}
+                        Err(error) => return Err(failed(error)),
+                    }
                     Ok(())
                 })
                 .await?;

@@ -4,18 +4,20 @@
 mod coming;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
 use bytes::Bytes;
-use tokio::sync::Notify;
+use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tssd_format::Archive;
 
 use self::coming::{Coming, Memory};
 use super::elsewhere::Elsewhere;
 use super::registry::Registry;
-use crate::arena::{Exhausted, Pool};
+use crate::arena::{Exhausted, Pool, Spare};
 use crate::controller::folder_of;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -29,10 +31,18 @@ const MIN_RUN: u64 = 256;
 /// How often it is looked whether the versions of replicas are still visible.
 const UPKEEP: Duration = Duration::from_secs(5);
 
+/// For how long a read waits to hear which versions are visible.
+const REGISTRY: Duration = Duration::from_secs(1);
+
+/// For how long memory is not looked for again.
+const REFUSED: Duration = Duration::from_secs(1);
+
 pub(super) struct Replicas {
     pool: Arc<Pool>,
     elsewhere: Arc<Elsewhere>,
     inner: Mutex<Inner>,
+    /// Whoever has it tells others what is kept here, or lets go of something.
+    telling: AsyncMutex<()>,
     /// Rung whenever one is complete, or will not be.
     pub(super) changed: Notify,
 }
@@ -43,21 +53,29 @@ struct Inner {
     coming: BTreeMap<String, Arc<Coming>>,
     /// Those that are in the pool, each with the how-manieth it was.
     whole: BTreeMap<String, u64>,
-    /// What is let go of now.
-    leaving: BTreeSet<String>,
+    /// For what there was no memory, and when.
+    refused: BTreeMap<String, Instant>,
     next: u64,
 }
 
-/// What is kept only because it was read.
-pub(super) struct Spare {
-    pub(super) name: String,
-    /// Whether others may know of it.
-    is_whole: bool,
+impl Inner {
+    /// Drops an archive that has come in part, and is not to come whole now. Says whether there was one.
+    fn drop_partial(&mut self, may_go: impl Fn(&String) -> bool) -> bool {
+        let mut partial = self.coming.iter().filter(|(_, coming)| !coming.is_rest_asked());
+        let name = partial.find(|(name, _)| may_go(name)).map(|(name, _)| name.clone());
+        name.and_then(|name| self.coming.remove(&name)).is_some()
+    }
 }
 
 impl Replicas {
     pub(super) fn new(pool: Arc<Pool>, elsewhere: Arc<Elsewhere>) -> Self {
-        Self { pool, elsewhere, inner: Mutex::default(), changed: Notify::new() }
+        let (inner, telling) = (Mutex::default(), AsyncMutex::default());
+        Self { pool, elsewhere, inner, telling, changed: Notify::new() }
+    }
+
+    /// Where they are.
+    pub(super) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -83,7 +101,6 @@ impl Replicas {
                     let replicas = self.clone();
                     drop(tokio::spawn(async move {
                         if let Err(error) = replicas.bring_rest(&coming).await {
-                            coming.give_up_rest();
                             tracing::debug!(name = coming.name, %error, "its rest did not come");
                         }
                     }));
@@ -104,12 +121,16 @@ impl Replicas {
     }
 
     /// Whether an archive is in the pool, or has room there.
-    pub(super) fn has_begun(&self, name: &str) -> bool {
+    fn has_begun(&self, name: &str) -> bool {
         self.inner().coming.contains_key(name) || self.pool.span(name).is_some()
     }
 
     /// Makes room for an archive of so many bytes, if there is none yet and it is not in the pool.
-    pub(super) fn begin(&self, name: &str, len: u64) -> std::io::Result<Result<(), Exhausted>> {
+    pub(super) fn begin(
+        &self,
+        name: &str,
+        len: u64,
+    ) -> io::Result<std::result::Result<(), Exhausted>> {
         let mut inner = self.inner();
         if inner.coming.contains_key(name) || self.pool.span(name).is_some() {
             return Ok(Ok(()));
@@ -134,35 +155,44 @@ impl Replicas {
     /// As [`Elsewhere::read`]; `Corrupt` if it is damaged.
     pub(super) async fn complete(self: &Arc<Self>, name: &str) -> Result<()> {
         match self.find(name) {
-            Some(coming) => self.bring_rest(&coming).await,
-            None => Ok(()),
+            Some(coming) => {
+                // It is not let go of on its way.
+                coming.ask_for_rest();
+                self.bring_rest(&coming).await
+            }
+            None if self.pool.span(name).is_some() => Ok(()),
+            None => Err(Self::not_whole(name)),
         }
     }
 
+    fn not_whole(name: &str) -> Error {
+        let text = format_args!("`{name}` did not come whole; get it again");
+        Error::new(ErrorKind::Corrupt, text)
+    }
+
     async fn bring_rest(self: &Arc<Self>, coming: &Arc<Coming>) -> Result<()> {
-        coming.complete(&self.elsewhere).await?;
+        let complete = coming.complete(&self.elsewhere).await;
+        complete.inspect_err(|_| coming.give_up_rest())?;
         if let Some(memory) = coming.take() {
             let (replicas, name) = (self.clone(), coming.name.clone());
             let published = wait(move || replicas.publish(&name, memory)).await;
+            let number = self.number();
             let mut inner = self.inner();
             if inner.coming.get(&coming.name).is_some_and(|it| Arc::ptr_eq(it, coming)) {
                 inner.coming.remove(&coming.name);
             }
-            if published.is_ok() {
-                let number = inner.next;
-                inner.next += 1;
+            if let Ok(true) = published {
                 inner.whole.insert(coming.name.clone(), number);
             }
             drop(inner);
             self.changed.notify_waiters();
-            return published;
+            return published.map(drop);
         }
         self.settled(coming).await;
         if self.pool.span(&coming.name).is_some() {
             return Ok(());
         }
-        let text = format_args!("`{}` did not come whole; get it again", coming.name);
-        Err(Error::new(ErrorKind::Corrupt, text))
+        Err(Self::not_whole(&coming.name))
     }
 
     /// Waits until an archive of which all has come is proven, or is not.
@@ -177,11 +207,11 @@ impl Replicas {
         }
     }
 
-    /// Proves an archive, and gives it its name in the pool.
-    fn publish(&self, name: &str, memory: Memory) -> Result<()> {
+    /// Proves an archive, and gives it its name in the pool, unless another one has that.
+    fn publish(&self, name: &str, memory: Memory) -> Result<bool> {
         let failed = |error| Error::io(name, error);
-        // It has its name when it is proven.
-        let unproven = format!("fetch/{name}");
+        // It has its name when it is proven; until then one that is no key's.
+        let unproven = format!("fetch/{}", self.number());
         match memory {
             Memory::Small(bytes) => {
                 let written = self.pool.write(&unproven, &bytes).map_err(failed)?;
@@ -190,11 +220,24 @@ impl Replicas {
             Memory::Segment(writing) => writing.publish(&unproven).map_err(failed)?,
         }
         let proven = self.prove(&unproven, name);
-        // If it has come from the bucket meanwhile, that is as good.
-        if proven.is_err() || !self.pool.rename(&unproven, name) {
+        let is_named = proven.is_ok() && self.pool.rename(&unproven, name);
+        if !is_named {
             self.pool.delete(&unproven);
         }
-        proven
+        proven?;
+        if self.pool.span(name).is_none() {
+            let text = format_args!("`{name}` was deleted meanwhile");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        // If it has come from the bucket meanwhile, that is as good, and stays as long as it does.
+        Ok(is_named)
+    }
+
+    /// One that no other has.
+    fn number(&self) -> u64 {
+        let mut inner = self.inner();
+        inner.next += 1;
+        inner.next
     }
 
     fn prove(&self, blob: &str, name: &str) -> Result<()> {
@@ -212,48 +255,104 @@ impl Replicas {
         self.inner().whole.contains_key(name)
     }
 
-    /// The names of what is kept in the pool and stays: all but what is let go of.
-    pub(super) fn staying(&self) -> Vec<String> {
-        let inner = self.inner();
-        let mut names = self.pool.names("");
-        names.retain(|name| !inner.leaving.contains(name) && !self.pool.is_doomed(name));
-        names
+    /// The names of what is in the pool and stays, of one key or of all.
+    pub(super) fn staying(&self, key: Option<&Key>) -> BTreeSet<String> {
+        let prefix = key.map_or_else(String::new, |key| format!("{}/", key.to_path()));
+        let mut names = self.pool.names(&prefix);
+        names.retain(|name| !self.pool.is_doomed(name));
+        names.into_iter().collect()
     }
 
-    /// What is let go of first if memory is needed: the oldest that nobody reads.
-    pub(super) fn spare(&self) -> Option<Spare> {
-        let mut inner = self.inner();
-        let is_free = |name: &&String| !self.pool.is_held(name);
-        if let Some(name) = inner.coming.keys().find(is_free).cloned() {
-            inner.coming.remove(&name);
-            return Some(Spare { name, is_whole: false });
-        }
-        let free = inner.whole.iter().filter(|(name, _)| !self.pool.is_held(name));
-        let free = free.filter(|(name, _)| !inner.leaving.contains(*name));
-        let name = free.min_by_key(|(_, number)| **number)?.0.clone();
-        inner.leaving.insert(name.clone());
-        Some(Spare { name, is_whole: true })
+    /// Tells others what is kept here, and nothing of that is let go of meanwhile.
+    pub(super) async fn tell<T>(&self, telling: impl Future<Output = T>) -> T {
+        let _telling = self.telling.lock().await;
+        telling.await
     }
 
-    /// Lets go of it, or keeps it if nobody else does. Says whether there is more memory now.
-    pub(super) async fn let_go(&self, spare: Spare, registry: &dyn Registry) -> bool {
-        let Spare { name, is_whole } = spare;
-        if !is_whole {
-            return true;
+    /// Lets go of something: of what has come in part and nobody reads, of the oldest that is whole and nobody reads, or,
+    /// if it `must` be, of what somebody reads in part, who gets the rest without it. Says whether there was something.
+    pub(super) async fn let_go_of_one(&self, must: bool, registry: &dyn Registry) -> bool {
+        // What others are told is so as long as they are told.
+        let _telling = self.telling.lock().await;
+        loop {
+            let (name, key) = {
+                let mut inner = self.inner();
+                let is_free = |name: &String| !self.pool.is_held(name);
+                if inner.drop_partial(is_free) {
+                    return true;
+                }
+                let oldest = inner.whole.iter().filter(|(name, _)| is_free(name));
+                let Some((name, _)) = oldest.min_by_key(|(_, number)| **number) else {
+                    return must && inner.drop_partial(|_| true);
+                };
+                (name.clone(), key_of(name))
+            };
+            let may_go = match key {
+                Some(key) => registry.let_go(&key, &name).await,
+                None => Ok(true),
+            };
+            match may_go {
+                Ok(may_go) => {
+                    // What nobody else keeps is no replica any more.
+                    self.inner().whole.remove(&name);
+                    if may_go {
+                        self.pool.delete(&name);
+                        return true;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(name, %error, "it is kept, because nobody can be asked");
+                    return false;
+                }
+            }
         }
-        let may_go = match key_of(&name) {
-            Some(key) => matches!(registry.let_go(&key, &name).await, Ok(true)),
-            None => true,
+    }
+
+    /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
+    /// waits.
+    pub(super) async fn in_memory<T>(
+        &self,
+        registry: &dyn Registry,
+        waits_no_more: impl Future<Output = ()>,
+        work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, Exhausted>>,
+    ) -> io::Result<std::result::Result<T, Exhausted>> {
+        let spare = Held { replicas: self, registry };
+        self.pool.when_free(waits_no_more, &spare, work).await
+    }
+
+    /// What is read of an archive of others stays from now on, if there is memory for it.
+    pub(super) async fn make(&self, name: &str, len: u64, registry: &dyn Registry) {
+        if self.has_begun(name) || self.was_refused(name) {
+            return;
+        }
+        if let Some(key) = key_of(name)
+            && self.is_first_of_its_version(name)
+        {
+            // What it replaces is written over. Nobody waits long for that.
+            let _ = tokio::time::timeout(REGISTRY, self.drop_replaced(&key, registry)).await;
+        }
+        let begun = loop {
+            match self.begin(name, len) {
+                Ok(Err(exhausted))
+                    if exhausted.wanted <= exhausted.limit
+                        && self.let_go_of_one(false, registry).await => {}
+                begun => break begun,
+            }
         };
+        let why = match begun {
+            Ok(Ok(())) => return,
+            Ok(Err(exhausted)) => exhausted.to_string(),
+            Err(error) => error.to_string(),
+        };
+        tracing::debug!(name, why, "what is read of it is not kept");
+        self.inner().refused.insert(name.to_owned(), Instant::now());
+    }
+
+    /// Whether there was no memory for an archive a moment ago.
+    fn was_refused(&self, name: &str) -> bool {
         let mut inner = self.inner();
-        inner.leaving.remove(&name);
-        // What nobody else keeps is no replica any more.
-        inner.whole.remove(&name);
-        drop(inner);
-        if may_go {
-            self.pool.delete(&name);
-        }
-        may_go
+        inner.refused.retain(|_, since| since.elapsed() < REFUSED);
+        inner.refused.contains_key(name)
     }
 
     /// Forgets all: whoever decides knows nothing of it any more.
@@ -269,12 +368,12 @@ impl Replicas {
     }
 
     /// Whether nothing of the version that an archive is of has been read here.
-    pub(super) fn is_first_of_its_version(&self, name: &str) -> bool {
+    fn is_first_of_its_version(&self, name: &str) -> bool {
         self.names().iter().all(|other| folder(other) != folder(name))
     }
 
     /// Drops what was read of versions of a key that are visible no more.
-    pub(super) async fn drop_replaced(&self, key: &Key, registry: &dyn Registry) {
+    async fn drop_replaced(&self, key: &Key, registry: &dyn Registry) {
         let names = self.names().into_iter().filter(|name| key_of(name).as_ref() == Some(key));
         let names: Vec<String> = names.collect();
         if names.is_empty() {
@@ -303,6 +402,19 @@ impl Replicas {
             self.pool.delete(name);
         }
         self.changed.notify_waiters();
+    }
+}
+
+/// What is kept, and who is asked before it goes.
+struct Held<'a> {
+    replicas: &'a Replicas,
+    registry: &'a dyn Registry,
+}
+
+#[async_trait]
+impl Spare for Held<'_> {
+    async fn let_go_of_one(&self) -> bool {
+        self.replicas.let_go_of_one(true, self.registry).await
     }
 }
 

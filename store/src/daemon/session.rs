@@ -482,8 +482,9 @@ impl Session {
     ) -> Result<Option<Answer<'_>>> {
         let bytes = total(ranges, len)?;
         let credits = self.credits(bytes, false).await?;
-        self.house.make_replica(name, len).await?;
-        let read = self.house.tiers.replicas.read(name, ranges, prove).await?;
+        let replicas = &self.house.tiers.replicas;
+        replicas.make(name, len, &*self.house.registry).await;
+        let read = replicas.read(name, ranges, prove).await?;
         Ok(read.map(|(data, sum)| Answer { data, credits, ..Reply::Read(sum).into() }))
     }
 

@@ -189,7 +189,7 @@ async fn steps_of_two_processes_follow_each_other() {
 async fn steps_follow_each_other_whatever_fails() {
     const STEPS: usize = 40;
     let key = Key::new("policy").unwrap();
-    let kept = |state: &State| (1..).find(|keep| *state == keeping(*keep)).unwrap();
+    let kept = |state: &State| (1..10_000).find(|keep| *state == keeping(*keep)).unwrap();
     for Kind { name: kind, metas, _keep, .. } in kinds().await {
         let faulty = metas.map(|meta| Arc::new(Faulty::new(meta, 7)));
         let count = |meta: &Arc<Faulty>| {

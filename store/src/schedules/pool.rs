@@ -6,8 +6,10 @@ use std::future::pending;
 use std::io;
 use std::sync::Arc;
 
+use async_trait::async_trait;
+
 use super::{Bug, Observer, dawdle, once_in};
-use crate::arena::{Exhausted, PeerId, Pool, SegmentId};
+use crate::arena::{Exhausted, PeerId, Pool, SegmentId, Spare};
 use crate::sync::{mpsc, spawn};
 
 /// What a segment takes.
@@ -18,6 +20,16 @@ const LIMIT: u64 = (4 << 20) + 2 * SEGMENT;
 
 /// Who is there: two writers, then two readers. The daemon itself writes as well.
 const DAEMON: PeerId = 0;
+
+/// All of it is needed.
+struct Nothing;
+
+#[async_trait]
+impl Spare for Nothing {
+    async fn let_go_of_one(&self) -> bool {
+        false
+    }
+}
 
 struct Stage {
     pool: Arc<Pool>,
@@ -196,7 +208,7 @@ impl Stage {
         mut work: impl FnMut(&Arc<Pool>) -> io::Result<Result<T, Exhausted>>,
     ) -> T {
         if self.bug != Some(Bug::ListensLate) {
-            return self.pool.when_free(pending(), work).await.unwrap().unwrap();
+            return self.pool.when_free(pending(), &Nothing, work).await.unwrap().unwrap();
         }
         loop {
             match work(&self.pool).unwrap() {

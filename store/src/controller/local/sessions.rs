@@ -69,7 +69,9 @@ impl LocalController {
     /// Takes back what these processes have begun of a key, and what they hold of it.
     pub(super) async fn say_ended(&self, key: &Key, ended: Vec<SessionId>) -> Result<()> {
         for session in ended {
-            let slices = self.lost_with(key, session).await?;
+            // Who is waited for need not know: then it is not said.
+            let lost = timeout(PATIENCE, self.lost_with(key, session)).await;
+            let slices = lost.ok().and_then(Result::ok).unwrap_or_default();
             self.apply(key, Command::SessionEnded { session, slices }).await?;
         }
         Ok(())
@@ -94,8 +96,7 @@ impl LocalController {
             let _reached = self.reach(key, version).await?;
             let name = manifest.name.clone();
             let read = self.on_disk(move |volume| lost::slices(volume, &name, &lost));
-            // Whoever reads waits for this.
-            if let Ok(Ok(Some(said))) = timeout(PATIENCE, read).await {
+            if let Ok(Some(said)) = read.await {
                 slices.insert(version.id, said);
             }
         }
@@ -199,10 +200,16 @@ impl LocalController {
         self.0.unreleased.lock().expect("nobody panics while holding the leases")
     }
 
-    /// Says what of the visible versions of a key this process keeps because it was read here.
-    async fn say_kept(&self, key: &Key, names: &BTreeSet<String>) -> Result<()> {
+    /// Says what of the visible versions of a key this process keeps because it was read here. What is here is looked at
+    /// after the ledger: what the ledger knows to be put here is here.
+    pub(crate) async fn say_kept(
+        &self,
+        key: &Key,
+        here: &(dyn Fn() -> BTreeSet<String> + Sync),
+    ) -> Result<()> {
         let Some(own) = self.keeper().await? else { return Ok(()) };
         let state = self.0.ledgers.state(key).await?;
+        let names = here();
         for version in state.visible() {
             let folder = folder(key, version);
             let is_here = |it: &ArchiveReference| names.contains(&format!("{folder}/{}", it.name));
@@ -218,6 +225,16 @@ impl LocalController {
             if !writers.is_empty() {
                 let keep = Command::Keep { id: version.id, writers, session: own };
                 self.apply(key, keep).await?;
+            }
+            // What the ledger believes to be here, and is not.
+            let gone = version.contributions.iter().filter(|(_, contribution)| {
+                contribution.keepers().any(|keeper| keeper == own)
+                    && contribution.keepers().any(|keeper| keeper != own)
+                    && !contribution.archives().iter().all(is_here)
+            });
+            for (writer, _) in gone {
+                let let_go = Command::LetGo { id: version.id, writer: *writer, session: own };
+                self.apply(key, let_go).await?;
             }
         }
         Ok(())
@@ -249,11 +266,9 @@ impl LocalController {
         Ok(kept(&*self.0.ledgers.state(key).await?).is_none())
     }
 
-    /// Says which processes have ended and what is kept here, carries out what is owed, and deletes what no ledger
-    /// knows.
-    pub(crate) async fn look_after(&self, key: &Key, names: &BTreeSet<String>) -> Result<()> {
+    /// Says which processes have ended, carries out what is owed, and deletes what no ledger knows.
+    pub(crate) async fn look_after(&self, key: &Key) -> Result<()> {
         self.release_owed().await;
-        self.say_kept(key, names).await?;
         self.end_sessions(key).await?;
         // Proofs that are owed for long, too.
         self.state(key).await?;

@@ -234,10 +234,11 @@ async fn what_was_committed_unheard_is_taken_up() {
     let pool = Arc::new(Pool::new(1 << 28));
     let tiers = Tiers::new(pool.clone(), None, Elsewhere::new(Identity::default()));
     let ledgers = Arc::new(OwnedLedgers::default());
+    let replicas = tiers.replicas.clone();
     let own = LocalController::new(ledgers, Arc::new(tiers), Arc::new(SystemEnvironment));
     let (ledgers, volume) = over(bucket(&faulty));
     let there = LocalController::new(ledgers, volume, Arc::new(SystemEnvironment));
-    let mirror = Mirror::new(there, "s3://test".to_owned(), own.clone(), pool.clone(), None);
+    let mirror = Mirror::new(there, "s3://test".to_owned(), own.clone(), replicas, None);
     let proposal = Proposal {
         writer: 0,
         writers: WriterSet::one(0),

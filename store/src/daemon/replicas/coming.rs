@@ -13,7 +13,7 @@ use crate::arena::Writing;
 use crate::daemon::elsewhere::Elsewhere;
 use crate::daemon::reading::{collect, place, total};
 use crate::environment::wait;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::wire::{MAX_READ, Range, Sum};
 
 /// How many ranges go into a request: as many as surely fit, whatever they are.
@@ -128,7 +128,7 @@ impl Coming {
     ///
     /// # Errors
     ///
-    /// As [`Elsewhere::read`]; `Corrupt` if what comes does not have its checksum; `Invalid` as [`total`].
+    /// As [`Elsewhere::read`]; `Invalid` as [`total`].
     pub(super) async fn read(
         self: &Arc<Self>,
         elsewhere: &Elsewhere,
@@ -177,6 +177,16 @@ impl Coming {
         let rest = self.len - state.bytes;
         let is_little = rest <= (self.len / REST_PART).max(REST_BYTES);
         is_little && !std::mem::replace(&mut state.is_rest_asked, true)
+    }
+
+    /// All of it is to come.
+    pub(super) fn ask_for_rest(&self) {
+        self.state().is_rest_asked = true;
+    }
+
+    /// Whether all of it is to come.
+    pub(super) fn is_rest_asked(&self) -> bool {
+        self.state().is_rest_asked
     }
 
     /// The rest will not come now.
@@ -235,7 +245,7 @@ impl Coming {
                 let fetched = elsewhere.read(&self.name, part, prove).await?;
                 let (coming, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = wait(move || {
-                    coming.keep(&part, &fetched, prove)?;
+                    coming.keep(&part, &fetched.0, prove);
                     Ok((fetched, part))
                 })
                 .await?;
@@ -281,12 +291,7 @@ impl Coming {
     }
 
     /// Puts what has come where it belongs.
-    fn keep(&self, ranges: &[Range], (data, sum): &(Bytes, Sum), prove: bool) -> Result<()> {
-        let is_whole = usize::try_from(total(ranges, self.len)?) == Ok(data.len());
-        if !is_whole || (prove && sum.crc32 != Some(crc32fast::hash(data))) {
-            let text = format_args!("bytes of `{}` came damaged; get them again", self.name);
-            return Err(Error::new(ErrorKind::Corrupt, text));
-        }
+    fn keep(&self, ranges: &[Range], data: &Bytes, prove: bool) {
         {
             let mut memory = self.memory.write().expect("nobody panics while writing");
             // None if the rest has come meanwhile: then these bytes are here without their proof.
@@ -306,6 +311,5 @@ impl Coming {
         for range in ranges {
             range.for_each(|at| state.add(at..at + range.1, prove));
         }
-        Ok(())
     }
 }

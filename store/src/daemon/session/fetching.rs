@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{LONGEST, Session};
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::wire::Prefetched;
@@ -36,8 +36,16 @@ impl Session {
     /// Copies an archive into this daemon's memory, and proves it.
     async fn copy(&self, name: &str, len: u64) -> Result<()> {
         let (deadline, replicas) = (Instant::now() + LONGEST, &self.house.tiers.replicas);
-        self.house.make_replica(name, len).await?;
-        self.in_memory(deadline, |_| replicas.begin(name, len)).await?;
-        replicas.complete(name).await
+        replicas.make(name, len, &*self.house.registry).await;
+        loop {
+            self.in_memory(deadline, |_| replicas.begin(name, len)).await?;
+            match replicas.complete(name).await {
+                // What is small needs its memory only now.
+                Err(error)
+                    if error.kind() == ErrorKind::Busy
+                        && replicas.let_go_of_one(true, &*self.house.registry).await => {}
+                completed => return completed,
+            }
+        }
     }
 }

@@ -216,7 +216,8 @@ impl Session {
                 () = self.house.closed() => {}
             }
         };
-        let done = self.house.in_memory(waits_no_more, work).await;
+        let replicas = &self.house.tiers.replicas;
+        let done = replicas.in_memory(&*self.house.registry, waits_no_more, work).await;
         let done = done.map_err(|error| Error::io("memory", error))?;
         done.map_err(|exhausted| self.house.no_room(&exhausted))
     }

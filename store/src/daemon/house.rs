@@ -459,20 +459,23 @@ impl House {
 
     /// Where the manifest and the archives of a version are that is held.
     async fn place(&self, key: &Key, grant: &Grant) -> Result<(Span, BTreeMap<String, Place>)> {
-        let place = |name: &String| {
-            self.tiers.place(name)?.ok_or_else(|| {
-                let text = format_args!("key `{key}`: version {} lacks `{name}`", grant.number);
-                Error::new(ErrorKind::Corrupt, text)
-            })
-        };
         self.restore(key, grant).await?;
         self.copy_manifest(key, grant).await?;
-        let Place::Here(manifest) = place(&grant.manifest)? else {
+        let Place::Here(manifest) = self.found(key, grant, &grant.manifest)? else {
             return Err(Error::new(ErrorKind::Corrupt, "the manifest is elsewhere"));
         };
         let archives = grant.archives.iter();
-        let archives = archives.map(|(file, name)| Ok((file.clone(), place(name)?)));
+        let archives =
+            archives.map(|(file, name)| Ok((file.clone(), self.found(key, grant, name)?)));
         Ok((manifest, archives.collect::<Result<_>>()?))
+    }
+
+    /// Where something is that a version consists of.
+    fn found(&self, key: &Key, grant: &Grant, name: &str) -> Result<Place> {
+        self.tiers.place(name)?.ok_or_else(|| {
+            let text = format_args!("key `{key}`: version {} lacks `{name}`", grant.number);
+            Error::new(ErrorKind::Corrupt, text)
+        })
     }
 
     /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
@@ -524,6 +527,9 @@ impl House {
             }
         }
         let Some((name, endpoint, len)) = at else {
+            for name in grant.archives.values() {
+                self.found(key, grant, name)?;
+            }
             let number = grant.number;
             let text = format_args!("key `{key}`: nobody has the manifest of version {number}");
             return Err(Error::new(ErrorKind::Unreachable, text));

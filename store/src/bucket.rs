@@ -19,7 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::environment::pause;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, causes};
 
 /// A request may take so long, its bytes included: many share a line that may be slow.
 const REQUEST: &str = "2 minutes";
@@ -65,9 +65,8 @@ impl Bucket {
     /// length in between.
     pub(crate) fn open(url: &str, patience: Duration) -> Result<Self> {
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
-        let (_, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        let root = Path::parse(prefix.trim_matches('/'))
-            .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("`{url}`: {error}")))?;
+        let (_, below) = rest.split_once('/').unwrap_or((rest, ""));
+        let root = prefix(below, url)?;
         // A process has one; one that has chosen another already keeps that.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let retry = RetryConfig { retry_timeout: patience, ..RetryConfig::default() };
@@ -217,6 +216,12 @@ impl Bucket {
     }
 }
 
+/// A prefix, of what is shown so.
+pub(crate) fn prefix(prefix: &str, shown: &str) -> Result<Path> {
+    Path::parse(prefix.trim_matches('/'))
+        .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("`{shown}`: {error}")))
+}
+
 /// How often something is done again that has failed on its way, and how long after the first try no more.
 const TRIES: u32 = 4;
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -238,20 +243,6 @@ pub(crate) async fn again<T, F: Future<Output = Answer<T>>>(
             answer => return answer,
         }
     }
-}
-
-/// An error with what has led to it.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// What is asked of an object; none if there is no such object.

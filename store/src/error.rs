@@ -181,3 +181,22 @@ fn of_store(error: &tssd_format::Error) -> Option<&Error> {
     let source = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
     source.get_ref()?.downcast_ref()
 }
+
+/// An error of others, with what has led to it.
+#[cfg(any(feature = "etcd", feature = "object"))]
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
+    because(error.to_string(), error.source())
+}
+
+/// What an error says, with what has led to it.
+#[cfg(any(feature = "etcd", feature = "object"))]
+pub(crate) fn because(mut text: String, mut cause: Option<&dyn std::error::Error>) -> String {
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}

@@ -7,8 +7,9 @@ use rustix::process::Signal;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
-use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::Serve;
+use tssd_store::{Credentials, Durability, ErrorKind, GetOptions, Key, PutOptions};
+use tssd_tests::authority::Authority;
+use tssd_tests::command::{Serve, binary};
 use tssd_tests::etcd::Etcd;
 use tssd_tests::served::Served;
 use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
@@ -259,4 +260,79 @@ fn who_does_not_answer_is_passed_over_if_the_bucket_has_the_same() {
     assert_eq!(leaves.len(), 2);
     assert!(restored("unanswered") > before);
     assert_eq!(read(&generator, None, 2).unwrap(), 4);
+}
+
+#[test]
+fn etcd_that_is_guarded_is_reached_with_certificates_and_passwords() {
+    let (authority, stranger) = (Authority::new(), Authority::new());
+    let member = authority.issue("etcd", "127.0.0.1", |_| {});
+    // A name in the certificate would be another way to name oneself.
+    let nameless = |params: &mut rcgen::CertificateParams| {
+        params.distinguished_name = rcgen::DistinguishedName::new();
+    };
+    let own = authority.issue("host", "host", nameless);
+    let other = stranger.issue("other", "host", nameless);
+    let mut etcd = Etcd::start(1);
+    etcd.guard(&member.ca, &member.cert, &member.key);
+
+    let variable = |name: &str, path: &Path| format!("ETCDCTL_{name}={}", path.display());
+    let certified = |by: &Credentials, believed: &Path| {
+        vec![variable("CACERT", believed), variable("CERT", &by.cert), variable("KEY", &by.key)]
+    };
+    let named = |user: &str, mut variables: Vec<String>| {
+        variables.push(format!("ETCDCTL_USER={user}"));
+        variables
+    };
+    let whole = || certified(&own, &own.ca);
+    let serve = |environment: &[String], meta: &str| {
+        let output = std::process::Command::new("timeout")
+            .args(["60", "env"])
+            .args(environment)
+            .arg(binary())
+            .args(["serve", "--memory-limit", "64MB", "--listen", "127.0.0.1:0", "--meta", meta])
+            .arg("--socket")
+            .arg(tempfile::tempdir().unwrap().path().join("socket"))
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let url = etcd.url();
+    let elsewhere = format!("{url}/elsewhere");
+    let refused = [
+        (vec![], &url, 4, "transport error: "),
+        (whole(), &url, 5, "permission denied"),
+        (named("tssd:wrong", whole()), &url, 5, "authentication failed"),
+        (named("tssd:tssd", whole()), &elsewhere, 5, "permission denied"),
+        (named("tssd:tssd", certified(&other, &own.ca)), &url, 4, "transport error: "),
+        (named("tssd:tssd", certified(&own, &other.ca)), &url, 4, "certificate"),
+        (named("tssd", whole()), &url, 5, "ETCDCTL_USER without `:PASSWORD`"),
+        (whole().split_off(1)[..1].to_vec(), &url, 5, "only one of ETCDCTL_CERT and ETCDCTL_KEY"),
+    ];
+    // Who is not understood is asked again for a while: all at once.
+    std::thread::scope(|scope| {
+        for (environment, meta, code, says) in &refused {
+            scope.spawn(move || {
+                let (ended, said) = serve(environment, meta);
+                assert_eq!(ended, Some(*code), "{environment:?} {meta}: {said}");
+                assert!(said.contains(says), "{environment:?} {meta}: {said}");
+            });
+        }
+    });
+
+    let environment = named("tssd:tssd", whole());
+    let by: Vec<&str> = ["env"].into_iter().chain(environment.iter().map(String::as_str)).collect();
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let arguments = ["--memory-limit", "64MB", "--listen", "127.0.0.1:0", "--meta", &url];
+    let hosts = folders.each_ref().map(|folder| Serve::under(&by, folder.path(), &arguments));
+    let [first, second] = hosts.each_ref().map(Serve::connect);
+    for step in 1..=3 {
+        publish(&[first.clone(), second.clone()], step);
+        assert_eq!(read(&second, None, 2).unwrap(), step);
+        // Longer than somebody is known who has named himself once.
+        std::thread::sleep(Duration::from_millis(2500));
+    }
+    // Sessions are renewed as well: a lease lives for ten seconds.
+    std::thread::sleep(Duration::from_secs(10));
+    publish(&[first.clone(), second.clone()], 4);
+    assert_eq!(read(&first, None, 2).unwrap(), 4);
 }

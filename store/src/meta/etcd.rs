@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 
 use super::{MetaStore, Turns, Watch};
 use crate::environment::{Environment, SystemEnvironment, pause};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, because, causes};
 
 /// How an address of etcd begins.
 const SCHEME: &str = "etcd://";
@@ -197,6 +197,10 @@ fn tls() -> Result<Option<TlsOptions>> {
     };
     let authority = read("ETCDCTL_CACERT")?;
     let (certificate, key) = (read("ETCDCTL_CERT")?, read("ETCDCTL_KEY")?);
+    if certificate.is_some() != key.is_some() {
+        let text = "the environment says only one of ETCDCTL_CERT and ETCDCTL_KEY";
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     if authority.is_none() && certificate.is_none() {
         return Ok(None);
     }
@@ -214,8 +218,11 @@ fn tls() -> Result<Option<TlsOptions>> {
 fn failed(shown: &str, error: &etcd_client::Error) -> Error {
     use etcd_client::Error as Failed;
     let (code, text) = match error {
-        Failed::GRpcStatus(status) => (Some(i32::from(status.code())), status.message().to_owned()),
-        error => (None, error.to_string()),
+        Failed::GRpcStatus(status) => {
+            let text = because(status.message().to_owned(), std::error::Error::source(status));
+            (Some(i32::from(status.code())), text)
+        }
+        error => (None, causes(error)),
     };
     let kind = match (error, code) {
         (Failed::InvalidArgs(_) | Failed::InvalidUri(_), _) => ErrorKind::Invalid,

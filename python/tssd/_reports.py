@@ -53,6 +53,8 @@ class GetReport:
         bytes_needed: how many bytes of tensors were asked for.
         bytes_transferred: how many were copied, or are seen through views.
         bytes_viewed: how many of these are seen through views.
+        bytes_received: how many came over a connection, from another host or a bucket: more than were asked for where
+            whole chunks are needed to prove parts of them.
         bytes_verified: how many were compared with their checksums.
         transport: how they came: "arena", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
@@ -70,6 +72,7 @@ class GetReport:
     bytes_needed: int
     bytes_transferred: int
     bytes_viewed: int
+    bytes_received: int
     bytes_verified: int
     transport: str
     why: str

@@ -66,6 +66,19 @@ impl Store {
         Self::opened(crate::Store::connect_with(url, options))
     }
 
+    /// See [`crate::Store::in_bucket`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    #[cfg(feature = "object")]
+    pub fn in_bucket<B>(bucket: Arc<B>, prefix: &str) -> Result<Self>
+    where
+        B: object_store::ObjectStore + object_store::multipart::MultipartStore,
+    {
+        Self::new(crate::Store::in_bucket(bucket, prefix)?)
+    }
+
     /// See [`crate::Store::create`].
     ///
     /// # Errors

@@ -33,7 +33,7 @@ use crate::plan::{self, Copy};
 use crate::private::Private;
 use crate::route::Transport;
 use crate::store::Store;
-use crate::version::OpenVersion;
+use crate::version::{OpenVersion, Tally};
 use crate::volume::{Job, Proof};
 
 /// How a state dict is read. The default reads the newest version, whole.
@@ -85,6 +85,9 @@ pub struct GetReport {
     pub bytes_needed: u64,
     /// How many bytes of tensors were copied, or are seen through views.
     pub bytes_transferred: u64,
+    /// How many came over a connection, from another host or a bucket: more than were asked for where that is
+    /// cheaper than a further request, and where whole chunks are needed to prove parts of them.
+    pub bytes_received: u64,
     /// How many bytes were checksummed: each chunk once for a version.
     pub bytes_verified: u64,
     /// How the bytes came.
@@ -114,7 +117,7 @@ pub(crate) struct Read<'a> {
     copying: Duration,
     /// How long it took to plan.
     planned: Duration,
-    verified_before: u64,
+    before: Tally,
     needed: u64,
     transferred: u64,
 }
@@ -131,13 +134,14 @@ impl<'a> Read<'a> {
             planned: Duration::ZERO,
             started: Instant::now(),
             copying: Duration::ZERO,
-            verified_before: version.bytes_verified(),
+            before: version.tally(),
             needed: 0,
             transferred: 0,
         }
     }
 
     pub(crate) fn report(&self) -> GetReport {
+        let Tally { verified, received } = self.version.tally().since(self.before);
         GetReport {
             version: self.version.number,
             epoch: self.version.epoch,
@@ -146,7 +150,8 @@ impl<'a> Read<'a> {
             attrs: self.version.attrs.clone(),
             bytes_needed: self.needed,
             bytes_transferred: self.transferred,
-            bytes_verified: self.version.bytes_verified() - self.verified_before,
+            bytes_received: received,
+            bytes_verified: verified,
             transport: self.version.route().transport,
             why: self.version.route().why.clone(),
             plan_seconds: self.planned.as_secs_f64(),
@@ -409,8 +414,8 @@ impl<'a> Read<'a> {
                 jobs.push(Job { target, boxes });
             }
         }
-        holder.pull(jobs)?;
-        self.version.count_verified(verified);
+        let received = holder.pull(jobs)?;
+        self.version.count(Tally { verified, received });
         Ok(())
     }
 
@@ -507,17 +512,19 @@ fn shares<'p, 'a, 't>(
 
 impl Drop for Read<'_> {
     fn drop(&mut self) {
+        let Tally { verified, received } = self.version.tally().since(self.before);
         self.controller.got(Got {
             transport: self.version.route().transport,
             needed: self.needed,
             transferred: self.transferred,
-            verified: self.version.bytes_verified() - self.verified_before,
+            verified,
         });
         let _entered = self.version.span().enter();
         tracing::debug!(
             bytes_needed = self.needed,
             bytes_transferred = self.transferred,
-            bytes_verified = self.version.bytes_verified() - self.verified_before,
+            bytes_received = received,
+            bytes_verified = verified,
             plan_seconds = self.planned.as_secs_f64(),
             copy_seconds = self.copying.as_secs_f64(),
             seconds = self.started.elapsed().as_secs_f64(),

@@ -15,7 +15,7 @@ use crate::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::ledger::VersionId;
 use crate::private::Private;
 use crate::store::Store;
-use crate::version::OpenVersion;
+use crate::version::{OpenVersion, Tally};
 
 /// A version that stays there while it is read: see [`Store::open`].
 pub struct Opened {
@@ -25,7 +25,7 @@ pub struct Opened {
     root: Arc<Node>,
     leaves: OnceLock<Vec<(ObjectPath, Node)>>,
     started: Instant,
-    verified_before: u64,
+    before: Tally,
     /// How many of them were read by [`Opened::next`].
     read: usize,
     /// Where in `leaves` an fqn is; none for one that two have.
@@ -36,7 +36,7 @@ impl Opened {
     pub(crate) fn new(store: Store, version: OpenVersion, options: &GetOptions) -> Result<Self> {
         let root = version.tree(options.writer)?;
         let (leaves, by_fqn) = (OnceLock::new(), OnceLock::new());
-        let (started, verified_before) = (Instant::now(), version.bytes_verified());
+        let (started, before) = (Instant::now(), version.tally());
         Ok(Self {
             store,
             version,
@@ -44,7 +44,7 @@ impl Opened {
             root,
             leaves,
             started,
-            verified_before,
+            before,
             read: 0,
             by_fqn,
         })
@@ -108,11 +108,13 @@ impl Opened {
         &self.version.attrs
     }
 
-    /// What it is, how its bytes come, how many of them were checksummed since it was opened, and how long that
-    /// is ago. How many were asked for and copied is known to who has read them.
+    /// What it is, how its bytes come, how many of them came and were checksummed since it was opened, and how long
+    /// that is ago. How many were asked for and copied is known to who has read them.
     pub fn report(&self) -> GetReport {
+        let Tally { verified, received } = self.version.tally().since(self.before);
         GetReport {
-            bytes_verified: self.version.bytes_verified() - self.verified_before,
+            bytes_received: received,
+            bytes_verified: verified,
             seconds: self.started.elapsed().as_secs_f64(),
             ..Read::new(&self.version, &self.store, &self.options).report()
         }

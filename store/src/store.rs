@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "object")]
+use object_store::{ObjectStore, multipart::MultipartStore};
 use tracing::Instrument;
 use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
@@ -26,7 +28,11 @@ use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 use crate::volume::{DirectoryVolume, MemoryVolume, Volume};
 #[cfg(feature = "object")]
-use crate::{bucket::Bucket, meta::ObjectMeta, volume::ObjectVolume};
+use crate::{
+    bucket::{self, Bucket},
+    meta::ObjectMeta,
+    volume::ObjectVolume,
+};
 #[cfg(target_os = "linux")]
 use crate::{net::Identity, remote::RemoteController};
 
@@ -191,16 +197,58 @@ impl Store {
             },
             Address::Socket(path) => Self::daemon(path).await,
             Address::Host(url) => Self::host(url, options).await,
-            Address::Bucket(url) => Self::bucket(url, options.timeout),
+            Address::Bucket(url) => Self::at_url(url, options.timeout),
         }
     }
 
-    fn bucket(url: &str, patience: Duration) -> Result<Self> {
-        let (ledgers, volume) = bucket(url, patience)?;
+    fn at_url(url: &str, patience: Duration) -> Result<Self> {
+        let (ledgers, volume) = open_bucket(url, patience)?;
         Ok(Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment))))
     }
 
-    #[cfg(all(feature = "object", test))]
+    /// A store in a bucket that the caller has opened: what is below a prefix of it. [`Store::connect`] opens one by its
+    /// address, with what the environment says; this is for one with other credentials, limits or retries.
+    ///
+    /// The bucket must create objects only where there are none ([`object_store::PutMode::Create`]). A put of more than
+    /// 16 MiB goes in parts of 16 MiB or more, eight at once; a get asks for ranges of up to 8 MiB, sixteen at once.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if the prefix is not a path of objects; `Io` if the system gives no threads.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use object_store::memory::InMemory;
+    /// use tssd_format::{StateDict, Tensor};
+    /// use tssd_store::{GetOptions, Key, PutOptions, Store};
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+    /// let bucket = Arc::new(InMemory::new());
+    /// let store = Store::in_bucket(bucket.clone(), "runs/7")?;
+    /// let key = Key::new("policy")?;
+    /// let mut dict = StateDict::new();
+    /// dict.insert("weight", Tensor::from_slice(&[1.0_f32, 2.0], &[2])?);
+    /// store.put_state_dict(&key, &dict, &PutOptions::default()).await?;
+    ///
+    /// let elsewhere = Store::in_bucket(bucket, "runs/7")?;
+    /// let (got, _) = elsewhere.get_state_dict(&key, &GetOptions::default()).await?;
+    /// assert_eq!(got, dict);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[cfg(feature = "object")]
+    pub fn in_bucket<B: ObjectStore + MultipartStore>(
+        bucket: Arc<B>,
+        prefix: &str,
+    ) -> Result<Self> {
+        let shown = format!("{bucket}/{prefix}");
+        Ok(Self::over(Bucket::new(bucket, bucket::prefix(prefix, prefix)?, &shown)?))
+    }
+
+    #[cfg(feature = "object")]
     pub(crate) fn over(bucket: Bucket) -> Self {
         let (ledgers, volume) = over(bucket);
         Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment)))
@@ -758,12 +806,12 @@ fn directory(root: PathBuf) -> Parts {
 
 /// Those in a bucket.
 #[cfg(feature = "object")]
-fn bucket(url: &str, patience: Duration) -> Result<Parts> {
+fn open_bucket(url: &str, patience: Duration) -> Result<Parts> {
     Ok(over(Bucket::open(url, patience)?))
 }
 
 #[cfg(not(feature = "object"))]
-fn bucket(url: &str, _patience: Duration) -> Result<Parts> {
+fn open_bucket(url: &str, _patience: Duration) -> Result<Parts> {
     let text = format_args!(
         "`{url}`: stores in buckets need the feature `object`: `cargo install --features object`, or the wheel"
     );
@@ -780,7 +828,7 @@ pub(crate) fn over(bucket: Bucket) -> Parts {
 /// Those of what outlasts a host: in a bucket, or in a directory that other hosts have too, `file:DIR`.
 pub(crate) fn at_bucket(url: &str, patience: Duration) -> Result<Parts> {
     match Address::of(url)? {
-        Address::Bucket(url) => bucket(url, patience),
+        Address::Bucket(url) => open_bucket(url, patience),
         Address::Directory(path) if url.starts_with("file:") => {
             let root = path.canonicalize().map_err(|error| unreachable_at(path, &error))?;
             Ok(directory(root))

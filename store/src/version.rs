@@ -46,6 +46,25 @@ pub(crate) struct Contents {
     /// The tensor leaves by fqn, as each writer that was asked for has them.
     tensors: Mutex<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
+    received: AtomicU64,
+}
+
+/// What has been done for those who read a version, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// Those that were checksummed.
+    pub(crate) verified: u64,
+    /// Those that came from elsewhere.
+    pub(crate) received: u64,
+}
+
+impl Tally {
+    pub(crate) fn since(self, before: Self) -> Self {
+        Self {
+            verified: self.verified - before.verified,
+            received: self.received - before.received,
+        }
+    }
 }
 
 /// A version whose bytes are there: it stays readable whatever the ledger does.
@@ -110,6 +129,7 @@ impl Contents {
             storages: storages.collect(),
             tensors: Mutex::default(),
             verified: AtomicU64::new(0),
+            received: AtomicU64::new(0),
             manifest,
         })
     }
@@ -165,9 +185,12 @@ impl Contents {
         |storage| Some(self.storages.get(native(u64::from(storage)))?.reference.len)
     }
 
-    /// How many bytes were checksummed since the version was opened.
-    pub(crate) fn bytes_verified(&self) -> u64 {
-        self.verified.load(Ordering::Relaxed)
+    /// What has been done since the version was opened.
+    pub(crate) fn tally(&self) -> Tally {
+        Tally {
+            verified: self.verified.load(Ordering::Relaxed),
+            received: self.received.load(Ordering::Relaxed),
+        }
     }
 
     fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
@@ -290,9 +313,10 @@ impl OpenVersion {
         shards.into_iter().map(|shard| files[native(u64::from(shard))].name.clone()).collect()
     }
 
-    /// What was proven elsewhere is counted too.
-    pub(crate) fn count_verified(&self, bytes: u64) {
-        self.verified.fetch_add(bytes, Ordering::Relaxed);
+    /// What was proven elsewhere, or came from there, is counted too.
+    pub(crate) fn count(&self, more: Tally) {
+        self.verified.fetch_add(more.verified, Ordering::Relaxed);
+        self.received.fetch_add(more.received, Ordering::Relaxed);
     }
 
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.

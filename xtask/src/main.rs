@@ -117,6 +117,9 @@ fn main() -> ExitCode {
 impl<'a> Task<'a> {
     fn parse(words: &[&'a str]) -> Option<Self> {
         let (command, options) = words.split_first()?;
+        if options.iter().any(|word| matches!(*word, "-h" | "--help")) {
+            return Some(Self::Help);
+        }
         if *command == "bench" {
             return bench::Task::parse(options).map(Self::Bench);
         }
@@ -148,6 +151,8 @@ mod tests {
     fn commands_are_told_apart() {
         for (words, task) in [
             ("help", Some(Task::Help)),
+            ("bench store --help", Some(Task::Help)),
+            ("test -h", Some(Task::Help)),
             ("test", Some(Task::Test { all: false, verbose: false })),
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),

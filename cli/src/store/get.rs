@@ -73,6 +73,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "file_len": file_len,
         "bytes_needed": report.bytes_needed,
         "bytes_transferred": report.bytes_transferred,
+        "bytes_received": report.bytes_received,
         "bytes_verified": report.bytes_verified,
         "transport": report.transport.to_string(),
         "why": report.why,

@@ -276,7 +276,8 @@ fn fill_leaves<'py>(
     }
     batch.fill(py, own, opened, &mut report)?;
     let last = opened.report();
-    (report.bytes_verified, report.seconds) = (last.bytes_verified, last.seconds);
+    (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
+    report.seconds = last.seconds;
     Ok(report)
 }
 

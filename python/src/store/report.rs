@@ -52,6 +52,7 @@ pub(super) fn get_report<'py>(
     of.set_item("bytes_needed", report.bytes_needed)?;
     of.set_item("bytes_transferred", report.bytes_transferred)?;
     of.set_item("bytes_viewed", viewed)?;
+    of.set_item("bytes_received", report.bytes_received)?;
     of.set_item("bytes_verified", report.bytes_verified)?;
     of.set_item("transport", report.transport.to_string())?;
     of.set_item("why", &report.why)?;

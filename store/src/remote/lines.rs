@@ -153,13 +153,13 @@ impl Lines {
 }
 
 impl Holder for Lines {
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()> {
+    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64> {
         let threads = cores().min(MAX_LINES).min(jobs.len());
         let queue = Mutex::new(jobs.into_iter());
         let next = || queue.lock().expect("nobody panics while holding the queue").next();
         let run = |_: usize| match next() {
             Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
-            None => Ok(()),
+            None => Ok(0),
         };
         let pulled = parallel::map((0..threads).collect(), run);
         // They may be gone, or something else may have been there already.
@@ -169,7 +169,7 @@ impl Holder for Lines {
         match pulled {
             // The daemon has seen the end of that connection before this side has.
             Err(error) if error.kind() == ErrorKind::NotFound => Err(lost(&error)),
-            pulled => pulled.map(drop),
+            pulled => Ok(pulled?.into_iter().sum()),
         }
     }
 
@@ -182,7 +182,7 @@ impl Holder for Lines {
             runs: tssd_format::Runs::run(len),
             proof: Proof::None,
         };
-        self.pull(vec![Job { target, boxes: vec![whole] }]).map_err(io::Error::other)
+        self.pull(vec![Job { target, boxes: vec![whole] }]).map(drop).map_err(io::Error::other)
     }
 }
 
@@ -310,10 +310,10 @@ impl Line {
         }
     }
 
-    /// Fills the targets of jobs, until there are no more.
-    fn pull(&mut self, mut pulling: Pulling<'_, '_>) -> Result<()> {
+    /// Fills the targets of jobs, until there are no more; returns how many bytes came.
+    fn pull(&mut self, mut pulling: Pulling<'_, '_>) -> Result<u64> {
         let mut asked: VecDeque<Batch> = VecDeque::new();
-        let mut credit = WINDOW;
+        let (mut credit, mut received) = (WINDOW, 0);
         loop {
             while credit >= MAX_READ
                 && let Some((batch, request)) = pulling.batch(self.next)
@@ -323,7 +323,7 @@ impl Line {
                 asked.push_back(batch);
             }
             if asked.is_empty() {
-                return Ok(());
+                return Ok(received);
             }
             let (number, reply, len) = self.answer()?;
             let Reply::Read(sum) = reply else { return Err(unexpected(&reply)) };
@@ -333,6 +333,7 @@ impl Line {
             let batch = batch.ok_or_else(|| lost(&"it answers what was not asked"))?;
             self.receive(&batch, sum, &mut pulling.targets)?;
             credit += batch.bytes;
+            received += batch.bytes;
         }
     }
 

@@ -10,8 +10,8 @@ use crate::error::Result;
 
 /// Whoever holds archives elsewhere, and gives exactly the bytes that are asked for. Calls wait.
 pub(crate) trait Holder: Send + Sync {
-    /// Fills memory. What it holds after an error is not proven.
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()>;
+    /// Fills memory, and returns how many bytes came for that. What it holds after an error is not proven.
+    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64>;
 
     /// Reads bytes of a blob as they come: whoever asks proves them.
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()>;

@@ -153,7 +153,9 @@ async fn tail(
             }
         }
     };
-    optional(again(tail).await)
+    // It is kept as long as the archive is open: not so what it may be a part of.
+    let own = |(len, tail): (u64, Bytes)| (len, Bytes::copy_from_slice(&tail));
+    Ok(optional(again(tail).await)?.map(own))
 }
 
 /// Where it is noted which upload of a blob is under way.

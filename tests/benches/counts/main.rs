@@ -1,10 +1,13 @@
 //! What does not depend on the clock: instructions, allocations, page faults, requests, bytes.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
+#[cfg(feature = "object")]
+mod bucket;
 mod instructions;
 mod metrics;
 mod operations;
 mod reshard;
+mod sharded;
 
 use std::alloc::System;
 
@@ -28,6 +31,8 @@ fn main() {
         &[
             ("operations", operations::steady),
             ("reshard", reshard::matrix),
+            #[cfg(feature = "object")]
+            ("bucket", bucket::five_percent),
             ("plan", reshard::plan_memory),
             ("instructions", instructions::all),
         ],

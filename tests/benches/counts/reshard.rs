@@ -1,13 +1,12 @@
 //! What resharding asks for, and what it needs.
 
 use stats_alloc::Region;
-use tssd_format::{DeviceMesh, Dtype, Placement, StateDict, TensorMeta};
-use tssd_store::blocking::Store;
-use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
+use tssd_format::{DeviceMesh, Placement};
+use tssd_store::GetOptions;
 use tssd_tests::bench::{Bench, Curve, Fsdp, stacked_shapes};
 use tssd_tests::served::Served;
-use tssd_tests::sharding::{counting, meta_of, places_of, shards_of};
 
+use crate::sharded::{Sharded, ranks};
 use crate::{ALLOCATOR, metrics};
 
 const SENT: &str = "tssd_read_bytes_total ";
@@ -40,20 +39,20 @@ pub(crate) fn matrix(bench: &mut Bench) {
     let served = Served::new(1 << 30);
     let near = served.connect();
     let far = served.connect_far();
-    let global = counting(&SHAPE, 1);
     let (mut pairs, mut worst) = (0_u32, [0_f64; 2]);
     for (number, (mesh, placements)) in layouts().into_iter().enumerate() {
-        let key = Key::new(format!("model.{number}")).unwrap();
-        put(&near, &key, &global, &mesh, &placements);
+        let model = Sharded::new(&format!("model.{number}"), SHAPE);
+        model.put(&near, &mesh, &placements);
         for (mesh, placements) in layouts() {
             pairs += 1;
             for (store, worst) in [&near, &far].into_iter().zip(&mut worst) {
                 let (mut needed, mut moved) = (0, 0);
                 let sent = metrics::sum(served.metrics(), SENT);
                 for rank in ranks(&mesh) {
-                    let (of_rank, bytes) = get(store, &key, &global, &mesh, rank, &placements);
-                    needed += of_rank;
-                    moved += bytes;
+                    let options = GetOptions::default();
+                    let report = model.get(store, &mesh, rank, &placements, &options);
+                    needed += report.bytes_needed;
+                    moved += report.bytes_transferred;
                 }
                 // What went over connections is what the daemon says.
                 let sent = metrics::sum(served.metrics(), SENT) - sent;
@@ -73,57 +72,6 @@ pub(crate) fn matrix(bench: &mut Bench) {
             ("bytes received / needed, TCP, worst", far),
         ],
     );
-}
-
-fn ranks(mesh: &DeviceMesh) -> std::ops::Range<u32> {
-    0..u32::try_from(mesh.shape().iter().product::<u64>()).unwrap()
-}
-
-fn put(store: &Store, key: &Key, global: &[u32], mesh: &DeviceMesh, placements: &[Placement]) {
-    for rank in ranks(mesh) {
-        let mut dict = StateDict::new();
-        for shard in shards_of(global, &SHAPE, mesh, rank, placements) {
-            dict.insert("weight", shard);
-        }
-        let options = PutOptions {
-            version: Some(1),
-            writer: Some(rank),
-            job: Some(JobId("bench".into())),
-            ..PutOptions::default()
-        };
-        store.put_state_dict(key, &dict, &options).unwrap();
-    }
-}
-
-/// The bytes that a rank needs, and those that were moved for it.
-fn get(
-    store: &Store,
-    key: &Key,
-    global: &[u32],
-    mesh: &DeviceMesh,
-    rank: u32,
-    placements: &[Placement],
-) -> (u64, u64) {
-    let places = places_of(&SHAPE, mesh, rank, placements);
-    let mut memory: Vec<Vec<u8>> = Vec::new();
-    let metas: Vec<TensorMeta> = places.iter().map(|place| meta_of(Dtype::Uint32, place)).collect();
-    memory.extend(metas.iter().map(|meta| vec![0; usize::try_from(meta.nbytes()).unwrap()]));
-    let mut targets: Vec<Target<'_>> = places
-        .iter()
-        .zip(&metas)
-        .zip(&mut memory)
-        .map(|((place, meta), bytes)| Target {
-            fqn: "weight".into(),
-            place: Some(place.clone()),
-            meta: meta.clone(),
-            bytes,
-        })
-        .collect();
-    let report = store.get_state_dict_into(key, &mut targets, &GetOptions::default()).unwrap();
-    for (shard, bytes) in shards_of(global, &SHAPE, mesh, rank, placements).iter().zip(&memory) {
-        assert!(shard.tensor().view().contiguous().unwrap() == bytes, "rank {rank} of {mesh:?}");
-    }
-    (report.bytes_needed, report.bytes_transferred)
 }
 
 /// The memory of a plan and of what it is made with, for ever more writers.

@@ -2,6 +2,8 @@
 //! case alone.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
+#[cfg(feature = "object")]
+mod bucket;
 mod copies;
 mod directory;
 mod fits;
@@ -32,6 +34,8 @@ fn main() {
             ("reshard", reshard::all),
             ("pull", pull::over_loopback),
             ("directory", directory::put_and_get),
+            #[cfg(feature = "object")]
+            ("bucket", bucket::up_and_down),
             ("plan", plans::many_ranks),
             ("hostile", hostile::attacked),
             ("fit", fits::all),

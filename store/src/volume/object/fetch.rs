@@ -4,14 +4,17 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
+use object_store::path::Path;
 use tssd_format::{Loop, Runs, copy_and_checksum, copy_runs};
 
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
+use crate::parallel;
 use crate::volume::{Boxed, Holder, Job, Proof};
 
 /// A request asks for at most so many bytes, unless one chunk or run has more.
@@ -80,15 +83,14 @@ impl Fetcher {
     }
 
     /// Lets a request be made; its answer comes with its number.
-    fn send(&self, number: usize, fetch: &Fetch, answers: &Answers) -> Result<()> {
+    fn send(&self, number: usize, path: &Path, range: &Range<u64>, answers: &Answers) {
         let (objects, requests) = (self.bucket.objects(), self.bucket.requests());
-        let (path, range) = (self.bucket.path(&fetch.blob)?, fetch.range.clone());
+        let (path, range) = (path.clone(), range.clone());
         let answer = Answer { number, bytes: None, answers: answers.clone() };
         self.bucket.spawn(async move {
             let _one = requests.acquire().await;
             answer.give(again(|| objects.get_range(&path, range.clone())).await);
         });
-        Ok(())
     }
 
     fn received(&self, fetch: &Fetch, answer: object_store::Result<Bytes>) -> Result<Bytes> {
@@ -117,14 +119,15 @@ impl Fetcher {
     }
 
     /// Puts what has come where it belongs, proven.
-    fn place(&self, fetch: &Fetch, bytes: &Bytes, targets: &mut [&mut [u8]]) -> Result<()> {
+    fn place(&self, fetch: &Fetch, bytes: &Bytes, targets: &[Mutex<&mut [u8]>]) -> Result<()> {
         let within = |range: Range<u64>| {
             &bytes[native(range.start - fetch.range.start)..native(range.end - fetch.range.start)]
         };
         let mut proven = BTreeSet::new();
         for want in &fetch.wants {
             let source = want.source..want.source + want.runs.source_span();
-            let target = &mut targets[want.job][native(want.target)..];
+            let mut target = targets[want.job].lock().expect("nobody panics while copying");
+            let target = &mut target[native(want.target)..];
             match &want.proof {
                 Proof::Chunk(crc32) => {
                     let mut crc = crc32fast::Hasher::new();
@@ -156,37 +159,43 @@ impl Fetcher {
 }
 
 impl Holder for Fetcher {
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<()> {
+    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64> {
         let (mut targets, mut wants) = (Vec::with_capacity(jobs.len()), Vec::new());
         for (job, Job { target, boxes }) in jobs.into_iter().enumerate() {
-            targets.push(target);
+            targets.push(Mutex::new(target));
             for each in boxes {
                 add(job, each, &mut wants);
             }
         }
         let fetches = group(wants);
+        let paths = fetches.iter().map(|fetch| self.bucket.path(&fetch.blob));
+        let paths: Vec<Path> = paths.collect::<Result<_>>()?;
         let (answers, answered) = mpsc::sync_channel(WINDOW);
-        let mut next = fetches.iter().enumerate();
-        for (number, fetch) in next.by_ref().take(WINDOW) {
-            self.send(number, fetch, &answers)?;
-        }
-        for _ in 0..fetches.len() {
-            let ended = |_| Error::new(ErrorKind::Unreachable, "the requests to the bucket ended");
-            let (number, answer) = answered.recv().map_err(ended)?;
-            let bytes = self.received(&fetches[number], answer)?;
-            if let Some((number, fetch)) = next.next() {
-                self.send(number, fetch, &answers)?;
+        let (answered, next) = (Mutex::new(answered), AtomicUsize::new(0));
+        let send = || {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if let (Some(fetch), Some(path)) = (fetches.get(number), paths.get(number)) {
+                self.send(number, path, &fetch.range, &answers);
             }
-            self.place(&fetches[number], &bytes, &mut targets)?;
-        }
-        Ok(())
+        };
+        (0..WINDOW).for_each(|_| send());
+        let place = |_: usize| {
+            let answer = answered.lock().expect("nobody panics while waiting").recv();
+            let ended = |_| Error::new(ErrorKind::Unreachable, "the requests to the bucket ended");
+            let (number, answer) = answer.map_err(ended)?;
+            let bytes = self.received(&fetches[number], answer)?;
+            send();
+            self.place(&fetches[number], &bytes, &targets)?;
+            Ok::<_, Error>(wide(bytes.len()))
+        };
+        Ok(parallel::map((0..fetches.len()).collect(), place)?.into_iter().sum())
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
         let runs = Runs::run(wide(target.len()));
         let whole =
             Boxed { blob: blob.into(), source: offset, target: 0, runs, proof: Proof::None };
-        self.pull(vec![Job { target, boxes: vec![whole] }]).map_err(io::Error::other)
+        self.pull(vec![Job { target, boxes: vec![whole] }]).map(drop).map_err(io::Error::other)
     }
 }
 

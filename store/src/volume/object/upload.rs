@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use bytes::{Bytes, BytesMut};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
@@ -90,16 +92,26 @@ struct Inner {
     len: u64,
     part_len: u64,
     /// The parts that are being filled, by number.
-    filling: Mutex<BTreeMap<u64, Arc<Mutex<Filling>>>>,
+    filling: Mutex<BTreeMap<u64, Filling>>,
     state: Mutex<State>,
     /// The right to have a part under way.
     under_way: Arc<Semaphore>,
 }
 
-#[derive(Default)]
+/// A part that is being filled, by any number of threads: each has a piece of its memory.
 struct Filling {
-    bytes: Vec<u8>,
-    filled: u64,
+    /// Pieces that nobody has had yet, and those that are full, by where they begin.
+    free: BTreeMap<usize, BytesMut>,
+    full: BTreeMap<usize, BytesMut>,
+    missing: usize,
+}
+
+/// A piece of a part that is being filled.
+struct Piece {
+    number: u64,
+    start: usize,
+    bytes: BytesMut,
+    missing: usize,
 }
 
 #[derive(Default)]
@@ -145,8 +157,27 @@ impl Upload {
     }
 }
 
+impl Filling {
+    fn new(len: usize) -> Self {
+        let free = BTreeMap::from([(0, BytesMut::with_capacity(len))]);
+        Self { free, full: BTreeMap::new(), missing: len }
+    }
+
+    fn lend(&mut self, within: Range<usize>) -> BytesMut {
+        let (&start, _) = self.free.range(..=within.start).next_back().expect("nobody had it yet");
+        let mut before = self.free.remove(&start).expect("it was found");
+        let mut piece = before.split_off(within.start - start);
+        let after = piece.split_off(within.len());
+        if within.start > start {
+            self.free.insert(start, before);
+        }
+        self.free.insert(within.end, after);
+        piece
+    }
+}
+
 impl Inner {
-    fn filling(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Mutex<Filling>>>> {
+    fn filling(&self) -> MutexGuard<'_, BTreeMap<u64, Filling>> {
         self.filling.lock().expect("nobody panics while holding the parts")
     }
 
@@ -154,40 +185,41 @@ impl Inner {
         self.state.lock().expect("nobody panics while holding the state")
     }
 
-    /// Bytes at a place of the blob.
-    fn write(self: &Arc<Self>, mut offset: u64, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            let number = offset / self.part_len;
-            let start = number * self.part_len;
-            let part_len = self.part_len.min(self.len.saturating_sub(start));
-            let within = native(offset - start)?;
-            let room = native(part_len)?.saturating_sub(within);
-            let (now, rest) = bytes.split_at(room.min(bytes.len()));
-            if now.is_empty() {
-                return Err(Error::new(ErrorKind::Invalid, "more bytes than were announced"));
+    /// The memory of bytes of the blob, as far as they are in one part. Nobody else asks for them.
+    fn lend(&self, bytes: Range<u64>) -> Result<Piece> {
+        let number = bytes.start / self.part_len;
+        let start = number * self.part_len;
+        let end = self.len.min(start + self.part_len);
+        let part_len = native(end - start)?;
+        let within = native(bytes.start - start)?..native(bytes.end.min(end) - start)?;
+        let mut filling = self.filling();
+        let part = filling.entry(number).or_insert_with(|| Filling::new(part_len));
+        Ok(Piece { number, start: within.start, missing: within.len(), bytes: part.lend(within) })
+    }
+
+    /// Takes memory back that is full, and sends the part if it is the last of it.
+    fn take_back(self: &Arc<Self>, piece: Piece) -> Result<()> {
+        let full = {
+            let mut filling = self.filling();
+            let part = filling.get_mut(&piece.number).expect("a part is there until it is full");
+            part.missing -= piece.bytes.len();
+            part.full.insert(piece.start, piece.bytes);
+            if part.missing > 0 {
+                return Ok(());
             }
-            let part = self.filling().entry(number).or_default().clone();
-            let full = {
-                let mut part = part.lock().expect("nobody panics while filling a part");
-                if part.bytes.is_empty() {
-                    part.bytes = vec![0; native(part_len)?];
-                }
-                part.bytes[within..within + now.len()].copy_from_slice(now);
-                part.filled += wide(now.len());
-                (part.filled == part_len).then(|| std::mem::take(&mut part.bytes))
-            };
-            if let Some(bytes) = full {
-                self.filling().remove(&number);
-                self.send(number, bytes)?;
-            }
-            offset += wide(now.len());
-            bytes = rest;
-        }
-        Ok(())
+            filling.remove(&piece.number)
+        };
+        let pieces = full.map(|part| part.full).into_iter().flatten();
+        let whole = pieces.map(|(_, piece)| piece).reduce(|mut whole, piece| {
+            // They are neighbours in memory: nothing moves.
+            whole.unsplit(piece);
+            whole
+        });
+        self.send(piece.number, whole.unwrap_or_default().freeze())
     }
 
     /// Sends a part as soon as not too many are under way.
-    fn send(self: &Arc<Self>, number: u64, bytes: Vec<u8>) -> Result<()> {
+    fn send(self: &Arc<Self>, number: u64, bytes: Bytes) -> Result<()> {
         if let Some(error) = &self.state().failed {
             return Err(self.bucket.error(&self.name, error));
         }
@@ -258,8 +290,9 @@ impl Reservation for Upload {
         let mut offset = 0;
         let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
         for len in lens {
-            parts.push(Box::new(UploadPart { inner: self.0.clone(), offset }));
-            offset += len;
+            let rest = offset..offset + len;
+            offset = rest.end;
+            parts.push(Box::new(UploadPart { inner: self.0.clone(), rest, piece: None }));
         }
         parts
     }
@@ -292,7 +325,37 @@ impl Reservation for Upload {
 
 struct UploadPart {
     inner: Arc<Inner>,
-    offset: u64,
+    /// What was not asked for yet.
+    rest: Range<u64>,
+    piece: Option<Piece>,
+}
+
+impl UploadPart {
+    fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let mut piece = match self.piece.take() {
+                Some(piece) => piece,
+                None if self.rest.is_empty() => {
+                    return Err(Error::new(ErrorKind::Invalid, "more bytes than were announced"));
+                }
+                None => {
+                    let piece = self.inner.lend(self.rest.clone())?;
+                    self.rest.start += wide(piece.missing);
+                    piece
+                }
+            };
+            let (now, rest) = bytes.split_at(piece.missing.min(bytes.len()));
+            piece.bytes.extend_from_slice(now);
+            piece.missing -= now.len();
+            if piece.missing == 0 {
+                self.inner.take_back(piece)?;
+            } else {
+                self.piece = Some(piece);
+            }
+            bytes = rest;
+        }
+        Ok(())
+    }
 }
 
 impl Part for UploadPart {
@@ -302,14 +365,13 @@ impl Part for UploadPart {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.inner.write(self.offset, bytes)
+        self.put(bytes)
     }
 }
 
 impl Write for UploadPart {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.inner.write(self.offset, bytes).map_err(io::Error::other)?;
-        self.offset += wide(bytes.len());
+        self.put(bytes).map_err(io::Error::other)?;
         Ok(bytes.len())
     }
 
@@ -328,4 +390,55 @@ fn native(len: u64) -> Result<usize> {
 
 fn wide(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+    use proptest::prelude::{ProptestConfig, any, prop, prop_assert, proptest};
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+
+        /// Whatever the cuts, and whoever writes first: each byte is where it belongs.
+        #[test]
+        fn parts_are_filled_by_many_threads_in_any_order(
+            lens in prop::collection::vec((0..6_u64 << 20, any::<u32>()), 6..14),
+            block in 1_usize..3 << 20,
+        ) {
+            let total: u64 = lens.iter().map(|(len, _)| len).sum::<u64>() + 1;
+            let mut wanted = vec![0; native(total).unwrap()];
+            for (number, word) in wanted.chunks_exact_mut(8).enumerate() {
+                word.copy_from_slice(&wide(number).to_le_bytes());
+            }
+            let objects = Arc::new(InMemory::new());
+            let bucket = Bucket::new(objects.clone(), Path::default(), "memory").unwrap();
+            let mut upload = Upload::begin(bucket.clone(), "blob", total).unwrap();
+            let cut: Vec<u64> = lens.iter().map(|(len, _)| *len).chain([1]).collect();
+            let mut offset = 0;
+            let mut jobs: Vec<_> = upload.parts(&cut).into_iter().zip(&cut).map(|(part, len)| {
+                let bytes = &wanted[offset..offset + native(*len).unwrap()];
+                offset += bytes.len();
+                (part, bytes)
+            }).collect();
+            let mut orders = lens.iter().map(|(_, order)| *order).chain([0]);
+            jobs.sort_by_cached_key(|_| orders.next());
+            let jobs = Mutex::new(jobs);
+            std::thread::scope(|scope| for _ in 0..3 {
+                scope.spawn(|| loop {
+                    let Some((mut part, bytes)) = jobs.lock().unwrap().pop() else { break };
+                    bytes.chunks(block).for_each(|bytes| part.write(bytes).unwrap());
+                    assert_eq!(part.write(&[0]).unwrap_err().kind(), ErrorKind::Invalid);
+                });
+            });
+            drop(jobs);
+            prop_assert!(Box::new(upload).seal().unwrap());
+            let found = bucket.wait("blob", async move {
+                objects.get(&Path::from("blob")).await?.bytes().await
+            });
+            prop_assert!(found.unwrap() == wanted);
+        }
+    }
 }

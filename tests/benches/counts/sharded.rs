@@ -1,0 +1,77 @@
+//! One matrix of 32-bit words that ranks put, and that ranks of other layouts get.
+
+use tssd_format::{DeviceMesh, Dtype, Placement, StateDict, TensorMeta};
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, GetReport, JobId, Key, PutOptions, Target};
+use tssd_tests::sharding::{counting, meta_of, places_of, shards_of};
+
+/// A key's version with one tensor, whose words count.
+pub(crate) struct Sharded {
+    key: Key,
+    shape: [u64; 2],
+    global: Vec<u32>,
+}
+
+impl Sharded {
+    pub(crate) fn new(key: &str, shape: [u64; 2]) -> Self {
+        Self { key: Key::new(key).unwrap(), shape, global: counting(&shape, 1) }
+    }
+
+    /// All ranks of a mesh put what they have.
+    pub(crate) fn put(&self, store: &Store, mesh: &DeviceMesh, placements: &[Placement]) {
+        for rank in ranks(mesh) {
+            let mut dict = StateDict::new();
+            for shard in shards_of(&self.global, &self.shape, mesh, rank, placements) {
+                dict.insert("weight", shard);
+            }
+            let options = PutOptions {
+                version: Some(1),
+                writer: Some(rank),
+                job: Some(JobId("bench".into())),
+                ..PutOptions::default()
+            };
+            store.put_state_dict(&self.key, &dict, &options).unwrap();
+        }
+    }
+
+    /// A rank gets what it has of a mesh, and compares it.
+    pub(crate) fn get(
+        &self,
+        store: &Store,
+        mesh: &DeviceMesh,
+        rank: u32,
+        placements: &[Placement],
+        options: &GetOptions,
+    ) -> GetReport {
+        let places = places_of(&self.shape, mesh, rank, placements);
+        let metas: Vec<TensorMeta> =
+            places.iter().map(|place| meta_of(Dtype::Uint32, place)).collect();
+        let mut memory: Vec<Vec<u8>> =
+            metas.iter().map(|meta| vec![0; usize::try_from(meta.nbytes()).unwrap()]).collect();
+        let mut targets: Vec<Target<'_>> = places
+            .into_iter()
+            .zip(metas)
+            .zip(&mut memory)
+            .map(|((place, meta), bytes)| Target {
+                fqn: "weight".into(),
+                place: Some(place),
+                meta,
+                bytes,
+            })
+            .collect();
+        let report = store.get_state_dict_into(&self.key, &mut targets, options).unwrap();
+        let shards = shards_of(&self.global, &self.shape, mesh, rank, placements);
+        for (shard, bytes) in shards.iter().zip(&memory) {
+            assert!(
+                shard.tensor().view().contiguous().unwrap() == bytes,
+                "rank {rank} of {mesh:?}"
+            );
+        }
+        report
+    }
+}
+
+/// The ranks of a mesh.
+pub(crate) fn ranks(mesh: &DeviceMesh) -> std::ops::Range<u32> {
+    0..u32::try_from(mesh.shape().iter().product::<u64>()).unwrap()
+}

@@ -1,6 +1,5 @@
 //! What a store asks of whoever decides and knows where bytes are: here, or behind a connection.
 
-mod attempt;
 #[cfg(test)]
 mod clock;
 mod contributed;
@@ -8,6 +7,7 @@ mod folder;
 mod keepers;
 mod local;
 mod lost;
+mod place;
 mod proof;
 
 use std::any::Any;
@@ -34,7 +34,8 @@ use crate::volume::{Archived, Part};
 pub(crate) use contributed::Contributed;
 pub(crate) use folder::{archives, folder, folder_of};
 pub(crate) use keepers::{Keepers, Reached};
-pub(crate) use local::{LocalController, Place};
+pub(crate) use local::LocalController;
+pub(crate) use place::Place;
 pub(crate) use proof::{DIVERGENT, digest};
 
 /// Which versions keys have, and what holds them.

@@ -34,11 +34,11 @@ pub use self::place::default_memory_limit;
 use self::place::listen;
 use self::session::Guest;
 use self::spare::Spare;
+use crate::credentials::Credentials;
 use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
 use crate::socket::{beside, socket_of};
-use crate::store::Credentials;
 
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;

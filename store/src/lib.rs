@@ -15,10 +15,12 @@ mod merge;
 pub mod plan;
 
 // Where things are.
+mod address;
 #[cfg(target_os = "linux")]
 mod arena;
 #[cfg(feature = "object")]
 mod bucket;
+mod credentials;
 mod disk;
 mod environment;
 mod ledgers;
@@ -63,6 +65,7 @@ mod store;
 mod sync;
 
 pub use controller::VersionInfo;
+pub use credentials::Credentials;
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use disk::Replacement;
@@ -78,5 +81,5 @@ pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
 pub use route::Transport;
 pub use scrub::{Defect, scrub};
 pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
-pub use store::{ConnectOptions, Credentials, PrefetchReport, Store, Subscription};
+pub use store::{ConnectOptions, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

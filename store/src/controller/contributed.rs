@@ -1,6 +1,6 @@
 //! What writers have committed to a version, and where it is.
 
-use super::local::Place;
+use super::Place;
 use crate::key::Key;
 use crate::ledger::{Contribution, Digest, Version, WriterSet};
 

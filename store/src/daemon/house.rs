@@ -1,6 +1,8 @@
 //! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
 
-use std::any::Any;
+mod coming;
+mod leases;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,24 +13,26 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tssd_format::Blob;
 
+use self::leases::Held;
+pub(super) use self::leases::Leased;
 use super::DaemonOptions;
 use super::counters::{Counters, Reader};
 use super::delegate::Delegate;
 use super::elsewhere::Elsewhere;
 use super::hosts::{self, Hosts};
 use super::lost::Lost;
-use super::mirror::{Bucket, Mirror, Why};
+use super::mirror::{Bucket, Mirror};
 use super::reading::Reading;
 use super::registry::{Grant, Registry};
 use super::replicas;
-use super::tiers::{Place, Tiers};
-use crate::arena::{Exhausted, PeerId, Pool, Span};
+use super::tiers::Tiers;
+use crate::arena::{Exhausted, PeerId, Pool};
 use crate::controller::LocalController;
 use crate::disk::Disk;
-use crate::environment::{Environment, SystemEnvironment, wait};
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Durability, LeaseId, Selector, VersionId};
+use crate::ledger::{Durability, LeaseId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
@@ -38,12 +42,6 @@ use crate::volume::{DirectoryVolume, Volume};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
 pub(super) const COPIES: usize = 256 << 10;
-
-/// Who holds what is fetched.
-const FETCHER: PeerId = 0;
-
-/// Of how many keys it is known what a reader got last.
-const MAX_READ: usize = 16;
 
 pub(super) struct House {
     pub(super) registry: Arc<dyn Registry>,
@@ -86,34 +84,6 @@ struct Peer {
     since: Instant,
     /// The number of the version that it got last, of each of a few keys.
     read: BTreeMap<Key, u64>,
-}
-
-/// A version that a peer has been given, and where its bytes are.
-pub(super) struct Leased {
-    pub(super) grant: Grant,
-    pub(super) manifest: Span,
-    pub(super) archives: BTreeMap<String, Place>,
-}
-
-/// A lease of the registry: whoever lets go of it last hands it back.
-struct Registered {
-    key: Key,
-    lease: LeaseId,
-    /// What others keep of the version.
-    _reached: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-/// A lease that a peer holds.
-struct Held {
-    peer: PeerId,
-    key: Key,
-    id: VersionId,
-    number: u64,
-    /// What it holds, by its names in the volume.
-    names: Vec<String>,
-    /// The registry's lease, if it has one: that of a version that was fetched is shared.
-    registered: Option<Arc<Registered>>,
-    since: Instant,
 }
 
 impl House {
@@ -264,107 +234,6 @@ impl House {
         self.counters.count().connections += 1;
     }
 
-    /// Gives a reader a version, with a lease.
-    pub(super) async fn lease(
-        &self,
-        peer: PeerId,
-        key: &Key,
-        selector: Selector,
-    ) -> Result<Leased> {
-        let mut is_again = false;
-        loop {
-            let grant = match self.hold_fetched(peer, key, selector, |_| false) {
-                Some(grant) => grant,
-                None => match self.registry.lease(peer, key, selector).await {
-                    Ok(grant) => self.hold(peer, key, grant),
-                    Err(error) => self.instead(peer, key, selector, error).await?,
-                },
-            };
-            match self.place(key, &grant).await {
-                Ok((manifest, archives)) => {
-                    self.count_get(peer, key, grant.number, &archives);
-                    return Ok(Leased { grant, manifest, archives });
-                }
-                Err(error) => {
-                    self.release(peer, grant.lease).await;
-                    // What was here may have been let go of before it was held.
-                    if is_again || error.kind() != ErrorKind::Corrupt {
-                        return Err(error);
-                    }
-                    is_again = true;
-                }
-            }
-        }
-    }
-
-    /// What was fetched, if whoever decides no longer has it and it was not rewound since.
-    async fn instead(
-        &self,
-        peer: PeerId,
-        key: &Key,
-        selector: Selector,
-        error: Error,
-    ) -> Result<Grant> {
-        let epoch = match error.kind() {
-            ErrorKind::NotFound => {
-                let versions = self.registry.versions(key).await.unwrap_or_default();
-                versions.iter().map(|version| version.epoch).max()
-            }
-            ErrorKind::Unreachable => None,
-            _ => return Err(error),
-        };
-        let is_current = |grant: &Grant| epoch.is_none_or(|epoch| grant.epoch >= epoch);
-        self.hold_fetched(peer, key, selector, is_current).ok_or(error)
-    }
-
-    /// A peer holds what it was granted.
-    fn hold(&self, peer: PeerId, key: &Key, grant: Grant) -> Grant {
-        let (key, lease, reached) = (key.clone(), grant.lease, grant.reached.clone());
-        let registered = Arc::new(Registered { key: key.clone(), lease, _reached: reached });
-        self.hold_under(&mut self.inner(), peer, &key, grant, Some(registered))
-    }
-
-    fn hold_under(
-        &self,
-        inner: &mut Inner,
-        peer: PeerId,
-        key: &Key,
-        grant: Grant,
-        registered: Option<Arc<Registered>>,
-    ) -> Grant {
-        let names: Vec<String> = grant.names().cloned().collect();
-        self.pool.hold(&names);
-        let (number, since) = (grant.number, Instant::now());
-        let held = Held { peer, key: key.clone(), id: grant.id, number, names, registered, since };
-        inner.leases.insert(grant.lease, held);
-        grant
-    }
-
-    /// A peer holds a version that was fetched, if it is the one that it asks for: by its identity, or, if
-    /// that is good enough, by its number.
-    fn hold_fetched(
-        &self,
-        peer: PeerId,
-        key: &Key,
-        selector: Selector,
-        is_good: impl Fn(&Grant) -> bool,
-    ) -> Option<Grant> {
-        let mut inner = self.inner();
-        let grant = inner.fetched.get(key)?;
-        let is_it = match selector {
-            Selector::Newest => false,
-            Selector::Number(number) => grant.number == number && is_good(grant),
-            Selector::Id(id) => grant.id == id,
-        };
-        if !is_it || grant.instance != self.registry.instance() {
-            return None;
-        }
-        let registered = inner.leases.get(&grant.lease)?.registered.clone();
-        let lease = LeaseId(SystemEnvironment.random());
-        let grant = Grant { lease, ..grant.clone() };
-        Some(self.hold_under(&mut inner, peer, key, grant, registered))
-    }
-
     /// Proves that what is to be so durable can be.
     pub(super) fn check(&self, durability: Durability) -> Result<()> {
         if durability == Durability::Object && self.mirror.is_none() {
@@ -389,257 +258,6 @@ impl House {
             mirror.sync(key).await?;
         }
         Ok(changed)
-    }
-
-    /// Lets go of what was brought back from the bucket and is visible no more.
-    pub(super) async fn let_go_of_replaced(&self, key: &Key) {
-        let fetched = self.inner().fetched.get(key).map(|grant| (grant.id, grant.lease));
-        let Some((id, lease)) = fetched.filter(|_| self.mirror.is_some()) else { return };
-        let Ok(versions) = self.registry.versions(key).await else { return };
-        if versions.iter().all(|version| version.id != id) {
-            {
-                let mut inner = self.inner();
-                if inner.fetched.get(key).is_some_and(|grant| grant.lease == lease) {
-                    inner.fetched.remove(key);
-                }
-            }
-            self.release(FETCHER, lease).await;
-        }
-    }
-
-    /// Brings what of a version nobody else has who answers back from the bucket into memory, where it stays until
-    /// another version of its key is fetched.
-    async fn restore(&self, key: &Key, grant: &Grant) -> Result<()> {
-        let Some(mirror) = &self.mirror else { return Ok(()) };
-        let (mut missing, now) = (Vec::new(), Instant::now());
-        for name in grant.names() {
-            match self.tiers.place(name)? {
-                None => missing.push((name.clone(), Why::Alone)),
-                Some(Place::There(..)) => {
-                    let elsewhere = &self.tiers.elsewhere;
-                    let is_only_there = !grant.stored && !elsewhere.are_several(name);
-                    let is_there = is_only_there || elsewhere.prefer_who_answers(name, now).await;
-                    if grant.stored && !is_there {
-                        missing.push((name.clone(), Why::Unanswered));
-                    }
-                }
-                Some(Place::Here(_)) => {}
-            }
-        }
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let own = match self.registry.lease(FETCHER, key, Selector::Id(grant.id)).await {
-            Ok(own) => self.hold(FETCHER, key, own),
-            // It was replaced meanwhile: whoever has leased it before gets it all the same.
-            Err(_) => return mirror.restore(key, grant.id, missing).await,
-        };
-        match mirror.restore(key, own.id, missing).await {
-            Ok(()) => self.fetched(key, own).await,
-            Err(error) => {
-                self.give_up(&own).await;
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Brings an archive that somebody holds back from the bucket, if it is there: whoever keeps it has failed.
-    pub(super) async fn rescue(&self, name: &String, failed: Error) -> Result<()> {
-        let held = {
-            let inner = self.inner();
-            let held = inner.leases.values().find(|held| held.names.contains(name));
-            held.map(|held| (held.key.clone(), held.id))
-        };
-        let (Some(mirror), Some((key, id))) = (&self.mirror, held) else { return Err(failed) };
-        let missing = vec![(name.clone(), Why::Unanswered)];
-        let restored = mirror.restore(&key, id, missing).await;
-        if restored.is_ok() && self.pool.span(name).is_some() { Ok(()) } else { Err(failed) }
-    }
-
-    /// Where the manifest and the archives of a version are that is held.
-    async fn place(&self, key: &Key, grant: &Grant) -> Result<(Span, BTreeMap<String, Place>)> {
-        self.restore(key, grant).await?;
-        self.copy_manifest(key, grant).await?;
-        let Place::Here(manifest) = self.found(key, grant, &grant.manifest)? else {
-            return Err(Error::new(ErrorKind::Corrupt, "the manifest is elsewhere"));
-        };
-        let archives = grant.archives.iter();
-        let archives =
-            archives.map(|(file, name)| Ok((file.clone(), self.found(key, grant, name)?)));
-        Ok((manifest, archives.collect::<Result<_>>()?))
-    }
-
-    /// Where something is that a version consists of.
-    fn found(&self, key: &Key, grant: &Grant, name: &str) -> Result<Place> {
-        self.tiers.place(name)?.ok_or_else(|| {
-            let text = format_args!("key `{key}`: version {} lacks `{name}`", grant.number);
-            Error::new(ErrorKind::Corrupt, text)
-        })
-    }
-
-    /// The manifest of a version that another daemon has is small: it is copied, and stays while somebody
-    /// holds the version.
-    async fn copy_manifest(&self, key: &Key, grant: &Grant) -> Result<()> {
-        let missing = grant.missing.clone().or_else(|| {
-            let (keeper, len) = self.tiers.elsewhere.place(&grant.manifest)?;
-            Some((grant.manifest.clone(), keeper.endpoint, len))
-        });
-        if missing.is_none() && self.tiers.place(&grant.manifest)?.is_some() {
-            return Ok(());
-        }
-        let _copying = self.copying.lock().await;
-        if self.pool.span(&grant.manifest).is_some() {
-            return Ok(());
-        }
-        let bytes = self.manifest(key, grant, missing).await?;
-        let nobody_waits = std::future::ready(());
-        let write = |pool: &Arc<Pool>| pool.write(&grant.manifest, &bytes);
-        let written = self.tiers.replicas.in_memory(&*self.registry, nobody_waits, write).await;
-        let written = written.map_err(|error| Error::io(&grant.manifest, error))?;
-        written.map_err(|exhausted| self.no_room(&exhausted))?;
-        // As long as somebody holds the version.
-        self.pool.delete(&grant.manifest);
-        Ok(())
-    }
-
-    /// A manifest, from whoever has it. If he does not answer, it is made of the archives once more, if those are to be
-    /// had.
-    async fn manifest(
-        &self,
-        key: &Key,
-        grant: &Grant,
-        at: Option<(String, Endpoint, u64)>,
-    ) -> Result<Vec<u8>> {
-        let (elsewhere, now) = (&self.tiers.elsewhere, Instant::now());
-        let is_there = match &at {
-            Some((_, endpoint, _)) => elsewhere.answers(endpoint, now).await,
-            None => false,
-        };
-        if !is_there {
-            let mut can_be_made = true;
-            for name in grant.archives.values() {
-                let is_here = matches!(self.tiers.place(name)?, Some(Place::Here(_)));
-                can_be_made &= is_here || elsewhere.prefer_who_answers(name, now).await;
-            }
-            if can_be_made && let Some(made) = self.registry.manifest(key, grant.id).await? {
-                return Ok(made);
-            }
-        }
-        let Some((name, endpoint, len)) = at else {
-            for name in grant.archives.values() {
-                self.found(key, grant, name)?;
-            }
-            let number = grant.number;
-            let text = format_args!("key `{key}`: nobody has the manifest of version {number}");
-            return Err(Error::new(ErrorKind::Unreachable, text));
-        };
-        let lines = elsewhere.host(&endpoint);
-        wait(move || lines.manifest(&name, len)).await
-    }
-
-    fn count_get(&self, peer: PeerId, key: &Key, number: u64, archives: &BTreeMap<String, Place>) {
-        {
-            let mut inner = self.inner();
-            if let Some(reader) = inner.peers.get_mut(&peer) {
-                if reader.read.len() >= MAX_READ && !reader.read.contains_key(key) {
-                    reader.read.pop_first();
-                }
-                reader.read.insert(key.clone(), number);
-            }
-        }
-        let mut counts = self.counters.count();
-        counts.gets += 1;
-        for place in archives.values() {
-            let source = match place {
-                Place::Here(_) => None,
-                Place::There(keeper, _) => Some(keeper.source),
-            };
-            let leased = counts.bytes_leased.entry(source).or_default();
-            *leased = leased.saturating_add(place.len());
-        }
-    }
-
-    /// A reader hands a lease back: nothing sees the version through it any more.
-    pub(super) async fn release(&self, peer: PeerId, lease: LeaseId) {
-        let held = {
-            let mut inner = self.inner();
-            if inner.leases.get(&lease).is_none_or(|held| held.peer != peer) {
-                return;
-            }
-            inner.leases.remove(&lease)
-        };
-        if let Some(held) = held {
-            self.end(held).await;
-        }
-    }
-
-    async fn end(&self, held: Held) {
-        self.pool.let_go(&held.names);
-        if let Some(Registered { key, lease, .. }) = held.registered.and_then(Arc::into_inner) {
-            self.registry.release(&key, lease).await;
-        }
-    }
-
-    /// A peer is lost. If it has this host's memory, what it read cannot be written again: nobody says
-    /// that it is not seen any more.
-    pub(super) async fn lose(&self, peer: PeerId, is_near: bool) {
-        let lost: Vec<(LeaseId, Held)> = {
-            let mut inner = self.inner();
-            inner.peers.remove(&peer);
-            self.present.send_replace(inner.peers.len());
-            inner.leases.extract_if(.., |_, held| held.peer == peer).collect()
-        };
-        for name in lost.iter().flat_map(|(_, held)| &held.names).filter(|_| is_near) {
-            self.pool.suspect(name);
-        }
-        for (_, held) in lost {
-            self.end(held).await;
-        }
-    }
-
-    /// A version that is on its way here: what of it is elsewhere, and has to be copied. It is held until it
-    /// is [fetched](House::fetched).
-    pub(super) async fn fetch(
-        &self,
-        key: &Key,
-        selector: Selector,
-        only: Option<&[String]>,
-    ) -> Result<(Grant, Vec<(String, u64)>)> {
-        let Leased { grant, archives, .. } = self.lease(FETCHER, key, selector).await?;
-        let wanted =
-            archives.into_iter().filter(|(file, _)| only.is_none_or(|only| only.contains(file)));
-        let far = wanted.filter_map(|(file, place)| match place {
-            Place::Here(_) => None,
-            Place::There(_, len) => Some((grant.archives[&file].clone(), len)),
-        });
-        let far = far.collect();
-        Ok((grant, far))
-    }
-
-    /// A version is here, as far as it was wanted: it stays until another one of its key is. If all of it is
-    /// a copy, whoever else has it need not keep it for us.
-    pub(super) async fn fetched(&self, key: &Key, grant: Grant) {
-        let is_copy = |name: &String| self.pool.is_doomed(name) || self.tiers.replicas.is_one(name);
-        let is_copied = grant.names().all(is_copy);
-        let lease = grant.lease;
-        let (earlier, registered) = {
-            let mut inner = self.inner();
-            let held = inner.leases.get_mut(&lease).filter(|_| is_copied);
-            let registered = held.and_then(|held| held.registered.take());
-            (inner.fetched.insert(key.clone(), grant), registered)
-        };
-        if let Some(Registered { key, lease, .. }) = registered.and_then(Arc::into_inner) {
-            self.registry.release(&key, lease).await;
-        }
-        if let Some(earlier) = earlier {
-            self.release(FETCHER, earlier.lease).await;
-        }
-    }
-
-    /// It did not come.
-    pub(super) async fn give_up(&self, grant: &Grant) {
-        self.release(FETCHER, grant.lease).await;
     }
 
     /// What another daemon let this one keep, nobody needs any more.

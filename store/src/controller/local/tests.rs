@@ -1,6 +1,12 @@
+use std::time::Duration;
+
+use super::owed::Proving;
 use super::*;
+use crate::controller::folder::write;
+use crate::controller::{Catalog, digest, folder_of};
 use crate::disk::Disk;
 use crate::environment::SystemEnvironment;
+use crate::ledger::{Durability, Selection, WriterSet};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::volume::{DirectoryVolume, MemoryVolume, Near, Reservation};

@@ -11,6 +11,7 @@ use tokio::task::JoinHandle;
 use tssd_format::{StateDict, Tensor, TorchStoreStateDict};
 
 use super::{Bucket, Mirror};
+use crate::address::over;
 use crate::arena::Pool;
 use crate::bucket::faulty::{FAULTS, Faulty};
 use crate::controller::{LocalController, Proposal, digest};
@@ -26,7 +27,7 @@ use crate::link::{Receiver, Sender, split};
 use crate::net::Identity;
 use crate::put::{PutOptions, PutReport};
 use crate::route::Route;
-use crate::store::{Store, over};
+use crate::store::Store;
 use crate::volume::{Archived, Near, Reservation, Volume};
 use crate::wire::{Frame, FrameKind, Hello, Limits, Protocol, Request};
 

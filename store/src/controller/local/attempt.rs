@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 
-use super::local::{LocalController, Place};
-use super::{Committed, Contribution};
+use super::LocalController;
+use crate::controller::{Committed, Contribution, Place};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
 use crate::sync::Handle;

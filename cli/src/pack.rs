@@ -16,6 +16,7 @@ use self::source::Source;
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::input::is_stream;
 use crate::output::{Output, shown};
 use crate::size::{Size, count, listed};
 
@@ -39,7 +40,12 @@ pub(crate) struct Args {
 /// Tensor by tensor, and file by file, so that memory holds one of them at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
-    let source = Source::open(args)?;
+    let input = &*args.input;
+    let source = if !is_stream(input) && input.is_dir() {
+        directory::open(input, args.follow_links, &args.output)?
+    } else {
+        Source::open(input)?
+    };
     let (tensors, bytes) = (source.tensors(), source.bytes());
     let other_bytes = source.others.iter().map(|other| other.len).fold(0, u64::saturating_add);
     let bar = console.bytes_bar("packing", bytes.saturating_add(other_bytes));

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -15,7 +16,7 @@ use crate::pack::{Pack, Packed, StoredChunk};
 use crate::record::NONE;
 use crate::seal::{StorageTables, combine};
 use crate::state_dict::Value;
-use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
+use crate::storage::{PackedChunk, Packing, StorageReference};
 use crate::structure::{Item, Trail, Tree, structure_of, walk};
 use crate::table::number;
 use crate::views::native;

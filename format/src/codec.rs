@@ -1,7 +1,7 @@
 //! One chunk as it is stored: shuffled, then one zstd frame. Spec: section 6 and F-093.
 
+use crate::chunk::CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
-use crate::storage::CHUNK_BYTES;
 
 /// A chunk that would not lose this part of its length, in percent, stays raw.
 #[cfg(feature = "zstd")]

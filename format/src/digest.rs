@@ -7,7 +7,7 @@ use blake3::hazmat::{
     HasherExt, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
 };
 
-use crate::storage::CHUNK_BYTES;
+use crate::chunk::CHUNK_BYTES;
 
 /// A BLAKE3 digest.
 pub type Digest = [u8; 32];

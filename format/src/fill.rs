@@ -7,10 +7,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use crc32fast::Hasher;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::{Error, ErrorKind, Result};
-use crate::storage::CHUNK_BYTES;
 
 /// Jobs are cut at the first chunk that ends beyond this many bytes.
 const JOB_BYTES: u64 = 4 << 20;

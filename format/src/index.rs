@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use bytes::Bytes;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::decode::{decode, value};
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -12,7 +13,7 @@ use crate::key::ObjectPath;
 use crate::lookup::leaves_named;
 use crate::record::{self, STORED, kind};
 use crate::state_dict::Value;
-use crate::storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference};
+use crate::storage::{PackedChunk, Packing, StorageReference};
 use crate::structure::Node;
 use crate::table::{self, TableMap};
 use crate::validate::validate;

@@ -27,6 +27,7 @@ compile_error!(
 );
 
 // What values are.
+mod chunk;
 mod dtype;
 mod key;
 mod number;
@@ -87,6 +88,7 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
+pub use chunk::CHUNK_BYTES;
 pub use copy::{copy, copy_and_checksum, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;
@@ -112,7 +114,7 @@ pub use shard::{Shard, ShardPlace};
 pub use shard_set::{MANIFEST, open_shard_set};
 pub use slice::TensorSlice;
 pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
-pub use storage::{CHUNK_BYTES, PackedChunk, Packing, StorageReference, Unpack};
+pub use storage::{PackedChunk, Packing, StorageReference, Unpack};
 pub use structure::{Container, Node, Stored, TensorReference};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;

@@ -2,11 +2,11 @@
 
 use bytes::Bytes;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::codec::Encoder;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
 use crate::fill::RawBytes;
-use crate::storage::CHUNK_BYTES;
 
 /// Jobs have at most this many chunks.
 const JOB_CHUNKS: u64 = 4;

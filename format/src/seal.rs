@@ -3,11 +3,12 @@
 use crc32fast::Hasher;
 use rend::u32_le;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::digest::{self, Digest};
 use crate::error::Result;
 use crate::fill::Sum;
 use crate::record::{self, NONE};
-use crate::storage::{CHUNK_BYTES, PackedChunk, StorageReference};
+use crate::storage::{PackedChunk, StorageReference};
 use crate::table::{Tables, Views, number};
 use crate::views::native;
 

@@ -4,12 +4,10 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
+use crate::chunk::CHUNK_BYTES;
 use crate::codec::Decoder;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-
-/// Storages are checksummed, and compressed, in pieces of this many raw bytes.
-pub const CHUNK_BYTES: u64 = 1 << 20;
 
 /// One storage: a run of bytes of the blob, or of another file of the shard set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! What is packed: the tensors of a file or of stdin, or the files of a directory.
 
 use std::io::{Read, StdinLock};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -9,7 +9,6 @@ use tssd_format::safetensors::Header;
 use tssd_format::{Attrs, Blob, Error, Tensor};
 
 use super::folder::Entry;
-use super::{Args, directory};
 use crate::failure::{Failure, Result};
 use crate::input::{is_stream, open, shown, stdin};
 
@@ -39,12 +38,8 @@ pub(super) enum Data {
 }
 
 impl Source {
-    /// Opens whatever the command names.
-    pub(super) fn open(args: &Args) -> Result<Self> {
-        let path = &*args.input;
-        if !is_stream(path) && path.is_dir() {
-            return directory::open(path, args.follow_links, &args.output);
-        }
+    /// Opens a file, or stdin.
+    pub(super) fn open(path: &Path) -> Result<Self> {
         let refused = |error| Failure::format(shown(path), &error);
         let (header, data) = if is_stream(path) {
             from_stream(stdin()?).map_err(refused)?

@@ -2,11 +2,11 @@
 
 use super::claims::Claims;
 use super::{Use, Validator, narrow};
+use crate::chunk::CHUNK_BYTES;
 use crate::codec::is_width;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
-use crate::storage::CHUNK_BYTES;
 use crate::views::Views;
 
 /// How many bytes a stored byte can decode to at most.

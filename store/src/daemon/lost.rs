@@ -6,7 +6,9 @@
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::session::exited;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
 use crate::arena::{PeerId, Pool};
 
 #[derive(Default)]
@@ -61,4 +63,15 @@ impl Lost {
             gone.iter().flat_map(|it| &it.peers).for_each(|peer| pool.exited(*peer));
         });
     }
+}
+
+/// Returns when a process has ended, with what it was watched by.
+#[expect(unsafe_code, reason = "the runtime watches a descriptor that is ours")]
+async fn exited(process: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` has one descriptor, which is open as long as it lives, and gives no access
+    // by which it could be replaced.
+    let process = unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) };
+    let process = process.ok()?;
+    let _ = process.readable().await;
+    Some(process)
 }

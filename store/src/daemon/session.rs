@@ -13,8 +13,8 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
+pub(super) use self::guest::Guest;
 use self::guest::Origin;
-pub(super) use self::guest::{Guest, exited};
 use self::writing::Contributions;
 use super::DaemonOptions;
 use super::house::{House, Leased};

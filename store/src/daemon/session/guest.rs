@@ -4,8 +4,6 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 
 use rustix::process::{Pid, PidfdFlags};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::HANDSHAKE;
@@ -101,17 +99,6 @@ impl Origin {
             Self::Address(_) => None,
         }
     }
-}
-
-/// Returns when a process has ended, with what it was watched by.
-#[expect(unsafe_code, reason = "the runtime watches a descriptor that is ours")]
-pub(in crate::daemon) async fn exited(process: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` has one descriptor, which is open as long as it lives, and gives no access
-    // by which it could be replaced.
-    let process = unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) };
-    let process = process.ok()?;
-    let _ = process.readable().await;
-    Some(process)
 }
 
 #[cfg(test)]

@@ -80,6 +80,6 @@ pub use publish::Publisher;
 pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
 pub use route::Transport;
 pub use scrub::{Defect, scrub};
-pub use status::{DaemonStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
+pub use status::{DaemonStatus, HostStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
 pub use store::{ConnectOptions, PrefetchReport, Store, Subscription};
 pub use version::VERSION_ATTRS;

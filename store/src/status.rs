@@ -24,6 +24,23 @@ pub struct DaemonStatus {
     /// What is on its way to the bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uploads: Vec<UploadStatus>,
+    /// The daemons of its store on all hosts, as far as they are found: those that share its ledgers, itself included,
+    /// or the one that decides for it. None if it alone decides.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<HostStatus>,
+    /// Why they cannot be told now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hosts_error: Option<String>,
+}
+
+/// A daemon of the same store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct HostStatus {
+    /// Where other hosts find it.
+    pub address: String,
+    /// Whether it is the one that says this.
+    pub is_own: bool,
 }
 
 /// What the segments of a daemon take, in bytes.

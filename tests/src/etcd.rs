@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -52,11 +52,8 @@ impl Etcd {
     ///
     /// If there is no etcd, or it does not answer.
     pub fn start(members: usize) -> Self {
-        let address = || {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-            listener.and_then(|listener| listener.local_addr()).expect("there are ports")
-        };
-        let member = |_| Member::new(Host::default(), [address(), address(), address()]);
+        let host = Host::default();
+        let member = |_| Member::new(host.clone(), [(); 3].map(|()| host.free_address()));
         Self::of((0..members).map(member).collect())
     }
 

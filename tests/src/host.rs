@@ -1,11 +1,19 @@
 //! A host of a network, or this machine.
 
 use std::fs::File;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU16, Ordering};
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+/// Ports from which no connection goes out: what is free there is not taken before its server listens.
+const PORTS: Range<u16> = 10_000..30_000;
+
+/// How many were tried by this process.
+static TRIED: AtomicU16 = AtomicU16::new(0);
 
 /// Where something runs.
 #[derive(Clone, Debug)]
@@ -32,6 +40,24 @@ impl Host {
         let mut words = self.namespace.as_ref().map(into).unwrap_or_default();
         words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
         words
+    }
+
+    /// An address at which a server may listen there.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
+    pub fn free_address(&self) -> SocketAddr {
+        // Processes that look at once begin at different ones.
+        let process = u16::try_from(std::process::id() * 61 % u32::from(u16::MAX)).unwrap_or(0);
+        let Range { start, end } = PORTS;
+        let free = (start..end).find_map(|_| {
+            let tried = TRIED.fetch_add(1, Ordering::Relaxed);
+            let port = start + process.wrapping_add(tried) % (end - start);
+            let address = SocketAddr::from((self.address, port));
+            self.within(|| TcpListener::bind(address).is_ok()).then_some(address)
+        });
+        free.expect("there are ports")
     }
 
     /// Does something there, such as to connect.

@@ -1,7 +1,7 @@
 //! A server that speaks S3, for tests: moto behind a journal (`tests/s3/server.py`), so that it can be killed.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -37,9 +37,7 @@ impl S3 {
     /// If there is no moto, or it does not listen.
     pub fn start(host: Host) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        // One that nobody else has, where others are.
-        let free = || TcpListener::bind((host.address, 0)).unwrap().local_addr().unwrap();
-        let address = host.within(free);
+        let address = host.free_address();
         let mut server = Self { host, address, process: None, folder };
         server.launch();
         server

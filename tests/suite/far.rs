@@ -504,6 +504,10 @@ fn two_daemons_serve_one_version() {
     let controller = Served::new(1 << 30);
     let keeper = Served::under(&controller);
     let stores = [controller.connect(), keeper.connect()];
+    assert_eq!(stores[0].status().unwrap().hosts, []);
+    let hosts = stores[1].status().unwrap().hosts;
+    let hosts: Vec<_> = hosts.iter().map(|host| (&*host.address, host.is_own)).collect();
+    assert_eq!(hosts, [(keeper.address(), true), (controller.address(), false)]);
     let far = controller.connect_far();
     let held = GetOptions { version: Some(1), ..GetOptions::default() };
     let mut views = Vec::new();

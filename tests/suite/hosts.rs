@@ -1,5 +1,6 @@
 //! Daemons of several hosts that share their ledgers in etcd: none of them decides for the others.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -33,9 +34,12 @@ fn lost_writers(error: &tssd_store::Error) -> Option<String> {
 
 #[test]
 fn what_is_put_on_several_hosts_is_one_version_on_all() {
-    let etcd = Etcd::start(1);
+    let mut etcd = Etcd::start(1);
     let hosts = [host(&etcd), host(&etcd), host(&etcd)];
     let stores = hosts.each_ref().map(Served::connect);
+    for (host, store) in hosts.iter().zip(&stores) {
+        assert_eq!(found(store), (hosts.each_ref().map(address).into(), vec![address(host)]));
+    }
     let far = hosts[2].connect_far();
     let waiting = hosts[2].connect();
     let waiter = std::thread::spawn(move || {
@@ -69,6 +73,22 @@ fn what_is_put_on_several_hosts_is_one_version_on_all() {
             memory.used - memory.warm < 12 << 20
         });
     }
+    // How a daemon is can be asked whatever becomes of etcd.
+    etcd.kill(0);
+    let status = stores[0].status().unwrap();
+    assert_eq!(status.hosts, []);
+    assert!(status.hosts_error.is_some());
+}
+
+fn address(host: &Served) -> String {
+    host.address().to_owned()
+}
+
+/// All daemons that one finds, and those of them that it says it is.
+fn found(store: &Store) -> (BTreeSet<String>, Vec<String>) {
+    let hosts = store.status().unwrap().hosts;
+    let own = hosts.iter().filter(|host| host.is_own).map(|host| host.address.clone()).collect();
+    (hosts.into_iter().map(|host| host.address).collect(), own)
 }
 
 #[test]
@@ -95,6 +115,7 @@ fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
         lost_writers(&error).as_deref() == Some("1")
     });
+    assert_eq!(found(&reader).0, [address(&first), address(&third)].into());
     let said = "the hosts that kept the archives of writers 1 have ended, and with them weight[64:128, 0:4096]";
     assert!(last.contains(said), "{last}");
     // The one before is there, and so is what others keep.

@@ -52,6 +52,13 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     for upload in &status.uploads {
         print(format!("on its way to the bucket: {upload}\n"))?;
     }
+    for host in &status.hosts {
+        let own = if host.is_own { " (this one)" } else { "" };
+        print(format!("host: {}{own}\n", host.address))?;
+    }
+    if let Some(error) = &status.hosts_error {
+        print(format!("other hosts cannot be asked: {error}\n"))?;
+    }
     Ok(Exit::Ok)
 }
 

@@ -23,6 +23,9 @@ pub(crate) trait Keepers: Send + Sync {
     /// Whether archives end with the process that keeps them, and all others need to know which it is.
     fn are_many(&self) -> bool;
 
+    /// All of them that are found, with their addresses.
+    async fn all(&self) -> Result<Vec<(SessionId, String)>>;
+
     /// Finds what of a version others keep than a process.
     async fn reach(&self, folder: &str, version: &Version, own: SessionId) -> Result<Reached>;
 }
@@ -34,6 +37,10 @@ pub(crate) struct Everyone;
 impl Keepers for Everyone {
     fn are_many(&self) -> bool {
         false
+    }
+
+    async fn all(&self) -> Result<Vec<(SessionId, String)>> {
+        Ok(Vec::new())
     }
 
     async fn reach(&self, _folder: &str, _version: &Version, _own: SessionId) -> Result<Reached> {

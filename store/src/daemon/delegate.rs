@@ -18,6 +18,7 @@ use crate::key::Key;
 use crate::ledger::{Digest, LeaseId, Selection, Selector, VersionId};
 use crate::net::{Endpoint, Identity};
 use crate::remote::{Answer, Owed, RemoteController, unexpected};
+use crate::status::HostStatus;
 use crate::wire::{Begin, Leased, Location, Reply, Request};
 
 /// For how long a connection is tried.
@@ -348,6 +349,13 @@ impl Registry for Delegate {
     }
 
     async fn leave(&self) {}
+
+    async fn hosts(&self) -> Result<Vec<HostStatus>> {
+        let host =
+            |endpoint: &Endpoint, is_own| HostStatus { address: endpoint.to_string(), is_own };
+        self.controller().await?;
+        Ok(vec![host(&self.own, true), host(&self.endpoint, false)])
+    }
 
     fn instance(&self) -> u64 {
         self.instance.load(Ordering::Relaxed)

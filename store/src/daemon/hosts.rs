@@ -71,6 +71,11 @@ impl Keepers for Hosts {
         true
     }
 
+    async fn all(&self) -> Result<Vec<(SessionId, String)>> {
+        let records = self.ledgers.session_records().await?.into_iter();
+        Ok(records.map(|(id, it)| (id, String::from_utf8_lossy(&it).into_owned())).collect())
+    }
+
     async fn reach(&self, folder: &str, version: &Version, own: SessionId) -> Result<Reached> {
         let mut noted = Noted { elsewhere: self.elsewhere.clone(), names: Vec::new() };
         let mut ended = Vec::new();

@@ -135,6 +135,7 @@ impl House {
                         Arc::new(hosts),
                         environment(),
                     );
+                    controller.enter().await?;
                     upkeep.spawn(hosts::look_after(controller.clone(), tiers.replicas.clone()));
                     let mirror = mirror(&controller, bucket);
                     (Arc::new(controller), mirror)
@@ -336,6 +337,8 @@ impl House {
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
             uploads: self.mirror.iter().flat_map(|mirror| mirror.uploads()).collect(),
+            hosts: Vec::new(),
+            hosts_error: None,
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, LeaseId, Refusal, Selector, Version, VersionId};
 use crate::net::Endpoint;
+use crate::status::HostStatus;
 
 /// A controller whose parts a daemon calls one by one, for those who are connected.
 #[async_trait]
@@ -53,6 +54,9 @@ pub(super) trait Registry: Catalog {
 
     /// The daemon ends: whoever shares its ledgers need not wait until he misses it.
     async fn leave(&self);
+
+    /// The daemons that decide with this one, itself included, or the one that decides for it.
+    async fn hosts(&self) -> Result<Vec<HostStatus>>;
 
     /// Another one as soon as what was leased before may be gone.
     fn instance(&self) -> u64;
@@ -157,6 +161,10 @@ impl Registry for LocalController {
 
     async fn leave(&self) {
         LocalController::leave(self).await;
+    }
+
+    async fn hosts(&self) -> Result<Vec<HostStatus>> {
+        LocalController::hosts(self).await
     }
 
     fn instance(&self) -> u64 {

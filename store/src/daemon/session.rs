@@ -27,6 +27,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
+use crate::status::DaemonStatus;
 use crate::wire::{
     self, Archives, Begin, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
@@ -49,6 +50,9 @@ const PAGE: usize = 128 << 10;
 
 /// How often a client hears that a version is on its way from the bucket.
 const BEAT: Duration = Duration::from_secs(10);
+
+/// For how long it is waited until other hosts are found, whatever becomes of etcd: the rest of a status is here.
+const HOSTS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// For how long a request waits at most, whatever it says.
 const LONGEST: Duration = Duration::from_hours(1);
@@ -348,7 +352,16 @@ impl Session {
                 Reply::Done
             }
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
-            Request::Status => Reply::Status(self.house.status()),
+            Request::Status => {
+                let hosts = tokio::time::timeout(HOSTS_PATIENCE, controller.hosts()).await;
+                let hosts = hosts.map_err(|_| "no answer within two seconds".to_owned());
+                let hosts = hosts.and_then(|hosts| hosts.map_err(|error| error.to_string()));
+                let (hosts, hosts_error) = match hosts {
+                    Ok(hosts) => (hosts, None),
+                    Err(error) => (Vec::new(), Some(error)),
+                };
+                Reply::Status(DaemonStatus { hosts, hosts_error, ..self.house.status() })
+            }
         };
         Ok(answer.into())
     }

@@ -51,6 +51,12 @@ impl SharedLedgers {
         self.records.meta.get(&session_name(id)).await
     }
 
+    /// What all processes that have not ended have said of themselves.
+    pub(crate) async fn session_records(&self) -> Result<Vec<(SessionId, Vec<u8>)>> {
+        let records = self.records.meta.list_records(SESSIONS).await?.into_iter();
+        Ok(records.filter_map(|(name, record)| Some((name.parse().ok()?, record?))).collect())
+    }
+
     async fn load(&self, key: &Key) -> Result<Record> {
         let mut record = self.records.load(key).await?;
         if record.number == 0 {

@@ -13,11 +13,12 @@ use crate::ledger::{
     ArchiveReference, Command, Contribution, LeaseId, Outcome, Selector, SessionId, State, Version,
     VersionId, WriterSet,
 };
+use crate::status::HostStatus;
 use crate::sync::{self, Mutex, MutexGuard, sleep, timeout};
 
-/// With what pauses it is looked whether others see this process, and how often until they see that it ends.
+/// With what pauses it is looked whether others see this process, and for how long until they see that it ends.
 const SEEN_PAUSE: Duration = Duration::from_millis(50);
-const LEAVE_TRIES: u32 = 20;
+const LEAVING: Duration = Duration::from_secs(1);
 
 /// For how long a manifest is waited for that says what is lost.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -40,16 +41,21 @@ impl LocalController {
         Ok(session.as_ref().map(|session| session.id))
     }
 
+    /// Begins the session: from now on others find this process.
+    pub(crate) async fn enter(&self) -> Result<()> {
+        self.session().await.map(drop)
+    }
+
     /// Ends the session, and waits a moment until others can see that.
     pub(crate) async fn leave(&self) {
         let Some(Some(Session { id, held })) = self.0.session.get() else { return };
         *held.lock().expect("nobody panics while holding the session") = Box::new(());
-        for _ in 0..LEAVE_TRIES {
-            if !matches!(self.0.ledgers.has_ended(*id).await, Ok(false)) {
-                return;
+        let seen = async {
+            while let Ok(false) = self.0.ledgers.has_ended(*id).await {
+                sleep(SEEN_PAUSE).await;
             }
-            sleep(SEEN_PAUSE).await;
-        }
+        };
+        let _ = timeout(LEAVING, seen).await;
     }
 
     /// Takes back what processes that have ended have begun, and what they hold.
@@ -120,6 +126,13 @@ impl LocalController {
     /// Whether others decide too, each of whom keeps what is put to it.
     pub(crate) fn are_many(&self) -> bool {
         self.0.keepers.are_many()
+    }
+
+    /// The daemons that decide too, and this one.
+    pub(crate) async fn hosts(&self) -> Result<Vec<HostStatus>> {
+        let own = self.keeper().await?;
+        let all = self.0.keepers.all().await?.into_iter();
+        Ok(all.map(|(id, address)| HostStatus { address, is_own: Some(id) == own }).collect())
     }
 
     /// The process that keeps what is put to this one, if it ends with that.

@@ -152,7 +152,7 @@ impl Store {
     fn connected(&self, py: Python<'_>) -> Result<Arc<Connected>> {
         py.detach(|| {
             let mut connected = self.connected.lock().expect("nothing panics that holds it");
-            if let Some(own) = connected.as_ref().filter(|own| own.process == std::process::id()) {
+            if let Some(own) = connected.as_ref().filter(|own| own.is_usable()) {
                 return Ok(own.clone());
             }
             let mut options = ConnectOptions::from_environment();

@@ -518,3 +518,18 @@ def test_a_version_in_a_directory_is_a_shard_set(tmp_path: Path) -> None:
         for load in (tssd.load_file, lambda path: tssd.safe_open(path, "np")):
             with pytest.raises(ValueError, match="tssd convert SET -o FILE"):
                 load(path)
+
+
+def test_a_store_finds_the_daemon_that_was_started_since(tmp_path: Path) -> None:
+    with daemon(tmp_path / "socket") as url:
+        store = tssd.Store(url)
+        store.put_state_dict(state(1), "policy")
+        views = store.get_state_dict("policy")
+    with pytest.raises(tssd.TssdConnectionError):
+        store.exists("policy")
+    with daemon(tmp_path / "socket"):
+        # The versions were in memory; what was got of them stays.
+        assert not store.exists("policy")
+        store.put_state_dict(state(2), "policy")
+        assert same(store.get_state_dict("policy"), state(2))
+        assert same(views, state(1))

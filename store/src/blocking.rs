@@ -262,6 +262,11 @@ impl Store {
         Ok(PendingPut { pending, runtime: self.runtime.clone() })
     }
 
+    /// See [`crate::Store::is_connected`].
+    pub fn is_connected(&self) -> bool {
+        self.store.is_connected()
+    }
+
     /// See [`crate::Store::publish`].
     ///
     /// # Errors

@@ -95,6 +95,11 @@ pub(crate) trait Controller: Catalog {
     /// What a read has come to: whoever counts such things is told.
     fn got(&self, _got: Got) {}
 
+    /// Whether it can be asked: a connection that is lost does not come back.
+    fn is_open(&self) -> bool {
+        true
+    }
+
     /// How the daemon is, if there is one.
     async fn status(&self) -> Result<DaemonStatus>;
 }

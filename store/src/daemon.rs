@@ -43,7 +43,7 @@ use crate::socket::{beside, socket_of};
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;
 
-/// How long sessions have to end when the daemon does.
+/// How long what has begun has to end when the daemon does, and then the sessions.
 const DRAIN: Duration = Duration::from_secs(10);
 
 /// How long the last answers have to go.
@@ -231,8 +231,8 @@ impl Daemon {
         self.metrics.as_ref()?.local_addr().ok()
     }
 
-    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; and a little longer
-    /// those that are connected.
+    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; then nothing begins, and what has
+    /// begun has 10 seconds to end.
     ///
     /// # Errors
     ///
@@ -289,9 +289,10 @@ impl Daemon {
         // Who comes later finds nobody.
         let _ = disk::remove(&self.options.socket);
         drop((self.listener, self.far));
-        if let Some(mirror) = &self.house.mirror {
-            // What is on its way to the bucket is nowhere else.
-            let _ = tokio::time::timeout(DRAIN, mirror.idle()).await;
+        let is_busy = self.house.is_busy();
+        // What is on its way to memory or to the bucket is nowhere else.
+        let _ = tokio::time::timeout(DRAIN, self.house.drain()).await;
+        if is_busy {
             // Who has waited for it hears so.
             tokio::time::sleep(FAREWELL).await;
         }

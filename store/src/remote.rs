@@ -321,6 +321,10 @@ impl Controller for RemoteController {
         self.0.calls.notify(&Notice::Got(got));
     }
 
+    fn is_open(&self) -> bool {
+        Self::is_open(self)
+    }
+
     async fn status(&self) -> Result<DaemonStatus> {
         match self.call(Request::Status).await? {
             Reply::Status(status) => Ok(status),

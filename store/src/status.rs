@@ -69,7 +69,7 @@ pub struct Memory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PeerStatus {
-    /// Its process; 0 for one that has come by TCP.
+    /// Its process; 0 for one that has come by TCP, or of a PID namespace that the daemon does not see.
     pub pid: u32,
     /// Where that is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -126,7 +126,8 @@ pub struct LeaseStatus {
     pub key: String,
     /// The number of the version.
     pub version: u64,
-    /// The process that reads; 0 for one that has come by TCP.
+    /// The process that reads: the daemon itself for what it has fetched; 0 for one that has come by TCP, or of a PID
+    /// namespace that the daemon does not see.
     pub pid: u32,
     /// Where that is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -139,6 +140,7 @@ impl fmt::Display for LeaseStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { key, version, pid, address, age } = self;
         match address {
+            None if *pid == 0 => f.write_str("a process of another PID namespace")?,
             None => write!(f, "process {pid}")?,
             Some(address) => f.write_str(address)?,
         }

@@ -339,7 +339,8 @@ impl Store {
     }
 
     /// Deletes a version of a key, or all versions, open ones included; says how many there were.
-    /// Readers that have one open keep it. Numbers are never used again.
+    /// Readers that have one open keep it. Numbers are not used again, but where the ledger ended with what it was about:
+    /// versions in the memory of a daemon that has ended.
     ///
     /// # Errors
     ///
@@ -434,6 +435,12 @@ impl Store {
     /// `Io` or `Corrupt` if the ledger cannot be read.
     pub async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
         self.0.controller.pins(key).await
+    }
+
+    /// Whether the daemon can be asked still; true where there is none. A connection that is lost does not come back:
+    /// connect again, which finds the daemon that was started since.
+    pub fn is_connected(&self) -> bool {
+        self.0.controller.is_open()
     }
 
     /// How the daemon of the store is.

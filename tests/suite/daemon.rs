@@ -54,7 +54,7 @@ fn eventually(is_so: impl Fn() -> bool) {
 /// The step that all bytes have.
 fn step_of(dict: &StateDict) -> u8 {
     let Value::Tensor(tensor) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
-    let bytes = tensor.storage().bytes();
+    let bytes = tensor.view().span();
     let step = bytes[0];
     assert!(bytes.iter().all(|byte| *byte == step), "bytes of one version");
     assert_eq!(dict.leaf("step").unwrap(), &Value::from(i64::from(step)));
@@ -195,9 +195,11 @@ fn a_daemon_that_is_gone_is_an_error_and_views_stay() {
     let store = served.connect();
     put(&store, 1, 4);
     let held = get(&store);
+    assert!(store.is_connected());
     drop(served);
     let error = store.head(&key()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
+    assert!(!store.is_connected());
     let error = store.put_state_dict(&key(), &model(2, 4), &PutOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
     assert_eq!(step_of(&held), 1);
@@ -1116,6 +1118,15 @@ fn who_watches_over_http_does_no_harm() {
         answer(stream);
     }
     assert_eq!(ask(&served, "/healthz").0, 200, "they were cut off");
+}
+
+#[test]
+fn who_cannot_ask_whoever_decides_is_not_ready() {
+    let controller = Served::new(1 << 30);
+    let delegate = Served::under(&controller);
+    assert_eq!(ask(&delegate, "/readyz").0, 200);
+    drop(controller);
+    assert_eq!((ask(&delegate, "/readyz").0, ask(&delegate, "/healthz").0), (503, 200));
 }
 
 #[test]

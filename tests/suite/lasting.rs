@@ -5,8 +5,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
-use tssd_store::{Durability, ErrorKind, PutOptions};
+use tssd_store::{Durability, ErrorKind, GetOptions, PutOptions};
 use tssd_tests::command::Serve;
 use tssd_tests::served::Served;
 use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
@@ -209,6 +210,15 @@ fn who_has_no_bucket_says_so() {
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains("bucket"), "{error}");
     }
+    // Where another one decides, it is that one's.
+    let delegate = Served::under(&served);
+    for durability in [Durability::Disk, OBJECT] {
+        let options = PutOptions { durability, ..options(1, 0, 1) };
+        let error =
+            delegate.connect().put_state_dict(&key(), &part(1, 0, 1), &options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains(served.address()), "{error}");
+    }
     for wrong in ["tcp://127.0.0.1:1", "memory:", "unix:default", "elsewhere"] {
         let bound = std::panic::catch_unwind(|| {
             Served::bound(1 << 30, |options| options.bucket = Some(wrong.to_owned()))
@@ -284,4 +294,47 @@ fn what_comes_back_needs_room() {
     let error = read.join().unwrap();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert!(error.to_string().contains("no memory for a version of `policy`"), "{error}");
+}
+
+/// What is put in memory goes on although what lasts has filled it.
+#[test]
+fn memory_of_what_lasts_elsewhere_is_let_go_of_when_it_is_needed() {
+    const LEN: usize = 8 << 20;
+    let large = |step: u8| {
+        let mut dict = StateDict::new();
+        dict.insert("weight", Tensor::from_slice(&vec![step; LEN], &[LEN as u64]).unwrap());
+        dict
+    };
+    for lasts in [Durability::Object, Durability::Disk] {
+        let folder = tempfile::tempdir().unwrap();
+        // For two versions, not for three.
+        let served = Served::bound(24 << 20, |options| match lasts {
+            Durability::Object => options.bucket = Some(bucket_of(folder.path())),
+            _ => options.root = Some(folder.path().to_owned()),
+        });
+        let store = served.connect();
+        let put = |step: u8, durability| {
+            let timeout = Duration::from_secs(10);
+            let options = PutOptions {
+                version: Some(step.into()),
+                durability,
+                timeout,
+                ..PutOptions::default()
+            };
+            store.put_state_dict(&key(), &large(step), &options).unwrap();
+        };
+        put(1, lasts);
+        for step in 2..5 {
+            put(step, Durability::Memory);
+        }
+        assert_eq!(versions(&store), [(0, 1), (0, 4)]);
+        let weight = |step: u8| {
+            let options = GetOptions { version: Some(step.into()), ..GetOptions::default() };
+            store.get(&key(), "weight", &options).unwrap()
+        };
+        for step in [4, 1] {
+            assert!(weight(step).view().span().iter().all(|byte| *byte == step), "{lasts:?}");
+        }
+        store.delete(&key(), None).unwrap();
+    }
 }

@@ -9,10 +9,11 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
-use tssd_format::StateDict;
+use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::{Daemon, Store};
-use tssd_store::{DaemonOptions, ErrorKind, Key, PutOptions};
-use tssd_tests::command::binary;
+use tssd_store::{DaemonOptions, Durability, ErrorKind, GetOptions, Key, PutOptions};
+use tssd_tests::command::{Serve, binary};
+use tssd_tests::steps::{eventually, key, options, part, read};
 
 /// A user's runtime directory, whose daemon ends with it.
 struct Runtime(tempfile::TempDir);
@@ -216,6 +217,66 @@ fn members_of_the_sockets_group_are_served_and_nobody_else() {
     assert!(ask(&[MEMBER], MEMBER, GROUP).0);
     let (is_served, error) = ask(&[MEMBER + 1], MEMBER, GROUP);
     assert!(!is_served && error.contains("--allow-uid"), "it is not named: {error}");
+}
+
+/// Containers have PID namespaces of their own, and share the socket.
+#[test]
+fn clients_that_a_daemon_does_not_see_are_served() {
+    let unshare = ["unshare", "--pid", "--fork", "--kill-child"];
+    let tried = Command::new(unshare[0]).args(&unshare[1..]).arg("true").output();
+    if !tried.is_ok_and(|tried| tried.status.success()) {
+        println!("left out: PID namespaces are not permitted here");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = Serve::under(&unshare, folder.path(), &["--memory-limit", "64MB"]);
+    let store = daemon.connect();
+    for step in 1..=8 {
+        store.put_state_dict(&key(), &part(step, 0, 1), &options(step, 0, 1)).unwrap();
+        assert_eq!(read(&daemon.connect(), None, 1).unwrap(), step);
+    }
+    let held = store.open(&key(), &GetOptions::default()).unwrap();
+    let status = store.status().unwrap();
+    assert_eq!((status.pid, status.peers[0].pid, status.leases[0].pid), (1, 0, 0));
+    assert!(status.leases[0].to_string().contains("another PID namespace"), "{status:?}");
+    let output = Command::new(binary()).args(["status", "--store", &daemon.url]).output().unwrap();
+    let shown = text(&output.stdout);
+    assert_eq!(shown.matches("other PID namespace").count(), 3, "{shown}");
+    drop(held);
+}
+
+#[test]
+fn who_is_asked_to_end_lets_puts_end_and_begins_none() {
+    let [root, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let args = ["--root", root.path().to_str().unwrap()];
+    let mut daemon = Serve::start(socket.path(), &args);
+    let (store, other) = (daemon.connect(), daemon.connect());
+    let lasting = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
+    let mut publisher = store.publish(&key(), &lasting, 1 << 20).unwrap();
+    let leaf = |step: u8| Tensor::from_slice(&vec![step; 2 << 20], &[2 << 20]).unwrap();
+    publisher.add("first", leaf(1)).unwrap();
+    publisher.flush().unwrap();
+    daemon.signal(Signal::TERM);
+    let another = Key::new("another").unwrap();
+    eventually("nothing begins any more", || {
+        match other.put_state_dict(&another, &part(1, 0, 1), &options(1, 0, 1)) {
+            Ok(_) => false,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+                assert!(error.to_string().contains("is ending"), "{error}");
+                true
+            }
+        }
+    });
+    publisher.add("second", leaf(2)).unwrap();
+    assert!(publisher.finish().unwrap().visible);
+    assert!(daemon.process.wait().unwrap().success());
+    let store = Serve::start(socket.path(), &args);
+    let store = store.connect();
+    for (fqn, step) in [("first", 1), ("second", 2)] {
+        let tensor = store.get(&key(), fqn, &GetOptions::default()).unwrap();
+        assert!(tensor.view().span().iter().all(|byte| *byte == step), "{fqn}");
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde_json::json;
 use tssd_format::Compression;
@@ -45,6 +46,9 @@ pub(crate) struct Args {
     /// What the version outlives; a store in a directory keeps all on disk, one in a bucket there
     #[arg(long, value_enum, default_value_t = Lasts::Memory)]
     durability: Lasts,
+    /// For how many seconds other writers, memory and the bucket are waited for
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    timeout: Duration,
     /// Write digests: a BLAKE3 for each storage, and one for all
     #[arg(long)]
     digest: bool,
@@ -59,6 +63,11 @@ enum Lasts {
     Disk,
     /// The daemon's host too: it goes on to the bucket that the daemon has
     Object,
+}
+
+fn seconds(text: &str) -> std::result::Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
 /// One writer's contribution; usually there is only one writer.
@@ -90,6 +99,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             Lasts::Disk => Durability::Disk,
             Lasts::Object => Durability::Object,
         },
+        timeout: args.timeout,
         ..PutOptions::default()
     };
     let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;

@@ -9,7 +9,8 @@ use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::size::count;
 
-/// Delete a version of a key, or all of its versions. Their numbers are never used again.
+/// Delete a version of a key, or all of its versions. Their numbers are not used again, unless all that
+/// was put was in memory and the daemon starts anew.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]

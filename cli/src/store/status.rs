@@ -71,8 +71,10 @@ fn leases(status: &DaemonStatus) -> Table {
         ("AGE", Align::Right),
     ]);
     for lease in &status.leases {
+        let is_own = lease.pid == status.pid && lease.address.is_none();
+        let reader = who(lease.pid, lease.address.as_ref());
         leases.row([
-            who(lease.pid, lease.address.as_ref()),
+            if is_own { "the daemon".to_owned() } else { reader },
             lease.key.clone(),
             lease.version.to_string(),
             seconds(lease.age),
@@ -83,7 +85,11 @@ fn leases(status: &DaemonStatus) -> Table {
 
 /// A process, or where somebody of another host is.
 fn who(pid: u32, address: Option<&String>) -> String {
-    address.cloned().unwrap_or_else(|| pid.to_string())
+    match (address, pid) {
+        (Some(address), _) => address.clone(),
+        (None, 0) => "other PID namespace".to_owned(),
+        (None, pid) => pid.to_string(),
+    }
 }
 
 fn seconds(span: Duration) -> String {

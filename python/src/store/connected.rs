@@ -67,6 +67,11 @@ impl Connected {
         Ok(Arc::new(Self { process: std::process::id(), store, runtime }))
     }
 
+    /// Whether it can be asked here still: not in a process that was forked since, nor once the daemon is gone.
+    pub(super) fn is_usable(&self) -> bool {
+        self.process == std::process::id() && self.store.is_connected()
+    }
+
     /// Does something, which Ctrl-C ends. In a process that was forked since nobody would do it.
     pub(crate) fn run<T>(
         &self,

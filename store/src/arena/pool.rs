@@ -427,6 +427,13 @@ impl Pool {
         self.inner().holds.contains_key(name)
     }
 
+    /// Whether a blob takes memory, which nobody reads: a file takes none.
+    pub(crate) fn takes_idle_memory(&self, name: &str) -> bool {
+        let inner = self.inner();
+        let segment = inner.blobs.get(name).and_then(|span| inner.segments.get(&span.segment));
+        segment.is_some_and(|segment| segment.cost > 0) && !inner.holds.contains_key(name)
+    }
+
     /// Whether a blob is held, and deleted when it no longer is.
     pub(crate) fn is_doomed(&self, name: &str) -> bool {
         self.inner().doomed.contains(name)

@@ -15,7 +15,7 @@ use crate::arena::PeerId;
 use crate::controller::{Catalog, Place, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, LeaseId, Selection, Selector, VersionId};
+use crate::ledger::{Digest, Durability, LeaseId, Selection, Selector, VersionId};
 use crate::net::{Endpoint, Identity};
 use crate::remote::{Answer, Owed, RemoteController, unexpected};
 use crate::status::HostStatus;
@@ -344,6 +344,11 @@ impl Registry for Delegate {
         Ok(true)
     }
 
+    /// What lasts is put to the daemon that decides.
+    async fn lasting(&self, _key: &Key) -> Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+
     async fn holds_memory(&self) -> Result<bool> {
         Ok(self.tiers.pool.names("").iter().any(|name| !self.tiers.replicas.is_one(name)))
     }
@@ -355,6 +360,17 @@ impl Registry for Delegate {
             |endpoint: &Endpoint, is_own| HostStatus { address: endpoint.to_string(), is_own };
         self.controller().await?;
         Ok(vec![host(&self.own, true), host(&self.endpoint, false)])
+    }
+
+    fn admit(&self, durability: Durability) -> Result<()> {
+        if durability != Durability::Memory {
+            let text = format_args!(
+                "another daemon decides here, and keeps what must last: put it to that one, at {}",
+                self.endpoint
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(())
     }
 
     fn instance(&self) -> u64 {

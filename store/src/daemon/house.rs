@@ -36,12 +36,15 @@ use crate::ledger::{Durability, LeaseId};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
-use crate::status::{DaemonStatus, LeaseStatus, PeerStatus};
+use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
 use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
 use crate::volume::{DirectoryVolume, Volume};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
 pub(super) const COPIES: usize = 256 << 10;
+
+/// For how long it is waited until other hosts are found, whatever becomes of etcd: the rest of a status is here.
+const HOSTS_PATIENCE: Duration = Duration::from_secs(2);
 
 pub(super) struct House {
     pub(super) registry: Arc<dyn Registry>,
@@ -61,7 +64,9 @@ pub(super) struct House {
     inner: Mutex<Inner>,
     next: AtomicU64,
     started: Instant,
-    closing: watch::Sender<bool>,
+    ending: watch::Sender<Ending>,
+    /// Whatever is to be done before the daemon ends has a receiver.
+    undecided: watch::Sender<()>,
     /// How many are connected.
     present: watch::Sender<usize>,
     /// What goes on by itself, and ends with this.
@@ -75,6 +80,19 @@ struct Inner {
     /// The versions that were fetched last, each under a lease.
     fetched: BTreeMap<Key, Grant>,
 }
+
+/// How far the daemon has ended.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd)]
+enum Ending {
+    Not,
+    /// What has begun ends; nothing begins.
+    Draining,
+    /// Sessions end.
+    Closed,
+}
+
+/// A contribution that has begun: the daemon does not end before it is decided, unless that takes too long.
+pub(super) type Undecided = watch::Receiver<()>;
 
 struct Peer {
     pid: u32,
@@ -178,7 +196,8 @@ impl House {
             inner: Mutex::default(),
             next: AtomicU64::new(1),
             started: Instant::now(),
-            closing: watch::channel(false).0,
+            ending: watch::channel(Ending::Not).0,
+            undecided: watch::channel(()).0,
             present: watch::channel(0).0,
             _upkeep: JoinSet::new(),
         }
@@ -193,19 +212,62 @@ impl House {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sessions end.
-    pub(super) fn close(&self) {
-        self.closing.send_replace(true);
+    /// A contribution begins, unless the daemon ends.
+    pub(super) fn undecided(&self) -> Result<Undecided> {
+        // First it is waited for, then it is asked.
+        let undecided = self.undecided.subscribe();
+        if self.is_ending() {
+            return Err(Error::new(
+                ErrorKind::Unreachable,
+                "the daemon is ending: put when it is there again",
+            ));
+        }
+        Ok(undecided)
     }
 
-    pub(super) fn is_closing(&self) -> bool {
-        *self.closing.borrow()
+    /// Whether somebody may wait for what [`Self::drain`] waits for.
+    pub(super) fn is_busy(&self) -> bool {
+        self.mirror.is_some() || self.undecided.receiver_count() > 0
+    }
+
+    /// Nothing begins any more. Returns when what has begun is decided, and what is to be in the bucket is there.
+    pub(super) async fn drain(&self) {
+        self.ending.send_replace(Ending::Draining);
+        self.undecided.closed().await;
+        if let Some(mirror) = &self.mirror {
+            mirror.idle().await;
+        }
+    }
+
+    /// Sessions end.
+    pub(super) fn close(&self) {
+        self.ending.send_replace(Ending::Closed);
+    }
+
+    pub(super) fn is_ending(&self) -> bool {
+        *self.ending.borrow() != Ending::Not
+    }
+
+    /// The daemons that decide with this one, or for it; or why they are not found.
+    pub(super) async fn hosts(&self) -> Result<Vec<HostStatus>, String> {
+        let hosts = tokio::time::timeout(HOSTS_PATIENCE, self.registry.hosts()).await;
+        let hosts = hosts.map_err(|_| "no answer within two seconds".to_owned())?;
+        hosts.map_err(|error| error.to_string())
+    }
+
+    /// Whether it can be put to and read from; or why not.
+    pub(super) async fn ready(&self) -> Result<(), String> {
+        if self.is_ending() {
+            return Err("it is ending".to_owned());
+        }
+        let error = |error| format!("whoever decides is not reached: {error}");
+        self.hosts().await.map(drop).map_err(error)
     }
 
     /// Returns when sessions are to end.
     pub(super) async fn closed(&self) {
         // The sender is here: it does not go before.
-        let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
+        let _ = self.ending.subscribe().wait_for(|ending| *ending == Ending::Closed).await;
     }
 
     /// Returns when nobody has been connected for so long and nothing is held that would be lost;
@@ -237,6 +299,7 @@ impl House {
 
     /// Proves that what is to be so durable can be.
     pub(super) fn check(&self, durability: Durability) -> Result<()> {
+        self.registry.admit(durability)?;
         if durability == Durability::Object && self.mirror.is_none() {
             let text =
                 "this daemon has no bucket: what must outlast its host needs serve --bucket URL";
@@ -350,7 +413,8 @@ impl Inner {
             LeaseStatus {
                 key: held.key.to_string(),
                 version: held.number,
-                pid: peer.map_or(0, |peer| peer.pid),
+                // What nobody who is connected holds, the daemon holds itself, such as what it has fetched.
+                pid: peer.map_or_else(std::process::id, |peer| peer.pid),
                 address: peer.and_then(|peer| peer.address).map(|address| address.to_string()),
                 age: held.since.elapsed(),
             }

@@ -83,10 +83,10 @@ async fn answer(request: &Request<Incoming>, house: &House) -> Response<String> 
                 Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
             },
             "/healthz" => (StatusCode::OK, "alive\n".to_owned()),
-            "/readyz" if house.is_closing() => {
-                (StatusCode::SERVICE_UNAVAILABLE, "it is ending\n".to_owned())
-            }
-            "/readyz" => (StatusCode::OK, "it serves\n".to_owned()),
+            "/readyz" => match house.ready().await {
+                Ok(()) => (StatusCode::OK, "it serves\n".to_owned()),
+                Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+            },
             _ => {
                 let text = "there are /metrics, /healthz and /readyz\n";
                 (StatusCode::NOT_FOUND, text.to_owned())

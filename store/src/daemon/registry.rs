@@ -10,9 +10,9 @@ use crate::arena::PeerId;
 use crate::controller::{
     Catalog, LocalController, Place, Progress, Proposal, Reached, archives, folder,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Digest, LeaseId, Refusal, Selector, Version, VersionId};
+use crate::ledger::{Digest, Durability, LeaseId, Refusal, Selector, Version, VersionId};
 use crate::net::Endpoint;
 use crate::status::HostStatus;
 
@@ -49,6 +49,10 @@ pub(super) trait Registry: Catalog {
     /// Need not keep an archive of others any more, which was read here; false if nobody else keeps it.
     async fn let_go(&self, key: &Key, name: &str) -> Result<bool>;
 
+    /// The archives of a key's visible versions that are not in memory alone, by their names in the volume, the oldest
+    /// first; without those of the newest version.
+    async fn lasting(&self, key: &Key) -> Result<Vec<String>>;
+
     /// Whether there is a version, or a part of one, that ends with this daemon.
     async fn holds_memory(&self) -> Result<bool>;
 
@@ -57,6 +61,9 @@ pub(super) trait Registry: Catalog {
 
     /// The daemons that decide with this one, itself included, or the one that decides for it.
     async fn hosts(&self) -> Result<Vec<HostStatus>>;
+
+    /// Proves that what is to be so durable may be put to this daemon.
+    fn admit(&self, durability: Durability) -> Result<()>;
 
     /// Another one as soon as what was leased before may be gone.
     fn instance(&self) -> u64;
@@ -155,6 +162,10 @@ impl Registry for LocalController {
         LocalController::let_go(self, key, name).await
     }
 
+    async fn lasting(&self, key: &Key) -> Result<Vec<String>> {
+        LocalController::lasting(self, key).await
+    }
+
     async fn holds_memory(&self) -> Result<bool> {
         LocalController::holds_memory(self).await
     }
@@ -165,6 +176,15 @@ impl Registry for LocalController {
 
     async fn hosts(&self) -> Result<Vec<HostStatus>> {
         LocalController::hosts(self).await
+    }
+
+    fn admit(&self, durability: Durability) -> Result<()> {
+        if self.are_many() && durability == Durability::Disk {
+            let text = "the disk of one host does not outlast that: put with durability `object`, to daemons with \
+                        serve --bucket URL";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(())
     }
 
     fn instance(&self) -> u64 {

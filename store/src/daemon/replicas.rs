@@ -308,6 +308,25 @@ impl Replicas {
         }
     }
 
+    /// Lets go of the memory of an archive that is in the directory or in the bucket too, and that nobody reads: whoever
+    /// asks for it has it from there. Says whether there was one.
+    async fn let_go_of_lasting(&self, registry: &dyn Registry) -> bool {
+        let _telling = self.telling.lock().await;
+        let keys: BTreeSet<Key> =
+            self.pool.names("").iter().filter_map(|name| key_of(name)).collect();
+        for key in keys {
+            let Ok(lasting) = registry.lasting(&key).await else { continue };
+            let idle = lasting
+                .into_iter()
+                .find(|name| self.pool.takes_idle_memory(name) && !self.is_one(name));
+            if let Some(name) = idle {
+                self.pool.delete(&name);
+                return true;
+            }
+        }
+        false
+    }
+
     /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
     /// waits.
     pub(super) async fn in_memory<T>(
@@ -414,7 +433,10 @@ struct Held<'a> {
 #[async_trait]
 impl Spare for Held<'_> {
     async fn let_go_of_one(&self) -> bool {
-        self.replicas.let_go_of_one(true, self.registry).await
+        let Self { replicas, registry } = *self;
+        replicas.let_go_of_one(false, registry).await
+            || replicas.let_go_of_lasting(registry).await
+            || replicas.let_go_of_one(true, registry).await
     }
 }
 

@@ -51,9 +51,6 @@ const PAGE: usize = 128 << 10;
 /// How often a client hears that a version is on its way from the bucket.
 const BEAT: Duration = Duration::from_secs(10);
 
-/// For how long it is waited until other hosts are found, whatever becomes of etcd: the rest of a status is here.
-const HOSTS_PATIENCE: Duration = Duration::from_secs(2);
-
 /// For how long a request waits at most, whatever it says.
 const LONGEST: Duration = Duration::from_hours(1);
 
@@ -114,7 +111,8 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         }
     };
     receiver.limit(origin.limits());
-    // None if it has ended since it said hello. Who has said nothing costs one descriptor, not two.
+    // None if it has ended since it said hello, or if nobody here can say when it does: then what it has mapped counts as
+    // handed back, and is not written again all the same if it was leased. Who has said nothing costs one descriptor, not two.
     let process = origin.process();
     let peer = house.number();
     tracing::info!(peer, ?origin, client, "connected");
@@ -353,10 +351,7 @@ impl Session {
             }
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
             Request::Status => {
-                let hosts = tokio::time::timeout(HOSTS_PATIENCE, controller.hosts()).await;
-                let hosts = hosts.map_err(|_| "no answer within two seconds".to_owned());
-                let hosts = hosts.and_then(|hosts| hosts.map_err(|error| error.to_string()));
-                let (hosts, hosts_error) = match hosts {
+                let (hosts, hosts_error) = match self.house.hosts().await {
                     Ok(hosts) => (hosts, None),
                     Err(error) => (Vec::new(), Some(error)),
                 };

@@ -6,7 +6,6 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
-use tssd_store::LeaseStatus;
 use tssd_store::blocking::Store;
 
 use super::binary;
@@ -92,7 +91,7 @@ impl Serve {
             let memory = &status.memory;
             let others = self.descriptors().saturating_sub(memory.segments);
             if status.peers.len() == 1
-                && status.leases.iter().all(is_own)
+                && status.leases.iter().all(|lease| lease.pid == status.pid)
                 && memory.retired == 0
                 && is_settled(others)
             {
@@ -114,11 +113,6 @@ impl Drop for Serve {
     fn drop(&mut self) {
         end(&mut self.process);
     }
-}
-
-/// Whether a daemon itself holds what it has fetched.
-fn is_own(lease: &LeaseStatus) -> bool {
-    lease.pid == 0 && lease.address.is_none()
 }
 
 /// Sends a process a signal.

@@ -224,6 +224,19 @@ impl LocalController {
         self.0.swept.lock().expect("nobody panics while holding the keys")
     }
 
+    /// The archives of a key's visible versions that are durable, by their names in the volume, the oldest first; without
+    /// those of the newest version.
+    pub(crate) async fn lasting(&self, key: &Key) -> Result<Vec<String>> {
+        let state = self.0.ledgers.state(key).await?;
+        let newest = state.head().map(|head| head.id);
+        let lasting = state.visible().filter(|it| it.is_durable() && Some(it.id) != newest);
+        let named = lasting.flat_map(|version| {
+            let folder = folder(key, version);
+            archives(version).into_iter().map(move |name| format!("{folder}/{name}"))
+        });
+        Ok(named.collect())
+    }
+
     /// Whether there is a version, or a part of one, that ends with this process.
     pub(crate) async fn holds_memory(&self) -> Result<bool> {
         for key in self.0.ledgers.keys().await? {

@@ -23,8 +23,8 @@ pub(in crate::daemon) struct Guest {
 /// Where somebody is.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Origin {
-    /// On this host.
-    Process { pid: Pid, uid: u32 },
+    /// On this host; its process, if that is of this one's PID namespace.
+    Process { pid: Option<Pid>, uid: u32 },
     /// Anywhere: it has proven who it is, unless this host is all there is.
     Address(SocketAddr),
 }
@@ -32,9 +32,10 @@ pub(super) enum Origin {
 impl Guest {
     /// A process that has connected to the socket.
     pub(in crate::daemon) fn near(stream: UnixStream) -> Option<Self> {
-        let credentials = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+        let credentials = stream.peer_cred().ok()?;
         let (sender, receiver) = link::split(stream, Limits::STRANGER);
-        let origin = Origin::Process { pid: credentials.pid, uid: credentials.uid.as_raw() };
+        let pid = credentials.pid().and_then(Pid::from_raw);
+        let origin = Origin::Process { pid, uid: credentials.uid() };
         Some(Self { sender, receiver, origin })
     }
 
@@ -75,11 +76,11 @@ impl Origin {
         if self.is_near() { Limits::CLIENT } else { Limits::FAR_CLIENT }
     }
 
-    /// Its process; 0 for one of another host.
+    /// Its process; 0 for one of another host, or of a PID namespace that this one does not see.
     pub(super) fn pid(self) -> u32 {
         match self {
-            Self::Process { pid, .. } => pid.as_raw_nonzero().get().cast_unsigned(),
-            Self::Address(_) => 0,
+            Self::Process { pid: Some(pid), .. } => pid.as_raw_nonzero().get().cast_unsigned(),
+            Self::Process { pid: None, .. } | Self::Address(_) => 0,
         }
     }
 
@@ -90,13 +91,13 @@ impl Origin {
         }
     }
 
-    /// A handle on its process; none if it has ended, or is not of this host.
+    /// A handle on its process; none if it has ended, is hidden, or is not of this host.
     pub(super) fn process(self) -> Option<OwnedFd> {
         match self {
-            Self::Process { pid, .. } => {
+            Self::Process { pid: Some(pid), .. } => {
                 rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK).ok()
             }
-            Self::Address(_) => None,
+            Self::Process { pid: None, .. } | Self::Address(_) => None,
         }
     }
 }
@@ -110,7 +111,7 @@ mod tests {
         let own = rustix::process::geteuid().as_raw();
         let other = own + 7;
         let mut options = DaemonOptions::at("socket", 0);
-        let pid = rustix::process::getpid();
+        let pid = Some(rustix::process::getpid());
         let allow = |uid: u32, options: &DaemonOptions| Origin::Process { pid, uid }.allow(options);
         assert!(allow(own, &options).is_ok() && allow(0, &options).is_ok());
         assert!(allow(other, &options).is_err());

@@ -9,6 +9,7 @@ use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Contributed, Place, Progress, Proposal};
 use crate::daemon::elsewhere::{Keeper, Source};
+use crate::daemon::house::Undecided;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -32,6 +33,7 @@ pub(super) struct Contribution {
     memory: Memory,
     /// Until when room for another one is waited for.
     timeout: Duration,
+    _undecided: Undecided,
 }
 
 /// Where an archive is written.
@@ -68,6 +70,7 @@ impl Session {
         mut proposal: Proposal,
         keeper: Option<String>,
     ) -> Result<Answer<'_>> {
+        let undecided = self.house.undecided()?;
         proposal.timeout = proposal.timeout.min(LONGEST);
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
@@ -87,6 +90,7 @@ impl Session {
             lens: vec![file_len],
             memory: Memory::Inline,
             timeout,
+            _undecided: undecided,
         };
         let stem = if keeper.is_some() { open.place.stem.clone() } else { String::new() };
         if let Some(keeper) = keeper {
@@ -299,7 +303,7 @@ impl Session {
                 let text = format!("the version is not in the bucket: {}", failure.text);
                 Err(Failure { text, ..failure }.into())
             }
-            None if self.house.is_closing() => {
+            None if self.house.is_ending() => {
                 let text = "the daemon ends, and the version is not in the bucket";
                 Err(Error::new(ErrorKind::Unreachable, text))
             }

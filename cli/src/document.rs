@@ -136,7 +136,7 @@ impl Document {
                 let index = usize::try_from(number).expect("a number of this structure");
                 let tensor = header.tensors()[index].tensor(&**file);
                 tensor
-                    .map(|tensor| tensor.storage().bytes().clone())
+                    .map(|tensor| tensor.storage().bytes().cloned().unwrap_or_default())
                     .map_err(|error| Failure::format(&self.path, &error))
             }
         }

@@ -1,14 +1,16 @@
 //! Which bytes share a storage, and where each storage goes.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::blob::Blob;
 use crate::chunk::CHUNK_BYTES;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Body, RawBytes, Segments, Source};
+use crate::fill::{Body, RawBytes, Segment, Segments, Source};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
 use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
@@ -48,7 +50,7 @@ struct Pending {
 struct Span<'a> {
     start: usize,
     end: usize,
-    bytes: &'a Bytes,
+    owner: Owner<'a>,
     align: u8,
     is_content: bool,
     /// The width of the byte shuffle, if it is to be compressed.
@@ -57,8 +59,26 @@ struct Span<'a> {
     component: u32,
 }
 
+/// Whose bytes a span is of.
+#[derive(Clone, Copy)]
+enum Owner<'a> {
+    Memory(&'a Bytes),
+    Elsewhere(&'a Arc<dyn Blob>),
+}
+
+impl Owner<'_> {
+    /// Addresses mean something within a space: this process's memory is one, each blob elsewhere another.
+    fn space(self) -> usize {
+        match self {
+            Self::Memory(_) => 0,
+            Self::Elsewhere(blob) => Arc::as_ptr(blob).cast::<()>().addr(),
+        }
+    }
+}
+
 /// Spans that overlap, directly or through others: one storage.
 struct Component {
+    space: usize,
     start: usize,
     end: usize,
     /// Its spans: a range of the order that [`components`] returns.
@@ -272,16 +292,23 @@ impl<'a> Span<'a> {
                 let meta = tensor.meta();
                 let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
                 let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
-                let bytes = tensor.storage().bytes();
-                let start = bytes.as_ptr().addr() + size(tensor.byte_offset());
+                let (base, owner) = match (tensor.storage().bytes(), tensor.storage().blob()) {
+                    (_, Some(blob)) => (0, Owner::Elsewhere(blob)),
+                    (bytes, None) => {
+                        let bytes = bytes.expect("what is not elsewhere is in memory");
+                        (bytes.as_ptr().addr(), Owner::Memory(bytes))
+                    }
+                };
+                let start = base + size(tensor.byte_offset());
                 let end = start + size(meta.span_bytes());
                 let align = meta.dtype().itemsize().to_le_bytes()[0];
-                Self { start, end, bytes, align, is_content: false, shuffle, component: NONE }
+                Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
             }
             Item::Content(bytes) => {
                 let start = bytes.as_ptr().addr();
                 let (end, shuffle) = (start + bytes.len(), shuffle(None, 1));
-                Self { start, end, bytes, align: 1, is_content: true, shuffle, component: NONE }
+                let owner = Owner::Memory(bytes);
+                Self { start, end, owner, align: 1, is_content: true, shuffle, component: NONE }
             }
         }
     }
@@ -292,17 +319,25 @@ fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
     let mut order = Vec::with_capacity(spans.len());
     let count = number(spans.len())?;
     order.extend((0..count).filter(|at| spans[native(*at)].len() > 0));
-    order.sort_by_key(|at| (spans[native(*at)].is_content, spans[native(*at)].start, *at));
+    order.sort_by_key(|at| {
+        let span = &spans[native(*at)];
+        (span.is_content, span.owner.space(), span.start, *at)
+    });
     let mut components: Vec<Component> = Vec::with_capacity(order.len());
     for (place, at) in (0..).zip(&order) {
         let span = &mut spans[native(*at)];
         match components.last_mut() {
-            Some(last) if !span.is_content && span.start < last.end => {
+            Some(last)
+                if !span.is_content
+                    && span.owner.space() == last.space
+                    && span.start < last.end =>
+            {
                 last.end = last.end.max(span.end);
                 last.spans.end = place + 1;
                 last.lead = None;
             }
             _ => components.push(Component {
+                space: span.owner.space(),
                 start: span.start,
                 end: span.end,
                 spans: place..place + 1,
@@ -354,16 +389,27 @@ fn segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>) -> Segmen
         owner.slice(start - base..end - base)
     };
     let first = spans.next().expect("a component has a span");
-    let (mut owner, mut start, mut end) = (first.bytes, first.start, first.end);
+    let (mut start, mut end) = (first.start, first.end);
+    let mut owner = match first.owner {
+        Owner::Memory(bytes) => bytes,
+        Owner::Elsewhere(blob) => {
+            let end = spans.fold(end, |end, span| end.max(span.end));
+            let wide = |at| u64::try_from(at).expect("usize is at most 64 bits");
+            return Segments::One(Segment::elsewhere(blob.clone(), wide(start)..wide(end)));
+        }
+    };
     let mut before = Vec::new();
     for span in spans {
-        if span.end > owner.as_ptr().addr() + owner.len() {
-            before.push(slice(owner, start, end));
-            (owner, start) = (span.bytes, end);
+        // In one space all are of the same kind.
+        if let Owner::Memory(bytes) = span.owner
+            && span.end > owner.as_ptr().addr() + owner.len()
+        {
+            before.push(Segment::from(slice(owner, start, end)));
+            (owner, start) = (bytes, end);
         }
         end = end.max(span.end);
     }
-    let last = slice(owner, start, end);
+    let last = Segment::from(slice(owner, start, end));
     if before.is_empty() {
         return Segments::One(last);
     }

@@ -1,5 +1,6 @@
 //! Jobs that write the bytes of an archive, each its own part, in any order and on any thread.
 
+use std::fmt;
 use std::io::Write;
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use crc32fast::Hasher;
 
+use crate::blob::Blob;
 use crate::chunk::CHUNK_BYTES;
 use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
@@ -30,17 +32,83 @@ pub(crate) struct RawBytes {
 /// Bytes of one owner, as nearly always, or of several in turn.
 #[derive(Clone, Debug)]
 pub(crate) enum Segments {
-    One(Bytes),
-    Many(Vec<Bytes>),
+    One(Segment),
+    Many(Vec<Segment>),
+}
+
+/// Bytes that are in memory, or that are read when they are written.
+#[derive(Clone, Debug)]
+pub(crate) enum Segment {
+    Memory(Bytes),
+    // In a box: tensors in memory are the many.
+    Elsewhere(Box<Elsewhere>),
+}
+
+#[derive(Clone)]
+pub(crate) struct Elsewhere {
+    blob: Arc<dyn Blob>,
+    range: Range<u64>,
+}
+
+impl fmt::Debug for Elsewhere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Elsewhere({:?})", self.range)
+    }
+}
+
+/// A part of a segment.
+#[derive(Clone, Copy)]
+enum Part<'a> {
+    Memory(&'a [u8]),
+    /// That many bytes of a blob, from an offset on.
+    Elsewhere(&'a dyn Blob, u64, u64),
 }
 
 impl std::ops::Deref for Segments {
-    type Target = [Bytes];
+    type Target = [Segment];
 
-    fn deref(&self) -> &[Bytes] {
+    fn deref(&self) -> &[Segment] {
         match self {
-            Self::One(bytes) => std::slice::from_ref(bytes),
+            Self::One(segment) => std::slice::from_ref(segment),
             Self::Many(segments) => segments,
+        }
+    }
+}
+
+impl From<Bytes> for Segment {
+    fn from(bytes: Bytes) -> Self {
+        Self::Memory(bytes)
+    }
+}
+
+impl Segment {
+    pub(crate) fn elsewhere(blob: Arc<dyn Blob>, range: Range<u64>) -> Self {
+        Self::Elsewhere(Elsewhere { blob, range }.into())
+    }
+
+    fn len(&self) -> u64 {
+        match self {
+            Self::Memory(bytes) => length(bytes),
+            Self::Elsewhere(it) => it.range.end - it.range.start,
+        }
+    }
+
+    fn slice(&self, part: Range<u64>) -> Self {
+        match self {
+            Self::Memory(bytes) => Self::Memory(bytes.slice(native(part.start)..native(part.end))),
+            Self::Elsewhere(it) => {
+                let start = it.range.start;
+                Self::elsewhere(it.blob.clone(), start + part.start..start + part.end)
+            }
+        }
+    }
+
+    fn part(&self, part: Range<u64>) -> Part<'_> {
+        match self {
+            Self::Memory(bytes) => Part::Memory(&bytes[native(part.start)..native(part.end)]),
+            Self::Elsewhere(it) => {
+                Part::Elsewhere(&*it.blob, it.range.start + part.start, part.end - part.start)
+            }
         }
     }
 }
@@ -154,11 +222,21 @@ impl Fill {
             )));
         }
         let mut rest = target;
-        self.each(&mut |bytes, summing| {
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(bytes.len());
-            match summing {
-                Some(summing) => summing.copy(bytes, part),
-                None => part.copy_from_slice(bytes),
+        self.each(&mut |part, summing| {
+            let len = match part {
+                Part::Memory(bytes) => bytes.len(),
+                Part::Elsewhere(_, _, len) => native(len),
+            };
+            let (target, tail) = std::mem::take(&mut rest).split_at_mut(len);
+            match (part, summing) {
+                (Part::Memory(bytes), Some(summing)) => summing.copy(bytes, target),
+                (Part::Memory(bytes), None) => target.copy_from_slice(bytes),
+                (Part::Elsewhere(blob, offset, _), summing) => {
+                    blob.read_exact_at(target, offset)?;
+                    if let Some(summing) = summing {
+                        summing.update(target);
+                    }
+                }
             }
             rest = tail;
             Ok(())
@@ -169,55 +247,61 @@ impl Fill {
     ///
     /// # Errors
     ///
-    /// `Io` if the writer fails.
+    /// `Io` if the writer fails, or what is elsewhere cannot be read.
     pub fn write_to(&self, writer: &mut impl Write) -> Result<Filled> {
-        self.each(&mut |bytes, summing| {
-            let Some(summing) = summing else { return Ok(writer.write_all(bytes)?) };
-            for block in bytes.chunks(BLOCK) {
-                summing.update(block);
-                writer.write_all(block)?;
-            }
-            Ok(())
+        let mut memory = Vec::new();
+        self.each(&mut |part, mut summing| {
+            part.blocks(&mut memory, &mut |block| {
+                if let Some(summing) = &mut summing {
+                    summing.update(block);
+                }
+                Ok(writer.write_all(block)?)
+            })
         })
     }
 
     /// The checksums alone.
-    pub fn sum(&self) -> Filled {
-        let filled = self.each(&mut |bytes, summing| {
-            if let Some(summing) = summing {
-                summing.update(bytes);
-            }
-            Ok(())
-        });
-        filled.expect("nothing was refused")
+    ///
+    /// # Errors
+    ///
+    /// `Io` if what is elsewhere cannot be read.
+    pub fn sum(&self) -> Result<Filled> {
+        let mut memory = Vec::new();
+        self.each(&mut |part, summing| {
+            let Some(summing) = summing else { return Ok(()) };
+            part.blocks(&mut memory, &mut |block| {
+                summing.update(block);
+                Ok(())
+            })
+        })
     }
 
     /// Calls `put` with all bytes of the range in order; with sums where they are wanted.
     fn each<'a>(
         &'a self,
-        put: &mut impl FnMut(&'a [u8], Option<&mut Summing>) -> Result<()>,
+        put: &mut impl FnMut(Part<'a>, Option<&mut Summing>) -> Result<()>,
     ) -> Result<Filled> {
         let mut at = self.range.start;
         if let Some(head) = &self.head {
-            put(head, None)?;
+            put(Part::Memory(head), None)?;
             at += length(head);
         }
         let mut sums = Vec::with_capacity(self.count);
         for (source, chunk) in self.chunks() {
             if chunk == 0 {
-                zeros(source.offset - at, &mut |zeros| put(zeros, None))?;
+                zeros(source.offset - at, &mut |zeros| put(Part::Memory(zeros), None))?;
                 at = source.offset;
             }
             let mut summing = source.summing(chunk);
             let (bytes, range) = source.chunk(chunk);
-            zeros(bytes.zeros(&range), &mut |zeros| put(zeros, Some(&mut summing)))?;
+            zeros(bytes.zeros(&range), &mut |zeros| put(Part::Memory(zeros), Some(&mut summing)))?;
             for (segment, part) in bytes.cut(&range) {
-                put(&segment[part], Some(&mut summing))?;
+                put(segment.part(part), Some(&mut summing))?;
             }
             at += range.end - range.start;
             sums.push(summing.finish());
         }
-        zeros(self.range.end - at, &mut |zeros| put(zeros, None))?;
+        zeros(self.range.end - at, &mut |zeros| put(Part::Memory(zeros), None))?;
         let first = self.sources.get(self.first.source);
         Ok(Filled { first: first.map_or(0, |source| source.first_crc + self.first.chunk), sums })
     }
@@ -282,8 +366,14 @@ pub(crate) fn jobs(
     jobs
 }
 
-/// What [`jobs`] write, in order and in pieces as large as can be.
-pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Vec<&'a [u8]> {
+/// What [`jobs`] write, in order and in pieces as large as can be; none if some of it is elsewhere.
+pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Option<Vec<&'a [u8]>> {
+    let is_here = |bytes: &RawBytes| {
+        bytes.segments.iter().all(|segment| matches!(segment, Segment::Memory(_)))
+    };
+    if !sources.iter().flat_map(Source::pieces).all(is_here) {
+        return None;
+    }
     let mut parts = vec![head];
     let mut at = length(head);
     let mut put = |bytes: &'a [u8]| {
@@ -297,14 +387,39 @@ pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Vec<
             for bytes in source.pieces() {
                 let whole = 0..bytes.len();
                 zeros(bytes.zeros(&whole), &mut |zeros| put(zeros))?;
-                bytes.cut(&whole).try_for_each(|(segment, part)| put(&segment[part]))?;
+                bytes.cut(&whole).try_for_each(|(segment, part)| match segment.part(part) {
+                    Part::Memory(bytes) => put(bytes),
+                    Part::Elsewhere(..) => Ok(()),
+                })?;
                 at += bytes.len();
             }
         }
         zeros(end - at, &mut |zeros| put(zeros))
     };
     fill().expect("nothing is refused");
-    parts
+    Some(parts)
+}
+
+impl Part<'_> {
+    /// Gives its bytes block by block; what is elsewhere comes into `memory`.
+    fn blocks(
+        self,
+        memory: &mut Vec<u8>,
+        take: &mut impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Memory(bytes) => bytes.chunks(BLOCK).try_for_each(take),
+            Self::Elsewhere(blob, offset, len) => {
+                memory.resize(BLOCK, 0);
+                let end = offset + len;
+                (offset..end).step_by(BLOCK).try_for_each(|at| {
+                    let block = &mut memory[..native(end - at).min(BLOCK)];
+                    blob.read_exact_at(block, at)?;
+                    take(block)
+                })
+            }
+        }
+    }
 }
 
 impl Source {
@@ -351,7 +466,7 @@ impl Source {
 
 impl RawBytes {
     pub(crate) fn len(&self) -> u64 {
-        self.lead + self.segments.iter().map(|segment| length(segment)).sum::<u64>()
+        self.lead + self.segments.iter().map(Segment::len).sum::<u64>()
     }
 
     /// The part of it that lies in `range`.
@@ -366,15 +481,13 @@ impl RawBytes {
     }
 
     /// The segments that have bytes in `range`, and where in them.
-    fn cut(&self, range: &Range<u64>) -> impl Iterator<Item = (&Bytes, Range<usize>)> {
-        let index = |byte: u64| usize::try_from(byte).expect("a place in memory fits usize");
+    fn cut(&self, range: &Range<u64>) -> impl Iterator<Item = (&Segment, Range<u64>)> {
         let mut end = self.lead;
         self.segments.iter().filter_map(move |segment| {
             let start = end;
-            end += length(segment);
+            end += segment.len();
             let part = start.max(range.start)..end.min(range.end);
-            (part.start < part.end)
-                .then(|| (segment, index(part.start - start)..index(part.end - start)))
+            (part.start < part.end).then(|| (segment, part.start - start..part.end - start))
         })
     }
 
@@ -383,31 +496,38 @@ impl RawBytes {
         &'a self,
         range: &Range<u64>,
         gathered: &'a mut Vec<u8>,
-    ) -> &'a [u8] {
+    ) -> Result<&'a [u8]> {
         let zeros = self.zeros(range);
-        let mut parts = self.cut(range).map(|(segment, part)| &segment[part]);
+        let mut parts = self.cut(range).map(|(segment, part)| segment.part(part));
         if zeros == 0
-            && let (Some(only), None) = (parts.next(), parts.next())
+            && let (Some(Part::Memory(only)), None) = (parts.next(), parts.next())
         {
-            return only;
+            return Ok(only);
         }
         gathered.clear();
-        gathered.resize(usize::try_from(zeros).expect("at most 15"), 0);
+        gathered.resize(native(zeros), 0);
         for (segment, part) in self.cut(range) {
-            gathered.extend_from_slice(&segment[part]);
+            match segment.part(part) {
+                Part::Memory(bytes) => gathered.extend_from_slice(bytes),
+                Part::Elsewhere(blob, offset, len) => {
+                    let start = gathered.len();
+                    gathered.resize(start + native(len), 0);
+                    blob.read_exact_at(&mut gathered[start..], offset)?;
+                }
+            }
         }
-        gathered
+        Ok(gathered)
     }
 }
 
 impl From<Bytes> for RawBytes {
     fn from(bytes: Bytes) -> Self {
-        Self { lead: 0, segments: Segments::One(bytes) }
+        Self { lead: 0, segments: Segments::One(bytes.into()) }
     }
 }
 
-impl From<Vec<Bytes>> for Segments {
-    fn from(mut segments: Vec<Bytes>) -> Self {
+impl From<Vec<Segment>> for Segments {
+    fn from(mut segments: Vec<Segment>) -> Self {
         match segments.pop() {
             Some(only) if segments.is_empty() => Self::One(only),
             last => {
@@ -420,6 +540,11 @@ impl From<Vec<Bytes>> for Segments {
 
 pub(crate) fn length(bytes: &[u8]) -> u64 {
     wide(bytes.len())
+}
+
+/// A length of what is in memory, or a place in it.
+fn native(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("what is in memory fits usize")
 }
 
 fn wide(count: usize) -> u64 {

@@ -140,8 +140,9 @@ impl Layout {
     }
 
     /// Everything in front of the index in order, where it lies, in pieces as large as can be: for a
-    /// caller who writes it in one go, and takes the checksums from [`Fill::sum`].
-    pub fn parts(&self) -> Vec<&[u8]> {
+    /// caller who writes it in one go, and takes the checksums from [`Fill::sum`]. None if some of it is not in this
+    /// process's memory.
+    pub fn parts(&self) -> Option<Vec<&[u8]>> {
         static HEAD: LazyLock<[u8; FRAME_LEN]> = LazyLock::new(frame::head);
         parts(self.index_off, &*HEAD, &self.sources)
     }

@@ -79,7 +79,7 @@ impl Pack {
     ///
     /// # Errors
     ///
-    /// `Io` if zstd fails, which it does only without memory; `FeatureMissing` in a build without zstd.
+    /// `Io` if zstd fails, which it does only without memory, or what is elsewhere cannot be read; `FeatureMissing` in a build without zstd.
     pub fn run(&self) -> Result<Packed> {
         let mut encoder = Encoder::new(self.level)?;
         let mut gathered = Vec::new();
@@ -87,7 +87,7 @@ impl Pack {
         for number in self.chunks.clone() {
             let start = number * CHUNK_BYTES;
             let range = start..(start + CHUNK_BYTES).min(self.raw.len());
-            let raw = self.raw.contiguous(&range, &mut gathered);
+            let raw = self.raw.contiguous(&range, &mut gathered)?;
             let digest = self.digest.then(|| {
                 let mut hasher = ChunkHasher::new(number, self.raw.len());
                 hasher.update(raw);

@@ -1,9 +1,11 @@
 //! Tensors: metadata, and bytes that several of them may share.
 
 use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::blob::Blob;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
@@ -149,47 +151,98 @@ impl TensorFlags {
 
 /// Bytes that tensors lie in, shared and immutable. Two tensors whose bytes overlap in memory are
 /// tied: they are stored once, and come back overlapping.
-#[derive(Clone, Default)]
-pub struct Storage(Bytes);
+#[derive(Clone)]
+pub struct Storage(Place);
+
+#[derive(Clone)]
+enum Place {
+    Memory(Bytes),
+    Elsewhere(Arc<dyn Blob>, u64),
+}
 
 impl Storage {
     /// Bytes that belong to `owner`, such as a memory map or another library's buffer.
     pub fn from_owner(owner: impl AsRef<[u8]> + Send + 'static) -> Self {
-        Self(Bytes::from_owner(owner))
+        Self(Place::Memory(Bytes::from_owner(owner)))
     }
 
-    /// The bytes.
-    pub fn bytes(&self) -> &Bytes {
-        &self.0
+    /// Bytes that are not in this process's memory, such as a GPU's: they are read when they are written to an
+    /// archive. Two tensors are tied if they overlap in one blob.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if its length cannot be had.
+    pub fn elsewhere(blob: Arc<dyn Blob>) -> Result<Self> {
+        if let Some(bytes) = blob.bytes() {
+            return Ok(bytes.clone().into());
+        }
+        let len = blob.size()?;
+        Ok(Self(Place::Elsewhere(blob, len)))
+    }
+
+    /// How many bytes there are.
+    pub fn len(&self) -> u64 {
+        match &self.0 {
+            Place::Memory(bytes) => u64::try_from(bytes.len()).unwrap_or(u64::MAX),
+            Place::Elsewhere(_, len) => *len,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The bytes, if they are in this process's memory.
+    pub fn bytes(&self) -> Option<&Bytes> {
+        match &self.0 {
+            Place::Memory(bytes) => Some(bytes),
+            Place::Elsewhere(..) => None,
+        }
+    }
+
+    /// Where the bytes are, if that is elsewhere.
+    pub fn blob(&self) -> Option<&Arc<dyn Blob>> {
+        match &self.0 {
+            Place::Memory(_) => None,
+            Place::Elsewhere(blob, _) => Some(blob),
+        }
+    }
+}
+
+impl Default for Storage {
+    fn default() -> Self {
+        Bytes::new().into()
     }
 }
 
 impl From<Bytes> for Storage {
     fn from(bytes: Bytes) -> Self {
-        Self(bytes)
+        Self(Place::Memory(bytes))
     }
 }
 
 impl From<Vec<u8>> for Storage {
     fn from(bytes: Vec<u8>) -> Self {
-        Self(bytes.into())
+        Bytes::from(bytes).into()
     }
 }
 
 /// Elements are given in native memory order, which must be little-endian.
 impl<T: Element> From<&[T]> for Storage {
     fn from(elements: &[T]) -> Self {
-        Self(Bytes::copy_from_slice(bytemuck::cast_slice(elements)))
+        Bytes::copy_from_slice(bytemuck::cast_slice(elements)).into()
     }
 }
 
 impl fmt::Debug for Storage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Storage({} bytes)", self.0.len())
+        let place = if self.bytes().is_some() { "" } else { " elsewhere" };
+        write!(f, "Storage({} bytes{place})", self.len())
     }
 }
 
-/// A tensor in this process's memory. Cloning one clones no bytes.
+/// A tensor in this process's memory, or elsewhere. Cloning one clones no bytes.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     meta: TensorMeta,
@@ -206,7 +259,7 @@ impl Tensor {
     #[inline]
     pub fn new(meta: TensorMeta, storage: Storage, byte_offset: u64) -> Result<Self> {
         let end = byte_offset.checked_add(meta.span_bytes());
-        let len = u64::try_from(storage.bytes().len()).unwrap_or(u64::MAX);
+        let len = storage.len();
         let has_elements = meta.numel() > 0;
         if has_elements && end.is_none_or(|end| end > len) {
             return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
@@ -256,19 +309,45 @@ impl Tensor {
         self.byte_offset
     }
 
+    /// The same tensor in this process's memory: a copy of what it spans, unless it is there.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if what is elsewhere cannot be read.
+    pub fn to_memory(&self) -> Result<Self> {
+        let Some(blob) = self.storage.blob() else { return Ok(self.clone()) };
+        let span = self.byte_offset..self.byte_offset + self.meta.span_bytes();
+        let bytes = if self.meta.numel() == 0 { Bytes::new() } else { blob.stable(span)? };
+        Self::new(self.meta.clone(), bytes.into(), 0)
+    }
+
     /// Its elements.
+    ///
+    /// # Panics
+    ///
+    /// If they are not in this process's memory: [`Tensor::to_memory`] brings them there.
     pub fn view(&self) -> TensorView<'_> {
-        let bytes = self.storage.bytes();
+        let bytes = self.storage.bytes().expect("its elements are in this process's memory");
         let start = usize::try_from(self.byte_offset).unwrap_or(bytes.len()).min(bytes.len());
         let span = usize::try_from(self.meta.span_bytes()).unwrap_or(0);
         TensorView { meta: &self.meta, bytes: bytes.get(start..start + span).unwrap_or_default() }
     }
 }
 
-/// Equal if metadata and elements are, bit for bit, wherever they lie.
+/// Equal if metadata and elements are, bit for bit, wherever they lie in this process's memory; what is elsewhere
+/// is only equal to itself.
 impl PartialEq for Tensor {
     fn eq(&self, other: &Self) -> bool {
-        self.meta == other.meta && self.view().elements_equal(&other.view())
+        if self.meta != other.meta {
+            return false;
+        }
+        match (self.storage.blob(), other.storage.blob()) {
+            (None, None) => self.view().elements_equal(&other.view()),
+            (Some(own), Some(others)) => {
+                Arc::ptr_eq(own, others) && self.byte_offset == other.byte_offset
+            }
+            _ => false,
+        }
     }
 }
 

@@ -54,10 +54,20 @@ pub fn write<E: From<Error> + Send>(
     file.expect(layout.file_len());
     let jobs = layout.jobs();
     let has_failed = AtomicBool::new(false);
+    let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
+    let Some(parts) = layout.parts() else {
+        // What is elsewhere comes once: it is summed on its way.
+        let fill = |job: &Fill| {
+            pause()?;
+            Ok(job.write_to(&mut writer)?)
+        };
+        let filled = jobs.iter().map(fill).collect::<Result<Vec<_>, E>>()?;
+        writer.write_all(&layout.seal(filled)?).map_err(Error::io)?;
+        return Ok(writer.flush().map_err(Error::io)?);
+    };
     let write = || {
-        let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
         let mut at = 0;
-        for mut part in layout.parts() {
+        for mut part in parts {
             while !part.is_empty() {
                 pause()?;
                 let piece;
@@ -72,7 +82,7 @@ pub fn write<E: From<Error> + Send>(
     let filled = thread::scope(|scope| {
         let sums = scope.spawn(|| {
             parallel::map(jobs.iter().collect(), |job: &Fill| {
-                if has_failed.load(Ordering::Relaxed) { Err(()) } else { Ok(job.sum()) }
+                if has_failed.load(Ordering::Relaxed) { Err(()) } else { job.sum().map_err(drop) }
             })
         });
         let written = write();

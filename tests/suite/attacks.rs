@@ -298,7 +298,7 @@ fn a_view_costs_what_it_shows() {
     let slices = BTreeMap::new();
     let options = GetOptions { slices, ..GetOptions::default() };
     let few = store.get(&key(), "few", &options).unwrap();
-    assert_eq!(few.storage().bytes().len(), 16);
+    assert_eq!(few.storage().len(), 16);
 }
 
 /// A writer set said by one and found by another is the same set.

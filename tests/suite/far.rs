@@ -75,7 +75,7 @@ fn cut(dict: &StateDict, region: &Region) -> Vec<u8> {
     let Value::Tensor(tensor) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
     let columns = tensor.meta().shape()[1];
     let (offsets, shape) = (region.offsets(), region.shape());
-    let bytes = tensor.storage().bytes();
+    let bytes = tensor.view().span();
     let rows = offsets[0]..offsets[0] + shape[0];
     rows.flat_map(|row| {
         let start = (row * columns + offsets[1]) as usize;
@@ -279,7 +279,7 @@ fn what_is_damaged_is_not_handed_over() {
     let mut bytes = std::fs::read(&archive).unwrap();
     // In the second chunk of the matrix, which is the first that is large enough for a place of its own.
     let Value::Tensor(matrix) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
-    let start = &matrix.storage().bytes()[MIB as usize + 5000..][..100];
+    let start = &matrix.view().span()[MIB as usize + 5000..][..100];
     let place = bytes.windows(100).position(|window| window == start).unwrap();
     bytes[place] ^= 1;
     std::fs::remove_file(&archive).unwrap();

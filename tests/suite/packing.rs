@@ -1,11 +1,15 @@
 //! Whatever a writer chooses, a state dict stays what it is: compression, digests, alignment.
 
-use std::sync::LazyLock;
+use std::io;
+use std::sync::{Arc, LazyLock};
 
+use bytes::Bytes;
 use proptest::prelude::*;
+use tssd_format::safetensors::Export;
 use tssd_format::{
-    Archive, ArchiveWriter, AttrValue, CHUNK_BYTES, Compression, Draft, Dtype, ErrorKind, Fill,
-    Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict, Value,
+    Archive, ArchiveWriter, AttrValue, Attrs, Blob, CHUNK_BYTES, Compression, Draft, Dtype,
+    ErrorKind, Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict,
+    Value,
 };
 use tssd_tests::generate;
 
@@ -82,9 +86,9 @@ proptest! {
     #[test]
     fn parts_and_sums_make_the_same_file(dict in generate::state_dict(), options in options()) {
         let layout = Layout::plan(&dict, &options).unwrap();
-        let mut file = layout.parts().concat();
+        let mut file = layout.parts().unwrap().concat();
         let jobs = layout.jobs();
-        file.extend(layout.seal(jobs.iter().map(Fill::sum)).unwrap());
+        file.extend(layout.seal(jobs.iter().map(|job| job.sum().unwrap())).unwrap());
         let encoded = encode(&dict, &options);
         prop_assert_eq!(encoded.as_bytes(), &file);
     }
@@ -129,6 +133,121 @@ proptest! {
             let range = one.min(other)..one.max(other);
             let read = archive.storage_range(0, range.start as u64..range.end as u64).unwrap();
             prop_assert_eq!(&read[..], &bytes[range]);
+        }
+    }
+}
+
+/// Bytes that are read and not seen, or cannot be read.
+struct Elsewhere(Result<Vec<u8>, u64>);
+
+impl Blob for Elsewhere {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.as_ref().map_or_else(|len| *len, |bytes| bytes.len() as u64))
+    }
+
+    fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
+        let bytes = self.0.as_ref().map_err(|_| io::Error::other("the device is lost"))?;
+        target.copy_from_slice(&bytes[offset as usize..][..target.len()]);
+        Ok(())
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        None
+    }
+}
+
+/// Which part of which storage a tensor is, from one byte to another.
+type Part = (usize, usize, usize);
+
+/// Tensors of some storages, that may overlap, with the storages' bytes.
+fn shared() -> impl Strategy<Value = (Vec<Vec<u8>>, Vec<Part>)> {
+    let storage =
+        (any::<u8>(), 1_usize..3_000_000, any::<bool>()).prop_map(|(seed, len, is_noise)| {
+            if is_noise {
+                NOISE.iter().cycle().skip(seed.into()).take(len).copied().collect()
+            } else {
+                vec![seed; len]
+            }
+        });
+    let part = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
+    let tensors = proptest::collection::vec((0_usize..3, part), 1..8);
+    (proptest::collection::vec(storage, 3), tensors).prop_map(|(storages, tensors)| {
+        let part = |(at, (one, other)): (usize, (prop::sample::Index, prop::sample::Index))| {
+            let len = storages[at].len() + 1;
+            let (one, other) = (one.index(len), other.index(len));
+            (at, one.min(other), one.max(other))
+        };
+        let tensors = tensors.into_iter().map(part).collect();
+        (storages, tensors)
+    })
+}
+
+fn dict_of(storages: &[Storage], tensors: &[Part]) -> StateDict {
+    let mut dict = StateDict::new();
+    for (number, (at, start, end)) in tensors.iter().enumerate() {
+        let meta = TensorMeta::new(Dtype::Uint8, &[(end - start) as u64]).unwrap();
+        let tensor = Tensor::new(meta, storages[*at].clone(), *start as u64).unwrap();
+        dict.insert(format!("tensor.{number}"), tensor);
+    }
+    dict
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Where bytes are makes no difference to what is written, in any of the ways in which it is.
+    #[test]
+    fn what_is_elsewhere_is_written_as_if_it_were_here(
+        (storages, tensors) in shared(),
+        options in options(),
+    ) {
+        let here: Vec<Storage> = storages.iter().map(|bytes| Storage::from(bytes.clone())).collect();
+        let there = |bytes: &Vec<u8>| Storage::elsewhere(Arc::new(Elsewhere(Ok(bytes.clone())))).unwrap();
+        let there: Vec<Storage> = storages.iter().map(there).collect();
+        let (here, there) = (dict_of(&here, &tensors), dict_of(&there, &tensors));
+        let expected = encode(&here, &options);
+        let layout = Layout::plan(&there, &options).unwrap();
+        // What is compressed was read before.
+        if let Some(parts) = layout.parts() {
+            prop_assert!(expected.as_bytes().starts_with(&parts.concat()));
+        }
+        let mut memory = vec![7; layout.file_len() as usize];
+        layout.write_into(&mut memory).unwrap();
+        prop_assert!(memory == *expected.as_bytes());
+        let mut stream = Vec::new();
+        layout.write_to(&mut stream).unwrap();
+        prop_assert!(stream == *expected.as_bytes());
+        let sums = layout.jobs().iter().map(|job| job.sum().unwrap()).collect::<Vec<_>>();
+        prop_assert!(expected.as_bytes().ends_with(&layout.seal(sums).unwrap()));
+        let Value::Tensor(tensor) = there.leaf("tensor.0").unwrap() else { panic!("a tensor") };
+        prop_assert_eq!(&Value::Tensor(tensor.to_memory().unwrap()), here.leaf("tensor.0").unwrap());
+    }
+}
+
+/// What cannot be read is an error of each way to write it, and of nothing before.
+#[test]
+fn what_is_elsewhere_and_lost_is_an_error() {
+    for compression in [Compression::None, Compression::Zstd] {
+        let lost = Storage::elsewhere(Arc::new(Elsewhere(Err(5_000_000)))).unwrap();
+        let dict = dict_of(&[lost], &[(0, 0, 5_000_000)]);
+        let options = Options::new().compress(compression);
+        let draft = Draft::new(&dict, &options).unwrap();
+        if compression != Compression::None {
+            let error = draft.jobs()[0].run().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+            continue;
+        }
+        let layout = draft.place([]).unwrap();
+        let mut memory = vec![0; layout.file_len() as usize];
+        let errors = [
+            layout.write_into(&mut memory).unwrap_err(),
+            layout.write_to(&mut Vec::new()).unwrap_err(),
+            layout.jobs()[0].sum().unwrap_err(),
+            Export::of_state_dict(&dict, &Attrs::new()).err().unwrap(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+            assert!(format!("{error:?}").contains("the device is lost"), "{error:?}");
         }
     }
 }

@@ -244,7 +244,8 @@ fn changed(meta: &TensorMeta, storage: &Storage, offset: u64, version: u64) -> R
     let mut bytes = memory(meta)?;
     let start = usize::try_from(offset).expect("it is in memory");
     let mask = u8::try_from(version - 1).expect("there are few versions");
-    let source = storage.bytes().iter().skip(start).take(bytes.capacity());
+    let source = storage.bytes().expect("it is in memory");
+    let source = source.iter().skip(start).take(bytes.capacity());
     bytes.extend(source.map(|byte| byte ^ mask));
     tensor(meta.clone(), bytes)
 }

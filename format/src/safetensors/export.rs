@@ -68,22 +68,25 @@ impl Export {
         Self::new(source, stored, archive.structure(), &archive.attrs())
     }
 
-    /// Takes all tensors of a state dict; their bytes are shared, not copied.
+    /// Takes all tensors of a state dict; their bytes are shared, not copied, but for those that are elsewhere.
     ///
     /// # Errors
     ///
-    /// As [`Export::of_archive`].
+    /// As [`Export::of_archive`]; `Io` if what is elsewhere cannot be read.
     pub fn of_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
         let (mut storages, mut places) = (Vec::new(), Vec::new());
         // What is no tensor is refused with its path later; here it counts, so that places fit.
         walk(dict.as_value(), &Trail::Start(&ObjectPath::root()), true, &mut |_, item| {
             let (bytes, byte_offset) = match item {
-                Item::Tensor(tensor) => (tensor.storage().bytes(), tensor.byte_offset()),
-                Item::Content(bytes) => (bytes, 0),
+                Item::Tensor(tensor) => match tensor.storage().bytes() {
+                    Some(bytes) => (bytes.clone(), tensor.byte_offset()),
+                    None => (tensor.to_memory()?.storage().bytes().cloned().unwrap_or_default(), 0),
+                },
+                Item::Content(bytes) => (bytes.clone(), 0),
             };
             let number = u32::try_from(storages.len());
             places.push((Some(number.map_err(|_| Error::new(ErrorKind::TooLarge))?), byte_offset));
-            storages.push(bytes.clone());
+            storages.push(bytes);
             Ok(())
         })?;
         let structure = structure_of(dict.as_value(), &mut places.into_iter());

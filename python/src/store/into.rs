@@ -330,8 +330,7 @@ struct Place {
 impl Place {
     fn new(fqn: String, tensor: Tensor, part: Option<ShardPlace>) -> Self {
         let meta = tensor.meta().clone();
-        let start = tensor.storage().bytes().as_ptr().addr()
-            + usize::try_from(tensor.byte_offset()).expect("it is in memory");
+        let start = tensor.view().span().as_ptr().addr();
         let len = usize::try_from(meta.span_bytes()).expect("it is in memory");
         Self { fqn, part, meta, start, len, _tensor: tensor }
     }

@@ -17,9 +17,7 @@ pub(crate) fn views(model: &Model) -> BTreeMap<String, TensorView<'_>> {
         };
         let shape = tensor.meta().shape().iter();
         let shape = shape.map(|size| usize::try_from(*size).unwrap()).collect();
-        let start = usize::try_from(tensor.byte_offset()).unwrap();
-        let len = usize::try_from(tensor.meta().nbytes()).unwrap();
-        let bytes = &tensor.storage().bytes()[start..start + len];
+        let bytes = tensor.view().contiguous().unwrap();
         (name, TensorView::new(dtype, shape, bytes).unwrap())
     }
     model.tensors().into_iter().map(view).collect()

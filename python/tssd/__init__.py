@@ -19,6 +19,7 @@ from ._errors import (
     TssdPermissionError,
     TssdTimeoutError,
     TssdTypeError,
+    TssdUnsupportedError,
     TssdValueError,
 )
 from ._reference import TensorReference
@@ -70,6 +71,7 @@ __all__ = [
     "TssdPermissionError",
     "TssdTimeoutError",
     "TssdTypeError",
+    "TssdUnsupportedError",
     "TssdValueError",
     "VersionInfo",
     "VersionSlice",

@@ -51,6 +51,10 @@ class TssdConnectionError(TssdError, ConnectionError):
     """A store cannot be reached."""
 
 
+class TssdUnsupportedError(TssdError, RuntimeError):
+    """This machine lacks what it takes, such as a GPU."""
+
+
 class TssdMemoryError(TssdError, MemoryError):
     """There is not so much memory."""
 
@@ -115,6 +119,7 @@ _STORE: dict[str, tuple[type[TssdError], str | None]] = {
     "busy": (TssdTimeoutError, "try again later"),
     "timeout": (TssdTimeoutError, None),
     "unreachable": (TssdConnectionError, None),
+    "unsupported": (TssdUnsupportedError, None),
     "io": (TssdOSError, None),
 }
 

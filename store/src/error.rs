@@ -43,6 +43,8 @@ pub enum ErrorKind {
     Busy,
     /// The store cannot be reached.
     Unreachable,
+    /// This machine lacks what it takes, such as a GPU: the text says what.
+    Unsupported,
     /// The system failed to read or write.
     Io,
 }
@@ -59,6 +61,7 @@ impl ErrorKind {
             Self::Corrupt => "corrupt",
             Self::Busy => "busy",
             Self::Unreachable => "unreachable",
+            Self::Unsupported => "unsupported",
             Self::Io => "io",
         }
     }

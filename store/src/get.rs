@@ -1,5 +1,6 @@
 //! Getting: a version, or parts of it, as values or into the caller's memory.
 
+mod beyond;
 mod plans;
 mod target;
 mod tree;
@@ -20,6 +21,7 @@ use tssd_format::{
 pub(crate) use self::plans::PlanCache;
 use self::plans::{Box, Leaf, Plan, Request};
 use self::target::expect_room;
+pub use self::target::{BlobMut, Target, TargetMemory};
 use self::tree::Tree;
 pub(crate) use self::tree::choose_writer;
 use self::way::{Way, leaves};
@@ -51,19 +53,6 @@ pub struct GetOptions {
     pub unverified: bool,
     /// How the bytes must come; none: any way is good.
     pub require: Option<Transport>,
-}
-
-/// A tensor in the caller's memory that a get fills.
-#[derive(Debug)]
-pub struct Target<'a> {
-    /// The leaf.
-    pub fqn: String,
-    /// The part of the leaf that is wanted; none is all of it.
-    pub place: Option<ShardPlace>,
-    /// Dtype, shape and strides of the memory.
-    pub meta: TensorMeta,
-    /// The memory, from the first element to the last.
-    pub bytes: &'a mut [u8],
 }
 
 /// What a get has done.
@@ -259,7 +248,7 @@ impl<'a> Read<'a> {
         self.needed += meta.nbytes();
         let part = Some(Box { offsets, shape, global_shape: &global_shape });
         let request = Request { leaf: Leaf::Named(fqn), part, meta: &meta };
-        self.fill(&[request], vec![&mut memory], |_| Ok(references.clone()))?;
+        self.fill(&[request], vec![(&mut memory).into()], |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
@@ -299,10 +288,13 @@ impl<'a> Read<'a> {
         let mut memories = Vec::with_capacity(targets.len());
         for target in targets {
             expect_room(target).map_err(|error| self.format_error(error))?;
-            let Target { fqn, place, meta, bytes } = target;
+            let Target { fqn, place, meta, memory } = target;
             let part = place.as_ref().map(Box::from);
             requests.push(Request { leaf: Leaf::Named(fqn), part, meta });
-            memories.push(&mut **bytes);
+            memories.push(match memory {
+                TargetMemory::Here(bytes) => TargetMemory::Here(bytes),
+                TargetMemory::Elsewhere(blob) => TargetMemory::Elsewhere(*blob),
+            });
         }
         let version = self.version;
         self.fill(&requests, memories, |at| version.tensor(requests[at].leaf.fqn(), writer))?;
@@ -366,7 +358,7 @@ impl<'a> Read<'a> {
                 meta,
             });
         }
-        let targets = memories.iter_mut().map(Vec::as_mut_slice).collect();
+        let targets = memories.iter_mut().map(TargetMemory::from).collect();
         let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
         self.fill(&requests, targets, references)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
@@ -379,19 +371,20 @@ impl<'a> Read<'a> {
     fn fill(
         &mut self,
         requests: &[Request<'_>],
-        targets: Vec<&mut [u8]>,
+        targets: Vec<TargetMemory<'_>>,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<()> {
         let plan = self.plan(requests, references)?;
         self.transferred += plan.bytes;
-        let mut parts = plan.cut(targets);
+        let (mut parts, beyond) = plan.cut(targets);
         let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
         let fill = |(copies, target): &mut (&[Copy], &mut [u8])| {
             copies.iter().filter(is_near).try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
         let copied = parallel::map(shares(&mut parts), |share| share.iter_mut().try_for_each(fill));
-        let filled = copied.and_then(|_| self.pull(parts));
+        let filled =
+            copied.and_then(|_| self.pull(parts)).and_then(|()| self.send(requests, beyond));
         self.copying += started.elapsed();
         filled.map_err(Error::target_modified)
     }

@@ -21,6 +21,8 @@ mod arena;
 #[cfg(feature = "object")]
 mod bucket;
 mod credentials;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+mod cuda;
 mod disk;
 mod environment;
 mod ledgers;
@@ -66,11 +68,13 @@ mod sync;
 
 pub use controller::VersionInfo;
 pub use credentials::Credentials;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+pub use cuda::{Device, DeviceMemory, DeviceTarget, Stream};
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use disk::Replacement;
 pub use error::{Error, ErrorKind, Result};
-pub use get::{GetOptions, GetReport, Target};
+pub use get::{BlobMut, GetOptions, GetReport, Target, TargetMemory};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;

@@ -10,7 +10,8 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::ledger::Reason;
 use tssd_store::{
-    Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, WriterSet,
+    Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, TargetMemory,
+    WriterSet,
 };
 
 fn key() -> Key {
@@ -96,7 +97,7 @@ fn plans_are_those_of_the_writer_that_was_asked_for() {
         assert_eq!(shards[0].tensor().view().as_slice::<i64>().unwrap(), expected);
         let mut memory = [0; 16];
         let meta = TensorMeta::new(Dtype::Int64, &[2]).unwrap();
-        let target = Target { fqn: "a".into(), place: None, meta, bytes: &mut memory };
+        let target = Target { fqn: "a".into(), place: None, meta, memory: (&mut memory).into() };
         store.get_state_dict_into(&key(), &mut [target], &options).unwrap();
         assert_eq!(memory[..8], expected[0].to_le_bytes());
     }
@@ -257,7 +258,7 @@ fn targets_without_elements_are_filled_at_once() {
     put(&store, &dict(vec![("e", empty.into())]), &PutOptions::default()).unwrap();
     let meta =
         TensorMeta::new(Dtype::Float32, &[0, 5]).unwrap().with_strides(&[1, 1 << 62]).unwrap();
-    let target = Target { fqn: "e".into(), place: None, meta, bytes: &mut [] };
+    let target = Target { fqn: "e".into(), place: None, meta, memory: TargetMemory::Here(&mut []) };
     store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
     let whole = store.get(&key(), "e", &GetOptions::default()).unwrap();
     assert!(whole.view().as_slice::<f32>().unwrap().is_empty());

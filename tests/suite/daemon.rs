@@ -180,7 +180,8 @@ fn in_place_reads_take_what_is_asked_for() {
         put(&writer, step, 4);
         let mut memory = vec![0; usize::try_from(4 * MIB).unwrap()];
         let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[4, MIB]).unwrap();
-        let target = Target { fqn: "weight".into(), place: None, meta, bytes: &mut memory };
+        let target =
+            Target { fqn: "weight".into(), place: None, meta, memory: (&mut memory).into() };
         let options = GetOptions { unverified: step == 2, ..GetOptions::default() };
         let report = reader.get_state_dict_into(&key(), &mut [target], &options).unwrap();
         assert_eq!(report.bytes_transferred, 4 * MIB);

@@ -113,7 +113,7 @@ fn what_is_large_comes_in_ranges_whole_or_cut() {
                     fqn: "weight".into(),
                     place: Some(ShardPlace::new(slice)),
                     meta,
-                    bytes: &mut memory,
+                    memory: (&mut memory).into(),
                 };
                 let options = GetOptions { unverified, ..GetOptions::default() };
                 let report = far.get_state_dict_into(&key(), &mut [target], &options).unwrap();
@@ -572,7 +572,7 @@ fn get_into(store: &Store, step: u64) -> tssd_store::GetReport {
     let meta = TensorMeta::new(Dtype::Uint8, &[200, 3000]).unwrap();
     let mut memory = vec![0; 200 * 3000];
     let place = Some(ShardPlace::new(slice));
-    let target = Target { fqn: "weight".into(), place, meta, bytes: &mut memory };
+    let target = Target { fqn: "weight".into(), place, meta, memory: (&mut memory).into() };
     let report = store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
     let all = both(step);
     let expected = (600..800).flat_map(|row| &all[row * 3079 + 5..row * 3079 + 3005]);

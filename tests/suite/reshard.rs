@@ -197,7 +197,7 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
                 fqn: "sharded".to_owned(),
                 place: Some(place.clone()),
                 meta: meta.clone(),
-                bytes: &mut memory,
+                memory: (&mut memory).into(),
             };
             let report =
                 store.get_state_dict_into(key, &mut [target], &GetOptions::default()).unwrap();

@@ -473,7 +473,7 @@ fn plans_are_of_leaves_and_not_of_names() {
     let fill = |store: &Store, fqn: &str, writer| {
         let mut memory = [0; 4];
         let mut targets =
-            [Target { fqn: fqn.into(), place: None, meta: float(), bytes: &mut memory }];
+            [Target { fqn: fqn.into(), place: None, meta: float(), memory: (&mut memory).into() }];
         let options = GetOptions { writer, ..GetOptions::default() };
         let filled = store.get_state_dict_into(&key(), &mut targets, &options);
         filled.map(|_| memory)
@@ -508,7 +508,8 @@ fn plans_are_of_leaves_and_not_of_names() {
         assert_eq!(read, [floats([1.0, 2.0]), floats([5.0, 6.0])]);
         let mut memory = [0; 8];
         let meta = TensorMeta::new(Dtype::Float32, &[2, 1]).unwrap();
-        let mut targets = [Target { fqn: "a.b".into(), place: None, meta, bytes: &mut memory }];
+        let mut targets =
+            [Target { fqn: "a.b".into(), place: None, meta, memory: (&mut memory).into() }];
         let error = store.get_state_dict_into(&key(), &mut targets, &GetOptions::default());
         assert!(error.unwrap_err().to_string().contains("a.b"));
     }
@@ -700,7 +701,8 @@ fn targets_are_checked_before_they_are_touched() {
         .unwrap();
         let try_into = |fqn: &str, meta: TensorMeta, len: usize| {
             let mut memory = vec![0xEE_u8; len];
-            let target = Target { fqn: fqn.into(), place: None, meta, bytes: &mut memory };
+            let target =
+                Target { fqn: fqn.into(), place: None, meta, memory: (&mut memory).into() };
             let result = store.get_state_dict_into(&key(), &mut [target], &GetOptions::default());
             (result, memory)
         };
@@ -773,7 +775,7 @@ fn damage_on_disk_is_found_and_named() {
 
     let mut memory = vec![0; 4096 * 4];
     let meta = TensorMeta::new(Dtype::Float32, &[4096]).unwrap();
-    let target = Target { fqn: "w".into(), place: None, meta, bytes: &mut memory };
+    let target = Target { fqn: "w".into(), place: None, meta, memory: (&mut memory).into() };
     let error = Store::directory(folder.path())
         .unwrap()
         .get_state_dict_into(&key(), &mut [target], &GetOptions::default())

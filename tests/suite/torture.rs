@@ -108,7 +108,7 @@ fn check_in_place(store: &Store, memory: &mut [Vec<u8>]) -> Result<u64, Error> {
                 (Some(ShardPlace::new(slice.unwrap())), vec![2, half])
             };
             let meta = TensorMeta::new(Dtype::Int64, &shape).unwrap();
-            Target { fqn: name.clone(), place, meta, bytes }
+            Target { fqn: name.clone(), place, meta, memory: bytes.into() }
         })
         .collect();
     store.get_state_dict_into(&key(), &mut targets, &GetOptions::default())?;

@@ -78,7 +78,7 @@ impl Wanted {
             fqn: self.fqn.clone(),
             place: self.place.clone(),
             meta: self.meta.clone(),
-            bytes: &mut self.memory,
+            memory: (&mut self.memory).into(),
         }
     }
 }

@@ -378,5 +378,10 @@ fn target(place: &Place) -> Target<'_> {
         // as with torch's own `copy_`.
         unsafe { std::slice::from_raw_parts_mut(start, place.len) }
     };
-    Target { fqn: place.fqn.clone(), place: place.part.clone(), meta: place.meta.clone(), bytes }
+    Target {
+        fqn: place.fqn.clone(),
+        place: place.part.clone(),
+        meta: place.meta.clone(),
+        memory: bytes.into(),
+    }
 }

@@ -280,7 +280,7 @@ fn made(
             let (bytes, tail) = tail.split_at_mut(range.len());
             (rest, at) = (tail, range.end);
             let Assembled { fqn, meta, part: place, .. } = each;
-            targets.push(Target { fqn, place, meta, bytes });
+            targets.push(Target { fqn, place, meta, memory: bytes.into() });
         }
         if !targets.is_empty() {
             report = Some(opened.fill(&mut targets)?);

@@ -129,6 +129,8 @@ impl Map {
             rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, memory, 0)?
         };
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        #[cfg(feature = "cuda")]
+        crate::cuda::mapped(start.addr().get(), len, protection.contains(ProtFlags::WRITE));
         Ok(Self { start, len })
     }
 
@@ -156,6 +158,8 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        crate::cuda::unmapped(self.start.addr().get());
         // SAFETY: the range is this map's, and nothing borrows from it any more.
         let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "a map can be unmapped");

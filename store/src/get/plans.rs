@@ -8,7 +8,7 @@ use tssd_format::{
     TensorReference,
 };
 
-use super::target::{expect_apart, span};
+use super::target::{BlobMut, TargetMemory, expect_apart, span};
 use super::{native, wide};
 use crate::plan::{self, Copy, Wanted};
 
@@ -76,6 +76,20 @@ struct Part {
     /// How many bytes of its memory.
     len: usize,
     copies: Vec<Copy>,
+}
+
+/// A part of a target in this process's memory, and what fills it.
+pub(super) type Here<'p, 't> = (&'p [Copy], &'t mut [u8]);
+
+/// A part of a target that this process does not see.
+pub(super) struct Beyond<'p, 't> {
+    /// The number of the target.
+    pub(super) number: usize,
+    pub(super) blob: &'t dyn BlobMut,
+    /// Where it begins there, and how many bytes it has.
+    pub(super) start: u64,
+    pub(super) len: usize,
+    pub(super) copies: &'p [Copy],
 }
 
 impl PlanCache {
@@ -183,21 +197,33 @@ impl Plan {
         })
     }
 
-    /// The memory of each part, with the copies that fill it.
+    /// The memory of each part of the targets that are here, with the copies that fill it; and the parts of those that
+    /// are elsewhere.
     pub(super) fn cut<'p, 't>(
         &'p self,
-        targets: Vec<&'t mut [u8]>,
-    ) -> Vec<(&'p [Copy], &'t mut [u8])> {
+        targets: Vec<TargetMemory<'t>>,
+    ) -> (Vec<Here<'p, 't>>, Vec<Beyond<'p, 't>>) {
         let mut cut = Vec::with_capacity(self.targets.len());
-        for (parts, target) in self.targets.iter().zip(targets) {
-            let mut rest = target;
-            for part in parts {
-                let (memory, tail) = rest.split_at_mut(part.len);
-                cut.push((&*part.copies, memory));
-                rest = tail;
+        let mut beyond = Vec::new();
+        for (number, (parts, target)) in self.targets.iter().zip(targets).enumerate() {
+            match target {
+                TargetMemory::Here(mut rest) => {
+                    for part in parts {
+                        let (memory, tail) = rest.split_at_mut(part.len);
+                        cut.push((&*part.copies, memory));
+                        rest = tail;
+                    }
+                }
+                TargetMemory::Elsewhere(blob) => {
+                    let mut start = 0;
+                    for Part { len, copies } in parts {
+                        beyond.push(Beyond { number, blob, start, len: *len, copies });
+                        start += wide(*len);
+                    }
+                }
             }
         }
-        cut
+        (cut, beyond)
     }
 }
 

@@ -1,16 +1,79 @@
 //! The caller's memory: what may be written.
 
-use tssd_format::{Error, ErrorKind, Result, TensorMeta};
+use std::{fmt, io};
 
-use super::{Target, wide};
+use tssd_format::{Error, ErrorKind, Result, ShardPlace, TensorMeta};
+
+use super::wide;
+
+/// A tensor in the caller's memory that a get fills.
+#[derive(Debug)]
+pub struct Target<'a> {
+    /// The leaf.
+    pub fqn: String,
+    /// The part of the leaf that is wanted; none is all of it.
+    pub place: Option<ShardPlace>,
+    /// Dtype, shape and strides of the memory.
+    pub meta: TensorMeta,
+    /// The memory, from the first element to the last.
+    pub memory: TargetMemory<'a>,
+}
+
+/// Memory that a get fills.
+#[derive(Debug)]
+pub enum TargetMemory<'a> {
+    /// This process's.
+    Here(&'a mut [u8]),
+    /// What is written and not seen, such as a GPU's.
+    Elsewhere(&'a dyn BlobMut),
+}
+
+/// Bytes that can be written at any place, by several threads at once, each its own.
+pub trait BlobMut: fmt::Debug + Send + Sync {
+    /// Its length in bytes.
+    fn size(&self) -> u64;
+
+    /// Writes bytes from `offset` on: they are there when this returns.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says; `UnexpectedEof` if there is no room for so many bytes.
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+}
+
+impl<'a> From<&'a mut [u8]> for TargetMemory<'a> {
+    fn from(bytes: &'a mut [u8]) -> Self {
+        Self::Here(bytes)
+    }
+}
+
+impl<'a> From<&'a mut Vec<u8>> for TargetMemory<'a> {
+    fn from(bytes: &'a mut Vec<u8>) -> Self {
+        Self::Here(bytes)
+    }
+}
+
+impl<'a, const N: usize> From<&'a mut [u8; N]> for TargetMemory<'a> {
+    fn from(bytes: &'a mut [u8; N]) -> Self {
+        Self::Here(bytes)
+    }
+}
+
+impl TargetMemory<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Here(bytes) => wide(bytes.len()),
+            Self::Elsewhere(blob) => blob.size(),
+        }
+    }
+}
 
 /// Proves that a target's memory holds its tensor.
 pub(super) fn expect_room(target: &Target<'_>) -> Result<()> {
-    let needed = span(&target.meta);
-    if needed <= wide(target.bytes.len()) {
+    let (needed, found) = (span(&target.meta), target.memory.len());
+    if needed <= found {
         return Ok(());
     }
-    let found = target.bytes.len();
     let note = format_args!("{found} bytes, needed {needed}");
     Err(Error::new(ErrorKind::TargetSize).at(&target.fqn).note(note))
 }

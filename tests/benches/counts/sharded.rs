@@ -56,7 +56,7 @@ impl Sharded {
                 fqn: "weight".into(),
                 place: Some(place),
                 meta,
-                bytes,
+                memory: bytes.into(),
             })
             .collect();
         let report = store.get_state_dict_into(&self.key, &mut targets, options).unwrap();

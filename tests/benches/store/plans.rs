@@ -4,7 +4,7 @@ use tssd_format::{
     DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
     TensorSlice,
 };
-use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
+use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
 use tssd_tests::bench::{Bench, Curve, Fsdp, Memory, Race, Role, Runner, Target, stacked_shapes};
 use tssd_tests::served::Served;
 use tssd_tests::sharding::meta_of;
@@ -98,7 +98,7 @@ fn in_a_store(bench: &mut Bench) {
             fqn: format!("layers.{name}"),
             place: Some(place.clone()),
             meta: meta.clone(),
-            bytes,
+            memory: TargetMemory::Here(bytes),
         };
         let mut targets: Vec<Wanted<'_>> =
             (0..TENSORS).zip(memory.chunks_mut(len)).map(target).collect();

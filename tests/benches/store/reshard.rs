@@ -8,7 +8,7 @@ use tssd_format::{
     DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorSlice,
 };
 use tssd_store::blocking::Store;
-use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted};
+use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
 use tssd_tests::bench::{Bench, Memory, Race, Runner, on_cores};
 use tssd_tests::served::Served;
 use tssd_tests::sharding::meta_of;
@@ -186,7 +186,7 @@ impl Readers {
                         fqn: format!("layers.{number}"),
                         place: Some(place.clone()),
                         meta: meta.clone(),
-                        bytes,
+                        memory: TargetMemory::Here(bytes),
                     };
                     let mut targets: Vec<Wanted<'_>> =
                         (0..TENSORS).zip(memory.chunks_mut(len)).map(target).collect();

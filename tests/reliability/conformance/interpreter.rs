@@ -269,7 +269,7 @@ pub(crate) async fn read(
                     fqn: LEAVES[*at].to_owned(),
                     place,
                     meta: meta.clone(),
-                    bytes,
+                    memory: bytes.into(),
                 })
                 .collect();
             let filled = store.get_state_dict_into(key, &mut into, options).await;

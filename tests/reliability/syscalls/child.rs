@@ -226,7 +226,8 @@ impl Actor {
         assert_eq!(slice.view().as_slice::<i64>().unwrap(), &elements[7..27]);
         let mut bytes = vec![0; 8 * elements.len()];
         let meta = TensorMeta::new(Dtype::Int64, &[ELEMENTS]).unwrap();
-        let target = Target { fqn: name.to_owned(), place: None, meta, bytes: &mut bytes };
+        let target =
+            Target { fqn: name.to_owned(), place: None, meta, memory: (&mut bytes).into() };
         store.get_state_dict_into(&key(), &mut [target], options).await?;
         assert_eq!(bytes, expected.view().span());
         Ok(())

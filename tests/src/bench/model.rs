@@ -186,7 +186,7 @@ pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::T
         let meta = tensor.meta().clone();
         let (bytes, rest) = memory.split_at_mut(usize::try_from(meta.nbytes()).unwrap());
         memory = rest;
-        targets.push(tssd_store::Target { fqn, place: None, meta, bytes });
+        targets.push(tssd_store::Target { fqn, place: None, meta, memory: bytes.into() });
     }
     targets
 }

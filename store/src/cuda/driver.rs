@@ -1,0 +1,256 @@
+//! The functions of the driver that are called, as safe as they can be made.
+#![expect(unsafe_code, reason = "the driver is a library of C")]
+
+use std::ffi::c_void;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// What is called here: without one of them the driver is too old.
+const SYMBOLS: [&str; 24] = [
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetUuid_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuInit",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuPointerGetAttribute",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+];
+
+/// What this machine lacks.
+fn no_cuda(text: impl fmt::Display) -> Error {
+    Error::new(ErrorKind::Unsupported, format_args!("no CUDA: {text}"))
+}
+
+/// A call of the driver that has failed.
+pub(super) fn failed(doing: impl fmt::Display, error: DriverError) -> Error {
+    Error::new(ErrorKind::Io, format_args!("CUDA: {doing}: {error}"))
+}
+
+/// Loads the driver, once.
+///
+/// # Errors
+///
+/// `Unsupported` if there is none, or no device.
+pub(super) fn load() -> Result<()> {
+    static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
+    LOADED.get_or_init(find).clone().map_err(no_cuda)
+}
+
+fn find() -> Result<(), String> {
+    // SAFETY: to load it runs what it does at first; it is the driver's library by its name.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("there is no driver here (libcuda.so.1)".to_owned());
+    }
+    for symbol in SYMBOLS {
+        // SAFETY: as above; it was there a moment ago.
+        let library = unsafe { sys::culib() };
+        // SAFETY: what is found is not called, only looked for.
+        let found = unsafe { library.get::<*const c_void>(symbol.as_bytes()) };
+        found.map_err(|_| format!("the driver is too old: it has no {symbol}"))?;
+    }
+    result::init().map_err(|error| error.to_string())
+}
+
+/// The context of a device that everybody in the process shares: torch's too. It stays as long as the process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Context(sys::CUcontext);
+
+// SAFETY: a context may be made current on any thread, on several at once.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// That of a device, which may take a second the first time.
+    pub(super) fn of(device: sys::CUdevice) -> Result<Self, DriverError> {
+        // SAFETY: `device` was given by the driver.
+        unsafe { result::primary_ctx::retain(device) }.map(Self)
+    }
+
+    /// Makes it this thread's, until the guard is dropped: whatever the caller has chosen is so again then.
+    pub(super) fn enter(self) -> Result<Entered> {
+        // SAFETY: it was retained, and never is released.
+        let entered = unsafe { sys::cuCtxPushCurrent_v2(self.0) }.result();
+        entered.map_err(|error| failed("a context", error))?;
+        Ok(Entered(PhantomData))
+    }
+}
+
+/// A context is this thread's.
+pub(super) struct Entered(PhantomData<*const ()>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: this thread has pushed it, and there is room for one.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
+    }
+}
+
+/// A moment in the work that a device is given.
+pub(super) struct Event {
+    context: Context,
+    raw: sys::CUevent,
+}
+
+// SAFETY: events are the process's, not a thread's.
+unsafe impl Send for Event {}
+// SAFETY: as above; nothing here changes one after it was recorded.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// What a stream of somebody's has been given until now.
+    ///
+    /// # Safety
+    ///
+    /// The stream must be one of this context.
+    pub(super) unsafe fn now(context: Context, stream: sys::CUstream) -> Result<Self> {
+        let _entered = context.enter()?;
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        let raw = result::event::create(flags).map_err(|error| failed("an event", error))?;
+        let event = Self { context, raw };
+        // SAFETY: the event is new, and the stream is one of the context, as the caller says.
+        let recorded = unsafe { result::event::record(raw, stream) };
+        recorded.map_err(|error| failed("an event", error))?;
+        Ok(event)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: it was made here and is not looked at again; what waits for it goes on all the same.
+            let _ = unsafe { result::event::destroy(self.raw) };
+        }
+    }
+}
+
+/// A stream of this library's own, on which copies are made.
+pub(super) struct Lane {
+    context: Context,
+    raw: sys::CUstream,
+}
+
+// SAFETY: streams are the process's, not a thread's.
+unsafe impl Send for Lane {}
+
+impl Lane {
+    pub(super) fn new(context: Context) -> Result<Self> {
+        let _entered = context.enter()?;
+        let kind = result::stream::StreamKind::NonBlocking;
+        let raw = result::stream::create(kind).map_err(|error| failed("a stream", error))?;
+        Ok(Self { context, raw })
+    }
+
+    /// What is copied from now on waits for an event.
+    pub(super) fn wait(&self, event: &Event) -> Result<()> {
+        let _entered = self.context.enter()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both are there.
+        let waited = unsafe { result::stream::wait_event(self.raw, event.raw, flags) };
+        waited.map_err(|error| failed("an event", error))
+    }
+
+    /// Copies memory of the device to the host's; returns when it is there.
+    ///
+    /// # Safety
+    ///
+    /// From `source` on so many bytes must be memory of the device, which is not freed meanwhile.
+    pub(super) unsafe fn read(&self, target: &mut [u8], source: u64) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the source is as the caller says; the target is borrowed until the stream has done with it, below.
+        let copied = unsafe { result::memcpy_dtoh_async(target, source, self.raw) };
+        // Whatever has become of the copy, nobody writes there any more once this has returned.
+        // SAFETY: the stream is there.
+        let done = unsafe { result::stream::synchronize(self.raw) };
+        copied
+            .and(done)
+            .map_err(|error| failed(format_args!("a copy of {} bytes", target.len()), error))
+    }
+
+    /// Copies memory of the host to the device's; returns when it is there.
+    ///
+    /// # Safety
+    ///
+    /// From `target` on so many bytes must be memory of the device, which is not freed or used meanwhile.
+    pub(super) unsafe fn write(&self, target: u64, source: &[u8]) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the target is as the caller says; the source is borrowed until the stream has done with it, below.
+        let copied = unsafe { result::memcpy_htod_async(target, source, self.raw) };
+        // SAFETY: the stream is there.
+        let done = unsafe { result::stream::synchronize(self.raw) };
+        copied
+            .and(done)
+            .map_err(|error| failed(format_args!("a copy of {} bytes", source.len()), error))
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: it was made here and is not used again; nothing is on its way on it.
+            let _ = unsafe { result::stream::destroy(self.raw) };
+        }
+    }
+}
+
+/// `CU_MEMORYTYPE_DEVICE`.
+const DEVICE: i32 = 2;
+
+/// Which device a pointer is of; none if it is of no device's memory.
+pub(super) fn device_of(pointer: u64) -> Option<sys::CUdevice> {
+    let ordinal = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    let kind = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    let ask = |attribute| {
+        let mut value: i32 = 0;
+        // SAFETY: both attributes are ints, for which there is room; any pointer may be asked about.
+        let asked =
+            unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, pointer) };
+        asked.result().ok().map(|()| value)
+    };
+    (ask(kind)? == DEVICE).then(|| ask(ordinal)).flatten()
+}
+
+/// Lets the driver copy from and to host memory without a copy of its own. Says why not.
+///
+/// # Safety
+///
+/// The memory must be there until it is [`unpin`]ned.
+pub(super) unsafe fn pin(start: usize, len: usize, is_writable: bool) -> Result<(), String> {
+    let address = std::ptr::without_provenance_mut::<c_void>(start);
+    let read_only = if is_writable { 0 } else { sys::CU_MEMHOSTREGISTER_READ_ONLY };
+    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | read_only;
+    // SAFETY: the memory is there, as the caller says; to register it changes no byte.
+    let pinned = unsafe { sys::cuMemHostRegister_v2(address, len, flags) };
+    pinned.result().map_err(|error| error.to_string())
+}
+
+/// The opposite.
+pub(super) fn unpin(start: usize) {
+    let address = std::ptr::without_provenance_mut::<c_void>(start);
+    // SAFETY: what is not registered is an error, and no more.
+    let _ = unsafe { sys::cuMemHostUnregister(address) };
+}

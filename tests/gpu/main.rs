@@ -1,0 +1,120 @@
+//! Tensors of GPUs, put and got.
+//!
+//! On a machine with a GPU: `cargo test -p tssd-tests --features cuda --test gpu -- --ignored`. Everywhere else they run
+//! on a driver without one, which is told to take its time.
+#![cfg(target_os = "linux")]
+#![expect(unsafe_code, reason = "the caller's tensors are made here")]
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used,
+    reason = "tests count small things, and fail by panicking"
+)]
+
+mod caller;
+mod get;
+mod put;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tssd_store::{Device, ErrorKind, Key};
+
+fn key() -> Key {
+    Key::new("policy").unwrap()
+}
+
+/// Bytes that are others at each place and in each version.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    for (at, word) in (seed << 32..).zip(bytes.chunks_mut(8)) {
+        let mixed = at.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29).to_le_bytes();
+        word.copy_from_slice(&mixed[..word.len()]);
+    }
+    bytes
+}
+
+/// The driver without a GPU, where cargo puts it beside this test.
+fn fake() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let found = profile.join("libtssd_fake_cuda.so");
+    assert!(found.is_file(), "no {}: run `cargo build -p tssd-fake-cuda`", found.display());
+    found
+}
+
+/// Runs the tests that need a GPU in a process that finds this driver.
+fn run(driver: Option<&Path>, environment: &[(&str, &str)], test: &str) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    if let Some(driver) = driver {
+        std::os::unix::fs::symlink(driver, folder.path().join("libcuda.so")).unwrap();
+    }
+    Command::new(std::env::current_exe().unwrap())
+        .args([test, "--ignored", "--test-threads=2"])
+        .env("LD_LIBRARY_PATH", folder.path())
+        .envs(environment.iter().copied())
+        .output()
+        .unwrap()
+}
+
+fn expect_success(output: &Output) {
+    let (out, error) = (&output.stdout, &output.stderr);
+    let text = [out, error].map(|text| String::from_utf8_lossy(text));
+    assert!(output.status.success(), "{}{}", text[0], text[1]);
+}
+
+#[test]
+fn all_of_it_on_a_driver_without_a_gpu() {
+    for environment in [
+        &[("TSSD_FAKE_CUDA_DELAY", "0")][..],
+        &[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")],
+    ] {
+        // What counts is alone in its process.
+        for test in ["get::", "put::what", "put::bytes", "put::the", "put::memory"] {
+            let output = run(Some(&fake()), environment, test);
+            expect_success(&output);
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(!text.contains("left out") && !text.contains("ok. 0 passed"), "{text}");
+        }
+    }
+}
+
+/// A machine without a driver, with one that is no driver, or with one and no device.
+#[test]
+fn what_is_missing_is_said() {
+    let none = ("TSSD_TESTS_EXPECT", "there is no driver here");
+    let no_device = ("TSSD_TESTS_EXPECT", "CUDA_ERROR_NO_DEVICE");
+    let too_old = ("TSSD_TESTS_EXPECT", "the driver is too old: it has no cuCtxPopCurrent_v2");
+    let no_driver = Path::new("/usr/lib/x86_64-linux-gnu/libm.so.6");
+    let missing = "what_is_missing_is_an_error";
+    if no_driver.exists() {
+        expect_success(&run(Some(no_driver), &[too_old], missing));
+    } else {
+        println!("left out: there is no {}", no_driver.display());
+    }
+    expect_success(&run(Some(&fake()), &[no_device, ("TSSD_FAKE_CUDA_DEVICES", "0")], missing));
+    let found = run(None, &[none], missing);
+    if String::from_utf8_lossy(&found.stdout).contains("a driver was found") {
+        println!("left out: this machine has a driver");
+    } else {
+        expect_success(&found);
+    }
+}
+
+/// In a process that lacks something.
+#[test]
+#[ignore = "needs to be told what is missing"]
+fn what_is_missing_is_an_error() {
+    let Ok(expected) = std::env::var("TSSD_TESTS_EXPECT") else { return };
+    let Err(error) = Device::all() else { panic!("a driver was found") };
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(
+        error.to_string().contains("no CUDA") && error.to_string().contains(&expected),
+        "{error}"
+    );
+    // The same again, and for tensors.
+    assert_eq!(Device::all().unwrap_err().to_string(), error.to_string());
+    // SAFETY: nothing is read: there is no driver.
+    let memory =
+        unsafe { tssd_store::DeviceMemory::new(4096, 1, tssd_store::Stream::default(), ()) };
+    assert_eq!(memory.unwrap_err().kind(), ErrorKind::Unsupported);
+}

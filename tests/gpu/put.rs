@@ -1,0 +1,232 @@
+//! Tensors of devices go into archives as others do.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tssd_format::{
+    Compression, Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    Value,
+};
+use tssd_store::blocking::Store;
+use tssd_store::{DeviceMemory, ErrorKind, GetOptions, PutOptions, Stream, Target, TargetMemory};
+use tssd_tests::served::Served;
+
+use crate::caller::{Allocation, Caller, devices};
+use crate::{key, pattern};
+
+/// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.
+struct Model {
+    caller: Caller,
+    storages: Vec<Arc<Allocation>>,
+}
+
+/// A tensor: its storage, its dtype and shape, its strides if it has such, its first byte, whether it is a shard.
+type Leaf = (&'static str, usize, Dtype, &'static [u64], Option<&'static [u64]>, u64, bool);
+
+const LENS: [usize; 4] = [3 << 20, 5_000_001, 640, 1 << 20];
+
+const LEAVES: [Leaf; 9] = [
+    ("embedding", 0, Dtype::Bfloat16, &[1024, 1536], None, 0, false),
+    ("head", 0, Dtype::Bfloat16, &[1024, 1536], None, 0, false),
+    ("transposed", 0, Dtype::Float32, &[512, 1024], Some(&[1, 512]), 0, false),
+    ("odd", 1, Dtype::Uint8, &[5_000_001], None, 0, false),
+    ("part", 1, Dtype::Float8E4m3fn, &[1000, 1000], Some(&[2000, 2]), 1, false),
+    ("scale", 2, Dtype::Float32, &[160], None, 0, false),
+    ("scalar", 2, Dtype::Float64, &[], None, 8, false),
+    ("rows", 3, Dtype::Int32, &[512, 512], None, 0, true),
+    ("empty", 2, Dtype::Float16, &[0, 7], None, 0, false),
+];
+
+impl Model {
+    fn new(ordinal: usize) -> Self {
+        let caller = Caller::new(ordinal);
+        let storages = LENS.iter().map(|len| caller.allocate(*len)).collect();
+        Self { caller, storages }
+    }
+
+    /// Gives the stream a step to write.
+    fn step(&self, step: u64) {
+        self.caller.stall(&self.storages[0]);
+        for (number, storage) in self.storages.iter().enumerate() {
+            self.caller.fill(storage, pattern(step * 100 + number as u64, storage.len));
+        }
+    }
+
+    fn storage(&self, number: usize) -> Storage {
+        Storage::elsewhere(Arc::new(self.caller.memory(&self.storages[number]))).unwrap()
+    }
+}
+
+/// The leaves; a shard that is all of its tensor comes back as that.
+fn dict(storages: &[Storage], is_put: bool) -> StateDict {
+    let mut dict = StateDict::new();
+    for (name, storage, dtype, shape, strides, offset, is_shard) in LEAVES {
+        let mut meta = TensorMeta::new(dtype, shape).unwrap();
+        if let Some(strides) = strides {
+            meta = meta.with_strides(strides).unwrap();
+        }
+        let tensor = Tensor::new(meta, storages[storage].clone(), offset).unwrap();
+        if is_shard && is_put {
+            let slice = TensorSlice::new(&[0, 0], shape, shape).unwrap();
+            dict.insert(name, Shard::new(tensor, ShardPlace::new(slice)).unwrap());
+        } else {
+            dict.insert(name, tensor);
+        }
+    }
+    dict.insert("step", 7_i64);
+    dict
+}
+
+/// What is to be found.
+fn expected(step: u64) -> StateDict {
+    let storage =
+        |(number, len): (usize, &usize)| Storage::from(pattern(step * 100 + number as u64, *len));
+    dict(&LENS.iter().enumerate().map(storage).collect::<Vec<_>>(), false)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_put_is_what_was_there_when_the_stream_was_done() {
+    for (ordinal, device) in devices().iter().enumerate() {
+        assert!(device.uuid().starts_with("GPU-") && !device.name().is_empty());
+        let folder = tempfile::tempdir().unwrap();
+        let served = Served::new(1 << 30);
+        let stores = [
+            Store::memory().unwrap(),
+            Store::directory(folder.path()).unwrap(),
+            served.connect(),
+            served.connect_far(),
+        ];
+        let model = Model::new(ordinal);
+        for (number, store) in stores.iter().enumerate() {
+            for step in 1..4 {
+                model.step(step);
+                // Nobody waits for the stream but the put itself.
+                let storages: Vec<Storage> =
+                    (0..LENS.len()).map(|number| model.storage(number)).collect();
+                let compression =
+                    if step == 3 { Compression::ShuffledZstd } else { Compression::None };
+                let options = PutOptions { compression, ..PutOptions::default() };
+                let report =
+                    store.put_state_dict(&key(), &dict(&storages, true), &options).unwrap();
+                assert!(report.visible);
+                drop(storages);
+                // What happens there afterwards changes nothing.
+                model.step(99);
+                let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+                assert!(found == expected(step), "store {number}, step {step}");
+                let [Value::Tensor(one), Value::Tensor(other)] =
+                    ["embedding", "head"].map(|name| found.leaf(name).unwrap().clone())
+                else {
+                    panic!("tensors")
+                };
+                assert_eq!(one.view().span().as_ptr(), other.view().span().as_ptr(), "tied");
+                model.caller.wait();
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn bytes_depend_on_no_place() {
+    for ordinal in 0..devices().len() {
+        let model = Model::new(ordinal);
+        model.step(1);
+        let storages: Vec<Storage> = (0..LENS.len()).map(|number| model.storage(number)).collect();
+        let [there, here] = [dict(&storages, false), expected(1)].map(|dict| {
+            let options = tssd_format::Options::new().digests();
+            tssd_format::TorchStoreStateDict::with_options(&dict, &options).unwrap()
+        });
+        assert!(there.as_bytes() == here.as_bytes());
+        let Value::Tensor(tensor) = dict(&storages, false).leaf("part").unwrap().clone() else {
+            panic!("a tensor")
+        };
+        let Value::Tensor(same) = expected(1).leaf("part").unwrap().clone() else {
+            panic!("a tensor")
+        };
+        assert!(tensor.to_memory().unwrap() == same);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_no_memory_of_a_device_is_refused() {
+    for ordinal in 0..devices().len() {
+        let _caller = Caller::new(ordinal);
+        let here = [0_u8; 100];
+        for pointer in [0, here.as_ptr().addr() as u64] {
+            // SAFETY: it is refused before anything is read.
+            let memory = unsafe { DeviceMemory::new(pointer, 100, Stream::default(), ()) };
+            assert_eq!(memory.unwrap_err().kind(), ErrorKind::Invalid, "{pointer:#x}");
+        }
+    }
+}
+
+/// The context that a caller's thread has is what it was.
+#[test]
+#[ignore = "needs several GPUs"]
+fn the_callers_device_stays_the_callers() {
+    let devices = devices();
+    if devices.len() < 2 {
+        println!("only one device");
+        return;
+    }
+    let other = Model::new(1);
+    let own = Model::new(0);
+    let before = cudarc::driver::result::ctx::get_current().unwrap();
+    other.step(1);
+    let store = Store::memory().unwrap();
+    let storages: Vec<Storage> = (0..LENS.len()).map(|number| other.storage(number)).collect();
+    let options = PutOptions { timeout: Duration::from_secs(5), ..PutOptions::default() };
+    store.put_state_dict(&key(), &dict(&storages, true), &options).unwrap();
+    assert_eq!(cudarc::driver::result::ctx::get_current().unwrap(), before);
+    drop((storages, other));
+    assert_eq!(cudarc::driver::result::ctx::get_current().unwrap(), before);
+    drop(own);
+}
+
+/// How many bytes the driver without a GPU has copied from and to memory of the host that is pinned, and that is not.
+fn copied() -> Option<[u64; 2]> {
+    type Copied = extern "C" fn(bool) -> u64;
+    // SAFETY: the driver was loaded before.
+    let library = unsafe { cudarc::driver::sys::culib() };
+    // SAFETY: that is what it is, where it is.
+    let copied = unsafe { library.get::<Copied>(b"tssd_fake_cuda_copied") }.ok()?;
+    Some([copied(true), copied(false)])
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn memory_of_a_daemon_is_pinned() {
+    const LEN: usize = 16 << 20;
+    for ordinal in 0..devices().len() {
+        let caller = Caller::new(ordinal);
+        let allocation = caller.allocate(LEN);
+        let served = Served::new(1 << 30);
+        let store = served.connect();
+        let Some(before) = copied() else {
+            println!("only the driver without a GPU counts");
+            return;
+        };
+        let (mut pinned, mut pageable) = (0, 0);
+        for step in 0..4 {
+            caller.fill(&allocation, pattern(step, LEN));
+            let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
+            let storage = Storage::elsewhere(Arc::new(caller.memory(&allocation))).unwrap();
+            let mut dict = StateDict::new();
+            dict.insert("weight", Tensor::new(meta.clone(), storage, 0).unwrap());
+            store.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
+            pinned += LEN as u64;
+            // What the caller itself has copied here.
+            pageable += LEN as u64;
+            let target = caller.target(&allocation);
+            let memory = TargetMemory::Elsewhere(&target);
+            let target = Target { fqn: "weight".to_owned(), place: None, meta, memory };
+            store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
+            pinned += LEN as u64;
+        }
+        let after = copied().unwrap();
+        assert_eq!([after[0] - before[0], after[1] - before[1]], [pinned, pageable]);
+    }
+}

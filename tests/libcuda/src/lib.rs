@@ -1,0 +1,340 @@
+//! A driver without a GPU, with the names and the ABI of NVIDIA's `libcuda.so.1`.
+//!
+//! Memory of a device is anonymous memory that the process does not see: a pointer to it is an address at which nothing
+//! may be read or written, so that who takes it for memory of the host is killed. Work that a stream is given is done by
+//! a thread, later: after a delay of up to `TSSD_FAKE_CUDA_DELAY` microseconds, so that who does not wait for it finds
+//! what was there before. `TSSD_FAKE_CUDA_DEVICES` says how many devices there are (1).
+#![cfg(target_os = "linux")]
+#![expect(unsafe_code, reason = "its callers are those of a library of C")]
+#![expect(clippy::missing_safety_doc, reason = "each is what the driver's documentation says")]
+#![expect(missing_docs, reason = "as above")]
+
+mod context;
+mod memory;
+mod result;
+mod stream;
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use crate::memory::Side;
+use crate::result::{CUresult, Code, answer};
+
+type CUdevice = c_int;
+type CUdeviceptr = u64;
+type CUcontext = *mut c_void;
+type CUstream = *mut c_void;
+type CUevent = *mut c_void;
+
+const NAME: &[u8] = b"a fake GPU\0";
+
+fn devices() -> c_int {
+    let count = std::env::var("TSSD_FAKE_CUDA_DEVICES").ok();
+    count.and_then(|count| count.parse().ok()).unwrap_or(1)
+}
+
+/// Writes what a caller asked for.
+unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Code> {
+    if place.is_null() {
+        return Err(Code::InvalidValue);
+    }
+    // SAFETY: it is the caller's room for one, and not nothing.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuInit(flags: c_uint) -> CUresult {
+    answer(|| match (flags, devices()) {
+        (0, 0) => Err(Code::NoDevice),
+        (0, _) => Ok(()),
+        _ => Err(Code::InvalidValue),
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(version, 12080) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorName(error: c_uint, name: *mut *const c_char) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(name, result::name(error)?.as_ptr()) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorString(error: c_uint, text: *mut *const c_char) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(text, result::name(error)?.as_ptr()) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(count, devices()) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+    answer(|| {
+        if !(0..devices()).contains(&ordinal) {
+            return Err(Code::InvalidDevice);
+        }
+        // SAFETY: it is the caller's.
+        unsafe { put(device, ordinal) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetName(
+    name: *mut c_char,
+    len: c_int,
+    _device: CUdevice,
+) -> CUresult {
+    answer(|| {
+        if usize::try_from(len).is_ok_and(|len| len < NAME.len()) {
+            return Err(Code::InvalidValue);
+        }
+        // SAFETY: there is room for so many, as the caller says.
+        unsafe { name.cast::<u8>().copy_from_nonoverlapping(NAME.as_ptr(), NAME.len()) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice) -> CUresult {
+    let mut bytes = *b"a fake GPU: no. ";
+    bytes[15] = device.to_le_bytes()[0];
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(uuid, bytes) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice) -> CUresult {
+    // SAFETY: as the caller says.
+    unsafe { cuDeviceGetUuid_v2(uuid, device) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    _attribute: c_uint,
+    _device: CUdevice,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(value, 0) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(
+    context: *mut CUcontext,
+    device: CUdevice,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(context, context::of(device)?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: CUdevice) -> CUresult {
+    answer(|| Ok(()))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxSetCurrent(context: CUcontext) -> CUresult {
+    answer(|| context::set(context))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut CUcontext) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(context, context::current()) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxPushCurrent_v2(context: CUcontext) -> CUresult {
+    answer(|| context::push(context))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut CUcontext) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(context, context::pop()?) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, len: usize) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(pointer, memory::allocate(context::device()?, len)?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFree_v2(pointer: CUdeviceptr) -> CUresult {
+    answer(|| {
+        // It is not freed under what is on its way.
+        stream::settle_all();
+        memory::free(pointer)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAddressRange_v2(
+    base: *mut CUdeviceptr,
+    len: *mut usize,
+    pointer: CUdeviceptr,
+) -> CUresult {
+    answer(|| {
+        let (start, all) = memory::allocation(pointer)?;
+        // SAFETY: both are the caller's.
+        unsafe { put(base, start) }?;
+        // SAFETY: as above.
+        unsafe { put(len, all) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(
+    value: *mut c_void,
+    attribute: c_uint,
+    pointer: CUdeviceptr,
+) -> CUresult {
+    const MEMORY_TYPE: c_uint = 2;
+    const DEVICE_ORDINAL: c_uint = 9;
+    const DEVICE: c_int = 2;
+    answer(|| {
+        let device = memory::device(pointer)?;
+        let found = match attribute {
+            MEMORY_TYPE => DEVICE,
+            DEVICE_ORDINAL => device,
+            _ => return Err(Code::InvalidValue),
+        };
+        // SAFETY: both attributes are ints, for which the caller has room.
+        unsafe { put(value.cast(), found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> CUresult {
+    answer(|| memory::register(start.addr(), len, flags))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostUnregister(start: *mut c_void) -> CUresult {
+    answer(|| {
+        stream::settle_all();
+        memory::unregister(start.addr())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoHAsync_v2(
+    target: *mut c_void,
+    source: CUdeviceptr,
+    len: usize,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| stream::copy(stream, Side::Host(target.addr()), Side::Device(source), len))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyHtoDAsync_v2(
+    target: CUdeviceptr,
+    source: *const c_void,
+    len: usize,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| stream::copy(stream, Side::Device(target), Side::Host(source.addr()), len))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoDAsync_v2(
+    target: CUdeviceptr,
+    source: CUdeviceptr,
+    len: usize,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| stream::copy(stream, Side::Device(target), Side::Device(source), len))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoH_v2(
+    target: *mut c_void,
+    source: CUdeviceptr,
+    len: usize,
+) -> CUresult {
+    answer(|| {
+        stream::copy(std::ptr::null_mut(), Side::Host(target.addr()), Side::Device(source), len)?;
+        stream::settle(std::ptr::null_mut())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyHtoD_v2(
+    target: CUdeviceptr,
+    source: *const c_void,
+    len: usize,
+) -> CUresult {
+    answer(|| {
+        stream::copy(std::ptr::null_mut(), Side::Device(target), Side::Host(source.addr()), len)?;
+        stream::settle(std::ptr::null_mut())
+    })
+}
+
+/// No function of the real one: how many bytes were copied from and to memory of the host that is registered, or is not.
+#[unsafe(no_mangle)]
+pub extern "C" fn tssd_fake_cuda_copied(is_registered: bool) -> u64 {
+    let counted = &stream::COPIED[usize::from(!is_registered)];
+    counted.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(stream, stream::create()?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> CUresult {
+    answer(|| stream::destroy(stream))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamQuery(stream: CUstream) -> CUresult {
+    answer(|| stream::query(stream))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamSynchronize(stream: CUstream) -> CUresult {
+    answer(|| stream::settle(stream))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) -> CUresult {
+    answer(|| stream::wait(stream, event))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventCreate(event: *mut CUevent, _flags: c_uint) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(event, stream::create_event()?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventRecord(event: CUevent, stream: CUstream) -> CUresult {
+    answer(|| stream::record(event, stream))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventQuery(event: CUevent) -> CUresult {
+    answer(|| stream::query_event(event))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventSynchronize(event: CUevent) -> CUresult {
+    answer(|| stream::settle_event(event))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventDestroy_v2(event: CUevent) -> CUresult {
+    answer(|| stream::destroy_event(event))
+}

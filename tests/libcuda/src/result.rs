@@ -1,0 +1,47 @@
+//! What calls are answered with.
+
+use std::ffi::{CStr, c_uint};
+
+/// The driver's result of a call.
+pub(crate) type CUresult = c_uint;
+
+/// Errors, by the driver's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Code {
+    InvalidValue = 1,
+    OutOfMemory = 2,
+    NoDevice = 100,
+    InvalidDevice = 101,
+    InvalidContext = 201,
+    InvalidHandle = 400,
+    NotReady = 600,
+    IllegalAddress = 700,
+    AlreadyRegistered = 712,
+    NotRegistered = 713,
+}
+
+/// What C calls it.
+pub(crate) fn name(code: c_uint) -> Result<&'static CStr, Code> {
+    let all = [
+        (Code::InvalidValue, c"CUDA_ERROR_INVALID_VALUE"),
+        (Code::OutOfMemory, c"CUDA_ERROR_OUT_OF_MEMORY"),
+        (Code::NoDevice, c"CUDA_ERROR_NO_DEVICE"),
+        (Code::InvalidDevice, c"CUDA_ERROR_INVALID_DEVICE"),
+        (Code::InvalidContext, c"CUDA_ERROR_INVALID_CONTEXT"),
+        (Code::InvalidHandle, c"CUDA_ERROR_INVALID_HANDLE"),
+        (Code::NotReady, c"CUDA_ERROR_NOT_READY"),
+        (Code::IllegalAddress, c"CUDA_ERROR_ILLEGAL_ADDRESS"),
+        (Code::AlreadyRegistered, c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),
+        (Code::NotRegistered, c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"),
+    ];
+    let found = all.into_iter().find(|(known, _)| *known as c_uint == code);
+    found.map(|(_, name)| name).ok_or(Code::InvalidValue)
+}
+
+/// Does what a call asks for.
+pub(crate) fn answer(call: impl FnOnce() -> Result<(), Code>) -> CUresult {
+    match call() {
+        Ok(()) => 0,
+        Err(code) => code as CUresult,
+    }
+}

@@ -203,30 +203,36 @@ fn memory_of_a_daemon_is_pinned() {
     for ordinal in 0..devices().len() {
         let caller = Caller::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let served = Served::new(1 << 30);
-        let store = served.connect();
-        let Some(before) = copied() else {
-            println!("only the driver without a GPU counts");
-            return;
-        };
-        let (mut pinned, mut pageable) = (0, 0);
+        let (served, folder) = (Served::new(1 << 30), tempfile::tempdir().unwrap());
+        let (near, directory) = (served.connect(), Store::directory(folder.path()).unwrap());
+        let before = copied();
+        let mut expected = [0, 0];
         for step in 0..4 {
             caller.fill(&allocation, pattern(step, LEN));
+            // What the caller itself has copied here.
+            expected[1] += LEN as u64;
+            let memory = Arc::new(caller.memory(&allocation));
+            let storage = Storage::elsewhere(memory.clone()).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
-            let storage = Storage::elsewhere(Arc::new(caller.memory(&allocation))).unwrap();
             let mut dict = StateDict::new();
             dict.insert("weight", Tensor::new(meta.clone(), storage, 0).unwrap());
+            let is_near = step < 3;
+            let store = if is_near { &near } else { &directory };
             store.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
-            pinned += LEN as u64;
-            // What the caller itself has copied here.
-            pageable += LEN as u64;
             let target = caller.target(&allocation);
-            let memory = TargetMemory::Elsewhere(&target);
-            let target = Target { fqn: "weight".to_owned(), place: None, meta, memory };
-            store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
-            pinned += LEN as u64;
+            let into = TargetMemory::Elsewhere(&target);
+            let wanted = Target { fqn: "weight".to_owned(), place: None, meta, memory: into };
+            store.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();
+            for copied in [memory.copied(), target.copied()] {
+                let found = [copied.pinned, copied.pageable];
+                assert_eq!(found, if is_near { [LEN as u64, 0] } else { [0, LEN as u64] });
+                assert_eq!(copied.why.is_some(), !is_near, "{copied:?}");
+            }
+            expected[usize::from(!is_near)] += 2 * LEN as u64;
         }
-        let after = copied().unwrap();
-        assert_eq!([after[0] - before[0], after[1] - before[1]], [pinned, pageable]);
+        // The driver has seen the same.
+        if let (Some(before), Some(after)) = (before, copied()) {
+            assert_eq!([after[0] - before[0], after[1] - before[1]], expected);
+        }
     }
 }

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "the memory of tensors belongs to whoever has made them")]
 
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
 use std::{fmt, io};
 
 use bytes::Bytes;
@@ -19,7 +20,20 @@ struct Memory {
     pointer: u64,
     len: u64,
     ready: Event,
+    copied: Mutex<Copied>,
     _owner: Box<dyn Send + Sync>,
+}
+
+/// How bytes of a device have come, or gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Copied {
+    /// How many bytes were copied from or to memory of the host that is pinned: at the speed of the bus.
+    pub pinned: u64,
+    /// How many bytes the driver had to copy once more.
+    pub pageable: u64,
+    /// Why, the last time.
+    pub why: Option<String>,
 }
 
 impl Memory {
@@ -36,7 +50,8 @@ impl Memory {
         let device = Device::of(pointer)?;
         // SAFETY: as the caller says.
         let ready = unsafe { device.now(stream)? };
-        Ok(Self { device, pointer, len, ready, _owner: Box::new(owner) })
+        let copied = Mutex::default();
+        Ok(Self { device, pointer, len, ready, copied, _owner: Box::new(owner) })
     }
 
     /// Where so many bytes from an offset on are, if they are there.
@@ -52,11 +67,23 @@ impl Memory {
         if host.is_empty() {
             return Ok(());
         }
+        let bytes = u64::try_from(host.len()).map_err(io::Error::other)?;
         let context = self.device.context().map_err(io::Error::other)?;
-        if let Err(why) = pinned::pin(context, host) {
-            tracing::trace!(why, "not pinned");
+        let pinned = pinned::pin(context, host);
+        self.device.on_lane(&self.ready, copy).map_err(io::Error::other)?;
+        let mut copied = self.copied();
+        match pinned {
+            Ok(()) => copied.pinned += bytes,
+            Err(why) => {
+                copied.pageable += bytes;
+                copied.why = Some(why);
+            }
         }
-        self.device.on_lane(&self.ready, copy).map_err(io::Error::other)
+        Ok(())
+    }
+
+    fn copied(&self) -> MutexGuard<'_, Copied> {
+        self.copied.lock().expect("nobody panics while counting")
     }
 }
 
@@ -113,6 +140,11 @@ impl DeviceMemory {
     pub fn device(&self) -> &Device {
         &self.0.device
     }
+
+    /// How its bytes have come until now.
+    pub fn copied(&self) -> Copied {
+        self.0.copied().clone()
+    }
 }
 
 impl Blob for DeviceMemory {
@@ -157,6 +189,16 @@ impl DeviceTarget {
     ) -> Result<Self> {
         // SAFETY: as the caller says.
         unsafe { Memory::new(pointer, len, stream, owner) }.map(Self)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// How bytes have gone there until now.
+    pub fn copied(&self) -> Copied {
+        self.0.copied().clone()
     }
 }
 

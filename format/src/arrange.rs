@@ -1,5 +1,6 @@
 //! Which bytes share a storage, and where each storage goes.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use crate::chunk::CHUNK_BYTES;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Body, RawBytes, Segment, Segments, Source};
+use crate::fill::{Body, RawBytes, Segment, Segments, Source, length};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
 use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
@@ -48,8 +49,8 @@ struct Pending {
 
 /// Bytes of one leaf: their addresses, and what their first byte must be aligned to.
 struct Span<'a> {
-    start: usize,
-    end: usize,
+    start: u64,
+    end: u64,
     owner: Owner<'a>,
     align: u8,
     is_content: bool,
@@ -59,28 +60,46 @@ struct Span<'a> {
     component: u32,
 }
 
-/// Whose bytes a span is of.
+/// Whose bytes a span is of, and the address that they begin at.
 #[derive(Clone, Copy)]
 enum Owner<'a> {
     Memory(&'a Bytes),
-    Elsewhere(&'a Arc<dyn Blob>),
+    Elsewhere(&'a Arc<dyn Blob>, u64),
 }
 
-impl Owner<'_> {
-    /// Addresses mean something within a space: this process's memory is one, each blob elsewhere another.
-    fn space(self) -> usize {
-        match self {
-            Self::Memory(_) => 0,
-            Self::Elsewhere(blob) => Arc::as_ptr(blob).cast::<()>().addr(),
-        }
+/// Addresses for what is not in this process's memory: no memory has them, and no two blobs the same.
+struct Addresses {
+    next: u64,
+    blobs: BTreeMap<usize, u64>,
+}
+
+impl Addresses {
+    fn new() -> Self {
+        // Memory of a process is in the lower half.
+        Self { next: 1 << 63, blobs: BTreeMap::new() }
     }
+
+    /// Where a blob of so many bytes begins.
+    fn of(&mut self, blob: &Arc<dyn Blob>, len: u64) -> Result<u64> {
+        let identity = Arc::as_ptr(blob).cast::<()>().addr();
+        if let Some(start) = self.blobs.get(&identity) {
+            return Ok(*start);
+        }
+        let start = self.next;
+        self.next = start.checked_add(len).ok_or_else(too_large)?;
+        self.blobs.insert(identity, start);
+        Ok(start)
+    }
+}
+
+fn address(bytes: &Bytes) -> u64 {
+    u64::try_from(bytes.as_ptr().addr()).expect("usize is at most 64 bits")
 }
 
 /// Spans that overlap, directly or through others: one storage.
 struct Component {
-    space: usize,
-    start: usize,
-    end: usize,
+    start: u64,
+    end: u64,
     /// Its spans: a range of the order that [`components`] returns.
     spans: Range<u32>,
     /// Zeros in front that bring every tensor to its alignment, once they are known. One alone needs none.
@@ -114,8 +133,9 @@ impl Arranger {
         options: &Options,
     ) -> Result<Tree<'a>> {
         let mut spans = Vec::new();
+        let mut addresses = Addresses::new();
         walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, item| {
-            spans.push(Span::of(&item, path, options));
+            spans.push(Span::of(&item, path, options, &mut addresses)?);
             Ok(())
         })?;
         let (order, mut components) = components(&mut spans)?;
@@ -141,8 +161,7 @@ impl Arranger {
         let mut places = spans.iter().map(|span| {
             let Some(component) = components.get(native(span.component)) else { return (None, 0) };
             let lead = u64::from(component.lead.expect("found above"));
-            let within = u64::try_from(span.start - component.start);
-            (component.storage, within.expect("usize is at most 64 bits") + lead)
+            (component.storage, span.start - component.start + lead)
         });
         Ok(structure_of(value, &mut places))
     }
@@ -282,35 +301,41 @@ fn too_large() -> Error {
 }
 
 impl<'a> Span<'a> {
-    fn of(item: &Item<'a>, path: &Trail<'_>, options: &Options) -> Self {
+    fn of(
+        item: &Item<'a>,
+        path: &Trail<'_>,
+        options: &Options,
+        addresses: &mut Addresses,
+    ) -> Result<Self> {
         let shuffle = |meta, itemsize| match options.compression(path, meta) {
             Compression::None => None,
             compression => Some(compression.shuffle(itemsize)),
         };
-        match item {
+        Ok(match item {
             Item::Tensor(tensor) => {
                 let meta = tensor.meta();
                 let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
-                let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
-                let (base, owner) = match (tensor.storage().bytes(), tensor.storage().blob()) {
-                    (_, Some(blob)) => (0, Owner::Elsewhere(blob)),
-                    (bytes, None) => {
-                        let bytes = bytes.expect("what is not elsewhere is in memory");
-                        (bytes.as_ptr().addr(), Owner::Memory(bytes))
+                let storage = tensor.storage();
+                let (base, owner) = match (storage.bytes(), storage.blob()) {
+                    (Some(bytes), _) => (address(bytes), Owner::Memory(bytes)),
+                    (None, blob) => {
+                        let blob = blob.expect("what is not in memory is elsewhere");
+                        let base = addresses.of(blob, storage.len())?;
+                        (base, Owner::Elsewhere(blob, base))
                     }
                 };
-                let start = base + size(tensor.byte_offset());
-                let end = start + size(meta.span_bytes());
+                let start = base + tensor.byte_offset();
+                let end = start + meta.span_bytes();
                 let align = meta.dtype().itemsize().to_le_bytes()[0];
                 Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
             }
             Item::Content(bytes) => {
-                let start = bytes.as_ptr().addr();
-                let (end, shuffle) = (start + bytes.len(), shuffle(None, 1));
+                let start = address(bytes);
+                let (end, shuffle) = (start + length(bytes), shuffle(None, 1));
                 let owner = Owner::Memory(bytes);
                 Self { start, end, owner, align: 1, is_content: true, shuffle, component: NONE }
             }
-        }
+        })
     }
 }
 
@@ -319,25 +344,17 @@ fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
     let mut order = Vec::with_capacity(spans.len());
     let count = number(spans.len())?;
     order.extend((0..count).filter(|at| spans[native(*at)].len() > 0));
-    order.sort_by_key(|at| {
-        let span = &spans[native(*at)];
-        (span.is_content, span.owner.space(), span.start, *at)
-    });
+    order.sort_by_key(|at| (spans[native(*at)].is_content, spans[native(*at)].start, *at));
     let mut components: Vec<Component> = Vec::with_capacity(order.len());
     for (place, at) in (0..).zip(&order) {
         let span = &mut spans[native(*at)];
         match components.last_mut() {
-            Some(last)
-                if !span.is_content
-                    && span.owner.space() == last.space
-                    && span.start < last.end =>
-            {
+            Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
                 last.spans.end = place + 1;
                 last.lead = None;
             }
             _ => components.push(Component {
-                space: span.owner.space(),
                 start: span.start,
                 end: span.end,
                 spans: place..place + 1,
@@ -365,9 +382,9 @@ impl Component {
 fn lead_of<'s, 'a: 's>(spans: &(impl Iterator<Item = &'s Span<'a>> + Clone)) -> Result<u8> {
     let start = spans.clone().next().map_or(0, |span| span.start);
     let fits = |lead: &u8| {
-        spans.clone().all(|span| {
-            (span.start - start + usize::from(*lead)).is_multiple_of(usize::from(span.align))
-        })
+        spans
+            .clone()
+            .all(|span| (span.start - start + u64::from(*lead)).is_multiple_of(span.align.into()))
     };
     // Elements have at most 16 bytes.
     (0..16).find(fits).ok_or_else(|| {
@@ -377,32 +394,31 @@ fn lead_of<'s, 'a: 's>(spans: &(impl Iterator<Item = &'s Span<'a>> + Clone)) -> 
 }
 
 impl Span<'_> {
-    fn len(&self) -> usize {
+    fn len(&self) -> u64 {
         self.end - self.start
     }
 }
 
 /// The bytes of a component: from one owner where one has them all, else from several in turn.
 fn segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>) -> Segments {
-    let slice = |owner: &Bytes, start: usize, end: usize| {
-        let base = owner.as_ptr().addr();
-        owner.slice(start - base..end - base)
+    let slice = |owner: &Bytes, start: u64, end: u64| {
+        let base = address(owner);
+        let index = |at: u64| usize::try_from(at - base).expect("it is in memory");
+        owner.slice(index(start)..index(end))
     };
     let first = spans.next().expect("a component has a span");
     let (mut start, mut end) = (first.start, first.end);
     let mut owner = match first.owner {
         Owner::Memory(bytes) => bytes,
-        Owner::Elsewhere(blob) => {
+        Owner::Elsewhere(blob, base) => {
             let end = spans.fold(end, |end, span| end.max(span.end));
-            let wide = |at| u64::try_from(at).expect("usize is at most 64 bits");
-            return Segments::One(Segment::elsewhere(blob.clone(), wide(start)..wide(end)));
+            return Segments::One(Segment::elsewhere(blob.clone(), start - base..end - base));
         }
     };
     let mut before = Vec::new();
     for span in spans {
-        // In one space all are of the same kind.
         if let Owner::Memory(bytes) = span.owner
-            && span.end > owner.as_ptr().addr() + owner.len()
+            && span.end > address(owner) + length(owner)
         {
             before.push(Segment::from(slice(owner, start, end)));
             (owner, start) = (bytes, end);

@@ -33,9 +33,12 @@ class Ranks:
 
     def __call__(self, *words: str) -> float:
         """The seconds of the slowest."""
-        for process in self.processes:
+        for number, process in enumerate(self.processes):
             assert process.stdin is not None
-            print(*words, file=process.stdin, flush=True)
+            try:
+                print(*words, file=process.stdin, flush=True)
+            except BrokenPipeError:
+                raise RuntimeError(f"rank {number} had ended before {' '.join(words)}: run {process.args} to see why") from None
         seconds = 0.0
         for number, process in enumerate(self.processes):
             assert process.stdout is not None

@@ -1,38 +1,56 @@
-//! DLPack: how torch takes memory that is not its own, and says when it is done with it.
-#![expect(unsafe_code, reason = "DLPack is a C interface")]
+//! DLPack: how frameworks take each other's memory, and say when they are done with it.
 
-use std::ffi::{CStr, c_int, c_void};
-use std::ptr::null_mut;
+mod borrow;
+mod lend;
 
-use pyo3::ffi;
-use pyo3::prelude::*;
-use tssd_format::{Dtype, TensorMeta};
+use std::ffi::c_void;
 
-use crate::error::Result;
-use crate::memory::Block;
+use tssd_format::Dtype;
 
-const NAME: &CStr = c"dltensor";
+pub(crate) use self::borrow::{Borrowed, borrow};
+pub(crate) use self::lend::capsule;
+
+/// `DLDataTypeCode` and the bits of an element of each dtype that DLPack has.
+const TYPES: [(Dtype, u8, u8); 21] = [
+    (Dtype::Int8, 0, 8),
+    (Dtype::Int16, 0, 16),
+    (Dtype::Int32, 0, 32),
+    (Dtype::Int64, 0, 64),
+    (Dtype::Uint8, 1, 8),
+    (Dtype::Float16, 2, 16),
+    (Dtype::Float32, 2, 32),
+    (Dtype::Float64, 2, 64),
+    (Dtype::Bfloat16, 4, 16),
+    (Dtype::Complex64, 5, 64),
+    (Dtype::Complex128, 5, 128),
+    (Dtype::Bool, 6, 8),
+    (Dtype::Uint16, 1, 16),
+    (Dtype::Uint32, 1, 32),
+    (Dtype::Uint64, 1, 64),
+    (Dtype::Complex32, 5, 32),
+    (Dtype::Float8E4m3fn, 10, 8),
+    (Dtype::Float8E4m3fnuz, 11, 8),
+    (Dtype::Float8E5m2, 12, 8),
+    (Dtype::Float8E5m2fnuz, 13, 8),
+    (Dtype::Float8E8m0fnu, 14, 8),
+];
+
+/// So many of them torch has known from its first DLPack on.
+const OLD: usize = 12;
+
+/// `kDLCPU`, `kDLCUDA` and `kDLCUDAManaged`.
 const CPU: i32 = 1;
+const CUDA: i32 = 2;
+const CUDA_MANAGED: i32 = 13;
 
-/// `DLDataTypeCode` of a dtype, of those that torch has known from its first DLPack on.
-fn code(dtype: Dtype) -> Option<u8> {
-    Some(match dtype {
-        Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => 0,
-        Dtype::Uint8 => 1,
-        Dtype::Float16 | Dtype::Float32 | Dtype::Float64 => 2,
-        Dtype::Bfloat16 => 4,
-        Dtype::Complex64 | Dtype::Complex128 => 5,
-        Dtype::Bool => 6,
-        _ => return None,
-    })
-}
-
+/// `DLDevice` of dlpack.h.
 #[repr(C)]
 struct Device {
     kind: i32,
     id: i32,
 }
 
+/// `DLDataType` of dlpack.h.
 #[repr(C)]
 struct DataType {
     code: u8,
@@ -50,97 +68,4 @@ struct Tensor {
     shape: *mut i64,
     strides: *mut i64,
     byte_offset: u64,
-}
-
-/// `DLManagedTensor` of dlpack.h, and what it keeps.
-#[repr(C)]
-struct Managed {
-    tensor: Tensor,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
-    /// The shape, and after it the strides.
-    dims: Vec<i64>,
-    _block: Block,
-}
-
-/// A capsule with a block as this tensor, whose bytes are those of the block. Whoever takes it may write there.
-/// None if torch might not know the dtype.
-pub(crate) fn capsule<'py>(
-    py: Python<'py>,
-    block: Block,
-    meta: &TensorMeta,
-) -> Result<Result<Bound<'py, PyAny>>, Block> {
-    let Some(code) = code(meta.dtype()).filter(|_| meta.span_bytes() == wide(block.len())) else {
-        return Err(block);
-    };
-    Ok(made(py, block, meta, code))
-}
-
-fn wide(len: usize) -> u64 {
-    u64::try_from(len).unwrap_or(u64::MAX)
-}
-
-fn made<'py>(
-    py: Python<'py>,
-    block: Block,
-    meta: &TensorMeta,
-    code: u8,
-) -> Result<Bound<'py, PyAny>> {
-    let strides = meta.strides();
-    let dims = meta.shape().iter().chain(&strides).map(|each| i64::try_from(*each));
-    let dims = dims.collect::<Result<Vec<i64>, _>>()?;
-    let ndim = meta.shape().len();
-    let bits = u8::try_from(meta.dtype().itemsize() * 8)?;
-    let mut managed = Box::new(Managed {
-        tensor: Tensor {
-            data: block.start().cast(),
-            device: Device { kind: CPU, id: 0 },
-            ndim: i32::try_from(ndim)?,
-            dtype: DataType { code, bits, lanes: 1 },
-            shape: null_mut(),
-            strides: null_mut(),
-            byte_offset: 0,
-        },
-        context: null_mut(),
-        deleter: Some(delete),
-        dims,
-        _block: block,
-    });
-    managed.tensor.shape = managed.dims.as_mut_ptr();
-    managed.tensor.strides = managed.tensor.shape.wrapping_add(ndim);
-    let managed = Box::into_raw(managed);
-    // SAFETY: the pointer is not null, the name is static, and the destructor is one for capsules.
-    let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(destroy)) };
-    if capsule.is_null() {
-        // SAFETY: it comes from `Box::into_raw`, and nobody has taken it.
-        unsafe { delete(managed) };
-    }
-    // SAFETY: it is a new reference, or null with an exception set.
-    Ok(unsafe { Bound::from_owned_ptr_or_err(py, capsule)? })
-}
-
-/// Called once by whoever took the tensor, on any thread, with or without the GIL.
-///
-/// # Safety
-///
-/// `managed` comes from [`capsule`], and nobody uses it afterwards.
-unsafe extern "C" fn delete(managed: *mut Managed) {
-    // SAFETY: it comes from `Box::into_raw`, once, as the caller vouches.
-    drop(unsafe { Box::from_raw(managed) });
-}
-
-/// A capsule whose tensor nobody took deletes it; who takes it renames the capsule.
-///
-/// # Safety
-///
-/// `object` is a capsule of [`capsule`] at its end.
-unsafe extern "C" fn destroy(object: *mut ffi::PyObject) {
-    // SAFETY: the object is a capsule, and the name is static.
-    let is_ours: c_int = unsafe { ffi::PyCapsule_IsValid(object, NAME.as_ptr()) };
-    if is_ours == 1 {
-        // SAFETY: a capsule of this name has a pointer from `Box::into_raw`.
-        let managed = unsafe { ffi::PyCapsule_GetPointer(object, NAME.as_ptr()) };
-        // SAFETY: nobody has taken it, or the capsule would have another name.
-        unsafe { delete(managed.cast()) };
-    }
 }

@@ -7,7 +7,9 @@
 
 use pyo3::prelude::*;
 
-/// DLPack: how torch takes memory that is not its own.
+/// Memory of GPUs that Python's objects lie in.
+mod device;
+/// DLPack: how frameworks take each other's memory.
 mod dlpack;
 /// DTensors of torch, taken apart.
 mod dtensor;

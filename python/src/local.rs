@@ -5,11 +5,14 @@ use std::cell::RefCell;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{Dtype, Tensor, TensorFlags};
+use tssd_format::{Dtype, Storage, Tensor, TensorFlags};
+use tssd_store::Stream;
 
+use crate::device::Devices;
+use crate::dlpack::Borrowed;
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
-use crate::tensor::Copies;
+use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
 /// What plain tensors are taken for.
@@ -121,33 +124,70 @@ impl<'py> Purpose<'py> {
     pub(crate) fn torch(
         &self,
         torch: &Torch<'py>,
+        devices: &Devices,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
         fqn: impl FnOnce() -> String,
     ) -> Result<Tensor> {
         let py = tensor.py();
         match self {
-            Self::Store(None) => torch.take(tensor, flags),
+            Self::Store(None) => torch.take(tensor, flags, devices),
             Self::Store(Some(transfer)) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
                 if !transfer.is_cast(dtype, fqn)? {
-                    return torch.take(tensor, flags);
+                    return torch.take(tensor, flags, devices);
                 }
-                torch.take(&transfer.torch(torch, tensor)?, flags)
+                torch.take(&transfer.torch(torch, tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
-                let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
                 Torch::prove_fillable(tensor)?;
-                if is_cpu && dtype == Some(filling.stored) {
-                    return torch.take(tensor, flags);
+                let options = PyDict::new(py);
+                match torch.see(tensor, flags, devices)? {
+                    Ok(seen) if dtype == Some(filling.stored) => return Ok(seen),
+                    // It is cast where it is.
+                    Ok(_) => options.set_item("device", tensor.getattr("device")?)?,
+                    Err(why) => {
+                        devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
+                        options.set_item("device", "cpu")?;
+                    }
                 }
                 let dtype = torch.dtype(filling.stored)?;
-                let options = PyDict::new(py);
-                options.set_item("device", "cpu")?;
-                torch.take(&filling.stage(&torch.module, tensor, dtype, &options)?, flags)
+                let staged = filling.stage(&torch.module, tensor, dtype, &options)?;
+                torch.take(&staged, flags, devices)
             }
         }
+    }
+
+    /// An array of another framework.
+    pub(crate) fn other(
+        &self,
+        devices: &Devices,
+        borrowed: Borrowed,
+        fqn: impl FnOnce() -> String,
+    ) -> Result<Tensor> {
+        let dtype = borrowed.meta.dtype();
+        let refuse = |text: &str| {
+            let advice = "convert it to a tensor of torch: `torch.from_dlpack`";
+            Err(Refusal::leaf(text, advice).into())
+        };
+        match self {
+            Self::Store(None) => {}
+            Self::Store(Some(transfer)) => {
+                if transfer.is_cast(Some(dtype), fqn)? {
+                    return refuse("transfer_dtype casts tensors of torch and arrays of numpy");
+                }
+            }
+            Self::Fill(filling) => {
+                if !borrowed.is_writable {
+                    return refuse("its framework does not say that it may be written to");
+                }
+                if dtype != filling.stored {
+                    return refuse("what is cast is a tensor of torch or an array of numpy");
+                }
+            }
+        }
+        taken(devices, borrowed)
     }
 
     /// A plain array of numpy.
@@ -181,4 +221,21 @@ impl<'py> Purpose<'py> {
             }
         }
     }
+}
+
+/// What another framework has lent.
+#[expect(unsafe_code, reason = "the memory belongs to the framework")]
+fn taken(devices: &Devices, lent: Borrowed) -> Result<Tensor> {
+    let Borrowed { meta, start, is_cuda, owner, .. } = lent;
+    if meta.numel() == 0 {
+        return Ok(Tensor::new(meta, Storage::default(), 0)?);
+    }
+    if !is_cuda {
+        // SAFETY: the framework says that the tensor is there, as long as the owner.
+        return unsafe { borrowed(meta, start, owner) };
+    }
+    let place = (u64::try_from(start)?, meta.span_bytes());
+    // SAFETY: as above; what is to be done to it comes before what is on the default stream, as the framework was asked.
+    let storage = unsafe { devices.storage(place, Stream::default(), owner)? };
+    Ok(Tensor::new(meta, storage, 0)?)
 }

@@ -36,7 +36,7 @@ mod subscription;
 mod version;
 
 use self::connected::{Connected, seconds};
-use self::into::{Allowed, Differences, fill_all, fill_one};
+use self::into::{Allowed, Differences, Filled, fill_all, fill_one};
 pub(crate) use self::lease::{Items, LeaseSlice, OpenVersion};
 pub(crate) use self::pending::Pending;
 pub(crate) use self::pin::Pinned;
@@ -308,13 +308,15 @@ impl Store {
             }
         };
         let about = |error: Failure| error.of_key(name.as_str(), version);
+        let copies = taken.devices.copies().clone();
         if wait {
             let put = own.store.put_state_dict(&name, &taken.dict, &options);
-            return put_report(py, &own.run(py, None, put).map_err(about)?);
+            let report = own.run(py, None, put).map_err(about)?;
+            return put_report(py, &report, copies.copied());
         }
         let put = own.store.put_state_dict_later(&name, &taken.dict, &options);
         let pending = own.run(py, None, put).map_err(about)?;
-        Ok(Bound::new(py, Pending::new(own, name, pending))?.into_any())
+        Ok(Bound::new(py, Pending::new(own, name, pending, copies))?.into_any())
     }
 
     /// Gets a version of a state dict, whole, or into the caller's tensors in whatever sharding they have.
@@ -382,9 +384,10 @@ impl Store {
                         PyValueError::new_err("`into` says itself which names it has").into()
                     );
                 }
-                let (report, differences) =
+                let (filled, differences) =
                     fill_all(&own, &opened, into, Allowed { strict, cast })?;
-                let report = get_report(py, &report, 0, &differences)?;
+                let Filled { report, copied } = filled;
+                let report = get_report(py, &report, 0, &differences, copied)?;
                 return Ok((into.clone(), report));
             }
             let root = match names {
@@ -394,7 +397,8 @@ impl Store {
             let version = Version::read(py, &own, &opened, root, Reading { copy, timeout })?;
             let framework = Framework::of(py, None)?;
             let made = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
-            let report = get_report(py, &version.report, version.viewed, &Differences::default())?;
+            let same = Differences::default();
+            let report = get_report(py, &version.report, version.viewed, &same, None)?;
             Ok::<_, Failure>((made.state_dict()?, report))
         };
         let (value, report) = read().map_err(|error| error.of_key(name.as_str(), number))?;

@@ -11,17 +11,16 @@ use tssd_format::{Storage, Tensor, TensorMeta};
 use crate::error::Result;
 
 /// Memory that an object of Python keeps: a storage of torch, an array of numpy.
-struct Borrowed {
+struct Borrowed<T> {
     start: *const u8,
     len: usize,
-    _owner: Py<PyAny>,
+    _owner: T,
 }
 
-// SAFETY: memory has no thread of its own, and neither has a reference of Python that is only kept:
-// dropped without the GIL, it is given back when somebody has it.
-unsafe impl Send for Borrowed {}
+// SAFETY: memory has no thread of its own, and the owner may be sent.
+unsafe impl<T: Send> Send for Borrowed<T> {}
 
-impl AsRef<[u8]> for Borrowed {
+impl<T> AsRef<[u8]> for Borrowed<T> {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: whoever made this vouches that the owner has these bytes (see `borrowed`).
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
@@ -35,7 +34,11 @@ impl AsRef<[u8]> for Borrowed {
 /// From `start` on there are as many bytes as the tensor spans, for as long as `owner` lives. They may be
 /// written to meanwhile by other threads of Python only as in any program with a race: the docstrings of
 /// what saves say that tensors must rest.
-pub(crate) unsafe fn borrowed(meta: TensorMeta, start: usize, owner: Py<PyAny>) -> Result<Tensor> {
+pub(crate) unsafe fn borrowed(
+    meta: TensorMeta,
+    start: usize,
+    owner: impl Send + 'static,
+) -> Result<Tensor> {
     let len = usize::try_from(meta.span_bytes()).map_err(std::io::Error::other)?;
     if len == 0 {
         return Ok(Tensor::new(meta, Storage::default(), 0)?);

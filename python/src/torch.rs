@@ -6,10 +6,12 @@ use std::cell::OnceCell;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
-use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
+use tssd_format::{Dtype, Storage, Tensor, TensorFlags, TensorMeta, TensorReference};
+use tssd_store::{ErrorKind, Stream};
 
+use crate::device::Devices;
 use crate::dlpack::capsule;
-use crate::error::{Refusal, Result};
+use crate::error::{Failure, Refusal, Result};
 use crate::memory::Block;
 use crate::tensor::{Copies, borrowed};
 
@@ -104,8 +106,14 @@ impl<'py> Torch<'py> {
         Ok(flags)
     }
 
-    /// A tensor of torch's own class, whose memory is shared.
-    pub(crate) fn take(&self, tensor: &Bound<'py, PyAny>, flags: TensorFlags) -> Result<Tensor> {
+    /// A tensor of torch's own class, whose memory is shared: the host's, and that of GPUs if there is a driver. What is
+    /// on other devices is copied.
+    pub(crate) fn take(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+        devices: &Devices,
+    ) -> Result<Tensor> {
         let py = tensor.py();
         let is = |name: &Bound<'py, _>| tensor.getattr(name)?.is_truthy();
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
@@ -138,9 +146,6 @@ impl<'py> Torch<'py> {
             .into());
         }
         let mut tensor = tensor.clone();
-        if !is(intern!(py, "is_cpu"))? {
-            tensor = self.copy_to_host(&tensor)?;
-        }
         for (has, without) in [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")] {
             if tensor.call_method0(has)?.is_truthy()? {
                 tensor = tensor.call_method0("detach")?.call_method0(without)?;
@@ -148,6 +153,28 @@ impl<'py> Torch<'py> {
         }
         if tensor.call_method0(intern!(py, "_is_zerotensor"))?.is_truthy()? {
             tensor = tensor.call_method0("detach")?.call_method0("clone")?;
+        }
+        match self.see(&tensor, flags, devices)? {
+            Ok(seen) => Ok(seen),
+            Err(why) => {
+                let copy = self.copy_to_host(&tensor)?;
+                devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
+                Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
+            }
+        }
+    }
+
+    /// A tensor whose memory can be reached as it is: the host's, and that of GPUs if there is a driver. Else why not.
+    pub(crate) fn see(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+        devices: &Devices,
+    ) -> Result<Result<Tensor, String>> {
+        let py = tensor.py();
+        let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
+        if !is_cpu && !tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
+            return Ok(Err(format!("they are on {}", tensor.getattr("device")?)));
         }
         let dtype = tensor.getattr(intern!(py, "dtype"))?;
         let dtype = self.dtype_of(&dtype).ok_or_else(|| {
@@ -167,10 +194,34 @@ impl<'py> Torch<'py> {
             )
             .into());
         }
-        let start: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        // SAFETY: proven above that the storage, which is kept, has the bytes from there on that the
-        // tensor spans: `data_ptr` is that of the storage plus the offset.
-        unsafe { borrowed(meta, start, storage.unbind()) }
+        if meta.numel() == 0 {
+            return Ok(Ok(Tensor::new(meta, Storage::default(), 0)?));
+        }
+        if is_cpu {
+            let start: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            // SAFETY: proven above that the storage, which is kept, has the bytes from there on that the
+            // tensor spans: `data_ptr` is that of the storage plus the offset.
+            return unsafe { borrowed(meta, start, storage.unbind()) }.map(Ok);
+        }
+        let start: u64 = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let stream = self.stream(&tensor.getattr(intern!(py, "device"))?)?;
+        // SAFETY: the storage has so many bytes from there on, and is kept. Whoever gives tensors away lets them rest,
+        // as the docstrings say; what was to be done to them is on the stream that is the device's current one.
+        let storage = unsafe { devices.storage((start, len), stream, storage.unbind()) };
+        Ok(match storage {
+            Ok(storage) => Ok(Tensor::new(meta, storage, offset * dtype.itemsize())?),
+            Err(Failure::Store(error, ..)) if error.kind() == ErrorKind::Unsupported => {
+                Err(error.to_string())
+            }
+            Err(error) => return Err(error),
+        })
+    }
+
+    /// The stream of a GPU that is the current one.
+    fn stream(&self, device: &Bound<'py, PyAny>) -> Result<Stream> {
+        let cuda = self.module.getattr(intern!(self.module.py(), "cuda"))?;
+        let stream = cuda.call_method1(intern!(self.module.py(), "current_stream"), (device,))?;
+        Ok(Stream(stream.getattr("cuda_stream")?.extract()?))
     }
 
     /// Says which memory a tensor is, in which way.

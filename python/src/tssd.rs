@@ -9,6 +9,7 @@ use tssd_format::{
 };
 use tssd_store::file;
 
+use crate::device::Devices;
 use crate::error::{Refusal, Result};
 use crate::file::{Planned, Whole, copied, planned};
 use crate::interrupt::Interrupt;
@@ -212,7 +213,8 @@ impl TorchStoreStateDict {
             Some(AttrValue::Text(text)) => text.as_str().map(ToOwned::to_owned),
             _ => None,
         };
-        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata })
+        let devices = Devices::default();
+        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices })
     }
 
     /// Where element 0 of a tensor is in the tensor blob; none if it has no elements, or its storage is

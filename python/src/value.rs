@@ -16,6 +16,8 @@ use tssd_format::{
     StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
+use crate::device::Devices;
+use crate::dlpack::{self, Borrowed};
 use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Refusal, Result};
 use crate::local::{Filling, Purpose, Transfer};
@@ -34,6 +36,8 @@ pub(crate) struct Taken {
     pub(crate) dict: StateDict,
     /// The `_metadata` of ordered dicts, by path; none if there is none.
     pub(crate) metadata: Option<String>,
+    /// The GPUs' memory among it.
+    pub(crate) devices: Devices,
 }
 
 /// Takes a state dict over. Its tensors are shared, not copied; containers are looked at once, so that
@@ -53,7 +57,8 @@ pub(crate) fn take<'py>(
         )
     })?;
     let metadata = Some(taker.metadata).filter(|metadata| !metadata.is_empty());
-    Ok(Taken { dict, metadata: metadata.map(|metadata| Json::Object(metadata).to_string()) })
+    let metadata = metadata.map(|metadata| Json::Object(metadata).to_string());
+    Ok(Taken { dict, metadata, devices: taker.devices })
 }
 
 /// How the class of an object is called.
@@ -87,10 +92,14 @@ impl<'py> Lender<'py> {
                 None => false,
             };
             if !is_torch && !own.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object)) {
-                return Ok(None);
+                let other = own.borrow(object)?;
+                return Ok(other.map(|other| (other.meta.dtype(), other.meta.shape().to_vec())));
             }
             (object.clone(), object.getattr("shape")?.extract()?)
         };
+        if let Some(other) = own.borrow(&local)? {
+            return Ok(Some((other.meta.dtype(), shape)));
+        }
         let dtype = local.getattr("dtype")?;
         let known = match (&own.torch, &own.numpy) {
             (Some(torch), _) if torch.is_tensor(&local)? => {
@@ -123,6 +132,11 @@ impl<'py> Lender<'py> {
         let Purpose::Fill(filling) = &self.0.purpose else { unreachable!("it was just made") };
         Ok((lent, filling.staged.take()))
     }
+
+    /// The GPUs' memory among what was lent.
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.0.devices
+    }
 }
 
 struct Taker<'py> {
@@ -136,6 +150,7 @@ struct Taker<'py> {
     metadata: serde_json::Map<String, Json>,
     meshes: Meshes<'py>,
     purpose: Purpose<'py>,
+    devices: Devices,
 }
 
 impl<'py> Taker<'py> {
@@ -151,6 +166,7 @@ impl<'py> Taker<'py> {
             metadata: serde_json::Map::new(),
             meshes: Meshes::default(),
             purpose,
+            devices: Devices::default(),
         })
     }
 
@@ -289,7 +305,25 @@ impl<'py> Taker<'py> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return self.shard(shard.get());
         }
-        self.opaque(object)
+        match self.borrow(object)? {
+            Some(other) => Ok(Value::Tensor(self.other(other)?)),
+            None => self.opaque(object),
+        }
+    }
+
+    /// An array of neither torch nor numpy.
+    fn borrow(&self, object: &Bound<'py, PyAny>) -> Result<Option<Borrowed>> {
+        let is_tensor = self.torch.as_ref().map(|torch| torch.is_tensor(object)).transpose()?;
+        let is_array = self.numpy.as_ref().map(|numpy| numpy.is_any_array(object)).transpose()?;
+        if is_tensor == Some(true) || is_array == Some(true) {
+            return Ok(None);
+        }
+        dlpack::borrow(object)
+    }
+
+    /// An array of another framework.
+    fn other(&self, borrowed: Borrowed) -> Result<Tensor> {
+        self.purpose.other(&self.devices, borrowed, || self.here().fqn())
     }
 
     /// A plain tensor of torch.
@@ -299,7 +333,7 @@ impl<'py> Taker<'py> {
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
     ) -> Result<Tensor> {
-        self.purpose.torch(torch, tensor, flags, || self.here().fqn())
+        self.purpose.torch(torch, &self.devices, tensor, flags, || self.here().fqn())
     }
 
     /// A plain array of numpy.
@@ -371,7 +405,8 @@ impl<'py> Taker<'py> {
             None => false,
         };
         let is_array = self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object));
-        if !is_torch && !is_array && object.cast::<TensorShard>().is_err() {
+        let is_shard = object.cast::<TensorShard>().is_ok();
+        if !is_torch && !is_array && !is_shard && !object.hasattr("__dlpack__")? {
             return Ok(None);
         }
         Ok(Some(match self.leaf(object)? {
@@ -406,10 +441,12 @@ impl<'py> Taker<'py> {
         {
             return self.local(torch, object, torch.flags(object)?).map(Some);
         }
-        match &self.numpy {
-            Some(numpy) if numpy.is_array(object) => self.array(numpy, object).map(Some),
-            _ => Ok(None),
+        if let Some(numpy) = &self.numpy
+            && numpy.is_array(object)
+        {
+            return self.array(numpy, object).map(Some);
         }
+        self.borrow(object)?.map(|other| self.other(other)).transpose()
     }
 
     /// What is no typed leaf: pickled if the caller allows it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 import time
 from pathlib import Path
 
@@ -49,6 +50,19 @@ def test_what_is_put_is_got() -> None:
             assert await store.delete_batch(["policy"]) == 1 and await store.head("policy") is None
             with pytest.raises(KeyError):
                 await store.get_state_dict("policy")
+
+    asyncio.run(main())
+
+
+def test_a_call_that_has_ended_has_no_thread() -> None:
+    """It would still have tensors when the interpreter ends."""
+
+    async def main() -> None:
+        async with tssd.aio.Store("memory:") as store:
+            before = threading.active_count()
+            for _ in range(500):
+                await store.keys()
+                assert threading.active_count() == before
 
     asyncio.run(main())
 

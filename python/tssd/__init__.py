@@ -23,7 +23,7 @@ from ._errors import (
     TssdValueError,
 )
 from ._reference import TensorReference
-from ._reports import GetReport, PutReport, VersionInfo
+from ._reports import DeviceCopies, GetReport, PutReport, VersionInfo
 from ._tssd import (
     OpenVersion,
     PendingPut,
@@ -47,6 +47,7 @@ from ._tssd import (
 )
 
 __all__ = [
+    "DeviceCopies",
     "GetReport",
     "OpenVersion",
     "PendingPut",

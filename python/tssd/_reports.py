@@ -7,6 +7,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class DeviceCopies:
+    """How bytes came from GPUs and other devices, or went there.
+
+    Attributes:
+        pinned: how many bytes were copied straight from or to page-locked memory, at the speed of the bus.
+        pageable: how many were copied once more on their way.
+        why: why, the last time; None if none were.
+    """
+
+    pinned: int
+    pageable: int
+    why: str | None
+
+
+@dataclass(frozen=True)
 class PutReport:
     """What a put has done.
 
@@ -25,6 +40,7 @@ class PutReport:
             there was room for it (others may have been waited for), "write" to copy and to checksum,
             "commit", "store" until it was in the bucket, if it was to be.
         seconds: how long it took.
+        device_copies: how bytes of devices came; None if there were none.
     """
 
     version: int
@@ -39,6 +55,7 @@ class PutReport:
     why: str
     phases: dict[str, float]
     seconds: float
+    device_copies: DeviceCopies | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class GetReport:
         missing_keys: fqns in `into` that are not stored.
         unexpected_keys: fqns of tensors that are stored and not in `into`.
         cast: fqns in `into` of another dtype than is stored.
+        device_copies: how bytes went to devices; None if `into` has no tensor of one.
     """
 
     version: int
@@ -81,6 +99,7 @@ class GetReport:
     missing_keys: list[str]
     unexpected_keys: list[str]
     cast: list[str]
+    device_copies: DeviceCopies | None = None
 
 
 @dataclass(frozen=True)

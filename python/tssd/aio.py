@@ -35,6 +35,9 @@ async def _run(call: Callable[[], _R]) -> _R:
     future: asyncio.Future[_R] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
+        # What it still has it lets go of now: a thread that has tensors of torch when the interpreter ends aborts the
+        # process.
+        thread.join()
         if error is None:
             future.set_result(result)
         else:
@@ -50,7 +53,8 @@ async def _run(call: Callable[[], _R]) -> _R:
             loop.call_soon_threadsafe(settle, result, error)
 
     # A pool would be full of calls that wait, and the one that they wait for would not run.
-    threading.Thread(target=work, name="tssd", daemon=True).start()
+    thread = threading.Thread(target=work, name="tssd", daemon=True)
+    thread.start()
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -6,5 +6,5 @@ mod memory;
 mod pinned;
 
 pub use self::device::{Device, Stream};
-pub use self::memory::{Copied, DeviceMemory, DeviceTarget};
+pub use self::memory::{Copied, DeviceMemory};
 pub(crate) use self::pinned::{mapped, unmapped};

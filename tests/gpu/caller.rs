@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
-use tssd_store::{Device, DeviceMemory, DeviceTarget, Stream};
+use tssd_store::{Device, DeviceMemory, Stream};
 
 /// The devices; none, and said so, where there are none.
 pub(crate) fn devices() -> Vec<Device> {
@@ -74,17 +74,8 @@ impl Caller {
     /// The same as a blob, as it is when the stream has done what it was given.
     pub(crate) fn memory(&self, allocation: &Arc<Allocation>) -> DeviceMemory {
         let (pointer, len) = (allocation.pointer, allocation.len as u64);
-        // SAFETY: it is memory as long as the allocation is there, and tests write it when its blob is gone, or before.
+        // SAFETY: it is memory as long as the allocation is there, and tests use it when its blob is gone, or before.
         unsafe { DeviceMemory::new(pointer, len, self.stream(), allocation.clone()) }.unwrap()
-    }
-}
-
-impl Caller {
-    /// The same to be filled.
-    pub(crate) fn target(&self, allocation: &Arc<Allocation>) -> DeviceTarget {
-        let (pointer, len) = (allocation.pointer, allocation.len as u64);
-        // SAFETY: it is memory as long as the allocation is there, and tests read it when it is filled.
-        unsafe { DeviceTarget::new(pointer, len, self.stream(), allocation.clone()) }.unwrap()
     }
 
     /// What is there when the stream has done what it was given.

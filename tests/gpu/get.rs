@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice};
 use tssd_store::blocking::Store;
-use tssd_store::{DeviceTarget, ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
+use tssd_store::{DeviceMemory, ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
 use tssd_tests::served::Served;
 
 use crate::caller::{Allocation, Caller, devices};
@@ -62,7 +62,7 @@ struct Wanted {
     part: Part,
     stride: u64,
     allocation: Arc<Allocation>,
-    target: DeviceTarget,
+    target: DeviceMemory,
 }
 
 /// What it has where it has no element.
@@ -75,7 +75,7 @@ impl Wanted {
         // Written when its target is made already, after other work: what is got comes after it.
         caller.stall(&allocation);
         caller.fill(&allocation, vec![GAP; len]);
-        let target = caller.target(&allocation);
+        let target = caller.memory(&allocation);
         Self { part, stride, allocation, target }
     }
 
@@ -163,7 +163,7 @@ fn what_does_not_fit_is_refused_before_a_byte_is_written() {
         let store = Store::memory().unwrap();
         publish(std::slice::from_ref(&store), 1);
         let small = caller.allocate(100);
-        let target = caller.target(&small);
+        let target = caller.memory(&small);
         let part = [0, 0, 10, 10];
         let meta = TensorMeta::new(Dtype::Bfloat16, &part[2..]).unwrap();
         let memory = TargetMemory::Elsewhere(&target);

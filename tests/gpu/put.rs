@@ -219,7 +219,7 @@ fn memory_of_a_daemon_is_pinned() {
             let is_near = step < 3;
             let store = if is_near { &near } else { &directory };
             store.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
-            let target = caller.target(&allocation);
+            let target = caller.memory(&allocation);
             let into = TargetMemory::Elsewhere(&target);
             let wanted = Target { fqn: "weight".to_owned(), place: None, meta, memory: into };
             store.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();

@@ -9,9 +9,10 @@ use tssd_format::{
     Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorFlags, TensorMeta,
     TensorReference,
 };
-use tssd_store::{GetReport, Opened, Target};
+use tssd_store::{Copied, GetReport, Opened, Target, TargetMemory};
 
 use super::connected::Connected;
+use crate::device::{Devices, Window};
 use crate::error::{Failure, Refusal, Result};
 use crate::local::is_floating;
 use crate::value::{Lender, Staged, fields_of, key_of};
@@ -37,6 +38,13 @@ pub(crate) struct Differences {
     pub(crate) unexpected: Vec<String>,
     /// Of another dtype.
     pub(crate) cast: Vec<String>,
+}
+
+/// What filling tensors has done.
+pub(crate) struct Filled {
+    pub(crate) report: GetReport,
+    /// How bytes went to devices.
+    pub(crate) copied: Option<Copied>,
 }
 
 /// A tensor in `into`.
@@ -114,15 +122,15 @@ pub(crate) fn fill_all(
     opened: &Opened,
     into: &Bound<'_, PyAny>,
     allowed: Allowed,
-) -> Result<(GetReport, Differences)> {
+) -> Result<(Filled, Differences)> {
     let mut lender = Lender::new(into.py())?;
     let mut leaves = Leaves { lender: &lender, path: Vec::new(), found: Vec::new() };
     leaves.gather(into)?;
     let leaves = leaves.found;
     let stored = opened.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let (leaves, differences) = compare(leaves, &stored, allowed)?;
-    let report = fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
-    Ok((report, differences))
+    let filled = fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
+    Ok((filled, differences))
 }
 
 /// Fills one tensor.
@@ -131,7 +139,7 @@ pub(crate) fn fill_one(
     opened: &Opened,
     into: &Bound<'_, PyAny>,
     fqn: &str,
-) -> Result<GetReport> {
+) -> Result<()> {
     let mut lender = Lender::new(into.py())?;
     let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
         Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
@@ -143,7 +151,8 @@ pub(crate) fn fill_one(
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
     let (leaves, _) = compare(vec![leaf], &stored, Allowed { strict: false, cast: false })?;
-    fill_leaves(into.py(), own, opened, &mut lender, leaves)
+    fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
+    Ok(())
 }
 
 /// Whether a leaf is a tensor that can be filled: a scalar of numpy is none.
@@ -256,7 +265,7 @@ fn fill_leaves<'py>(
     opened: &Opened,
     lender: &mut Lender<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
-) -> Result<GetReport> {
+) -> Result<Filled> {
     let mut report = opened.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
@@ -268,17 +277,19 @@ fn fill_leaves<'py>(
         }
         batch.staged.extend(staged);
         batch.objects.push(leaf.object);
-        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), tensor, part);
+        let devices = lender.devices();
+        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
         batch.places.extend(lent.into_iter().map(place));
         if batch.staged_bytes >= STAGED_BYTES {
             std::mem::take(&mut batch).fill(py, own, opened, &mut report)?;
+            lender.devices().release();
         }
     }
     batch.fill(py, own, opened, &mut report)?;
     let last = opened.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
-    Ok(report)
+    Ok(Filled { report, copied: lender.devices().copies().copied() })
 }
 
 impl Batch<'_> {
@@ -321,18 +332,26 @@ struct Place {
     fqn: String,
     part: Option<ShardPlace>,
     meta: TensorMeta,
+    /// Where it is: memory of a GPU has addresses of its own.
     start: usize,
     len: usize,
+    /// On a GPU.
+    window: Option<Window>,
     /// It keeps the memory.
     _tensor: Tensor,
 }
 
 impl Place {
-    fn new(fqn: String, tensor: Tensor, part: Option<ShardPlace>) -> Self {
+    fn new(fqn: String, devices: &Devices, tensor: Tensor, part: Option<ShardPlace>) -> Self {
         let meta = tensor.meta().clone();
-        let start = tensor.view().span().as_ptr().addr();
-        let len = usize::try_from(meta.span_bytes()).expect("it is in memory");
-        Self { fqn, part, meta, start, len, _tensor: tensor }
+        let window = devices.window(&tensor);
+        let in_memory = "it is in memory";
+        let start = match &window {
+            Some(window) => usize::try_from(window.start).expect(in_memory),
+            None => tensor.view().span().as_ptr().addr(),
+        };
+        let len = usize::try_from(meta.span_bytes()).expect(in_memory);
+        Self { fqn, part, meta, start, len, window, _tensor: tensor }
     }
 
     /// Whether it is the same memory, as a tied tensor is.
@@ -368,20 +387,17 @@ fn rounds(mut places: Vec<Place>) -> Vec<Vec<Place>> {
 }
 
 fn target(place: &Place) -> Target<'_> {
-    let bytes: &mut [u8] = if place.len == 0 {
-        &mut []
+    let memory = if let Some(window) = &place.window {
+        TargetMemory::Elsewhere(window)
+    } else if place.len == 0 {
+        TargetMemory::Here(&mut [])
     } else {
         let start = std::ptr::with_exposed_provenance_mut(place.start);
         // SAFETY: what lent the tensor, which the place keeps, has proven that it has these bytes and may be
         // written to. No other target of a round has one of them (see `rounds`), and rounds follow one
         // another. That Python looks at a tensor that is being filled is a race in the caller's program,
         // as with torch's own `copy_`.
-        unsafe { std::slice::from_raw_parts_mut(start, place.len) }
+        TargetMemory::Here(unsafe { std::slice::from_raw_parts_mut(start, place.len) })
     };
-    Target {
-        fqn: place.fqn.clone(),
-        place: place.part.clone(),
-        meta: place.meta.clone(),
-        memory: bytes.into(),
-    }
+    Target { fqn: place.fqn.clone(), place: place.part.clone(), meta: place.meta.clone(), memory }
 }

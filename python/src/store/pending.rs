@@ -9,6 +9,7 @@ use tssd_store::{Key, PendingPut, PutReport};
 
 use super::connected::Connected;
 use super::report::put_report;
+use crate::device::Copies;
 use crate::error::{Failure, Result};
 
 /// A put that goes on by itself.
@@ -18,11 +19,12 @@ pub(crate) struct Pending {
     key: Key,
     waiting: Mutex<Option<PendingPut>>,
     done: Mutex<Option<PutReport>>,
+    copies: Copies,
 }
 
 impl Pending {
-    pub(super) fn new(own: Arc<Connected>, key: Key, pending: PendingPut) -> Self {
-        Self { own, key, waiting: Mutex::new(Some(pending)), done: Mutex::default() }
+    pub(super) fn new(own: Arc<Connected>, key: Key, pending: PendingPut, copies: Copies) -> Self {
+        Self { own, key, waiting: Mutex::new(Some(pending)), done: Mutex::default(), copies }
     }
 
     /// What is known as soon as the contribution is committed.
@@ -100,6 +102,6 @@ impl Pending {
     ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: then it can be asked again.
     #[pyo3(signature = (timeout=None))]
     fn result<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
-        put_report(py, &self.report(py, timeout)?)
+        put_report(py, &self.report(py, timeout)?, self.copies.copied())
     }
 }

@@ -6,11 +6,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::Value;
-use tssd_store::{Key, Publisher, PutOptions};
+use tssd_store::{Copied, Key, Publisher, PutOptions};
 
 use super::connected::Connected;
 use super::put::own_rank;
 use super::report::put_report;
+use crate::device::Copies;
 use crate::error::{Failure, Result};
 use crate::local::Transfer;
 use crate::value::take;
@@ -23,6 +24,8 @@ pub(crate) struct Publishing {
     publisher: Mutex<Option<Publisher>>,
     report: Mutex<Option<Py<PyAny>>>,
     taking: Taking,
+    /// Those of each entry.
+    copies: Mutex<Vec<Copies>>,
 }
 
 /// How values are taken over.
@@ -41,7 +44,8 @@ impl Publishing {
         taking: Taking,
     ) -> Result<Self> {
         let publisher = Mutex::new(Some(own.store.publish(&key, options, bucket_bytes)?));
-        Ok(Self { own, key, publisher, report: Mutex::default(), taking })
+        let (report, copies) = (Mutex::default(), Mutex::default());
+        Ok(Self { own, key, publisher, report, taking, copies })
     }
 
     /// After an error it is open no longer.
@@ -81,6 +85,8 @@ impl Publishing {
         let taken = take(&dict, self.taking.allow_pickle, transfer.transpose()?)?;
         let entry = taken.dict.entries().iter().next().map(|(_, value)| value.clone());
         let Some(value) = entry else { return Ok(()) };
+        let copies = taken.devices.copies().clone();
+        self.copies.lock().expect("nothing panics that holds it").push(copies);
         let mut publisher = self.publisher()?;
         if matches!(value, Value::Shards(_)) {
             let (job, writer) = own_rank(py)?;
@@ -129,7 +135,13 @@ impl Publishing {
         }
         let finished = self.own.run(py, None, publisher.finish());
         let finished = finished.map_err(|error| error.of_key(self.key.as_str(), None))?;
-        let report = put_report(py, &finished)?.unbind();
+        let mut copied = None;
+        for copies in self.copies.lock().expect("nothing panics that holds it").iter() {
+            if let Some(more) = copies.copied() {
+                *copied.get_or_insert_with(Copied::default) += &more;
+            }
+        }
+        let report = put_report(py, &finished, copied)?.unbind();
         *self.report.lock().expect("nothing panics that holds it") = Some(report);
         Ok(())
     }

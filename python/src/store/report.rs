@@ -3,12 +3,23 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::Attrs;
-use tssd_store::{GetReport, PutPhases, PutReport, VersionInfo};
+use tssd_store::{Copied, GetReport, PutPhases, PutReport, VersionInfo};
 
 use super::into::Differences;
 use crate::error::Result;
 
-pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bound<'py, PyAny>> {
+/// How bytes came from devices, or went there.
+fn device_copies(py: Python<'_>, copied: Option<Copied>) -> Result<Option<Bound<'_, PyAny>>> {
+    let Some(copied) = copied else { return Ok(None) };
+    let class = py.import("tssd._reports")?.getattr("DeviceCopies")?;
+    Ok(Some(class.call1((copied.pinned, copied.pageable, copied.why))?))
+}
+
+pub(super) fn put_report<'py>(
+    py: Python<'py>,
+    report: &PutReport,
+    copied: Option<Copied>,
+) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
     let PutPhases { arrange, begin, write, commit, store, .. } = report.phases;
     let phases = PyDict::new(py);
@@ -22,20 +33,21 @@ pub(super) fn put_report<'py>(py: Python<'py>, report: &PutReport) -> Result<Bou
     for (phase, seconds) in all {
         phases.set_item(phase, seconds)?;
     }
-    Ok(class.call1((
-        report.version,
-        report.epoch,
-        report.id.to_string(),
-        report.digest.to_string(),
-        report.visible,
-        report.missing.iter().collect::<Vec<u32>>(),
-        report.stored,
-        report.bytes,
-        report.transport.to_string(),
-        &report.why,
-        phases,
-        report.seconds,
-    ))?)
+    let of = PyDict::new(py);
+    of.set_item("version", report.version)?;
+    of.set_item("epoch", report.epoch)?;
+    of.set_item("id", report.id.to_string())?;
+    of.set_item("digest", report.digest.to_string())?;
+    of.set_item("visible", report.visible)?;
+    of.set_item("missing", report.missing.iter().collect::<Vec<u32>>())?;
+    of.set_item("stored", report.stored)?;
+    of.set_item("bytes", report.bytes)?;
+    of.set_item("transport", report.transport.to_string())?;
+    of.set_item("why", &report.why)?;
+    of.set_item("phases", phases)?;
+    of.set_item("seconds", report.seconds)?;
+    of.set_item("device_copies", device_copies(py, copied)?)?;
+    Ok(class.call((), Some(&of))?)
 }
 
 pub(super) fn get_report<'py>(
@@ -43,6 +55,7 @@ pub(super) fn get_report<'py>(
     report: &GetReport,
     viewed: u64,
     differences: &Differences,
+    copied: Option<Copied>,
 ) -> Result<Bound<'py, PyAny>> {
     let of = PyDict::new(py);
     of.set_item("version", report.version)?;
@@ -61,6 +74,7 @@ pub(super) fn get_report<'py>(
     of.set_item("missing_keys", &differences.missing)?;
     of.set_item("unexpected_keys", &differences.unexpected)?;
     of.set_item("cast", &differences.cast)?;
+    of.set_item("device_copies", device_copies(py, copied)?)?;
     Ok(py.import("tssd._reports")?.getattr("GetReport")?.call((), Some(&of))?)
 }
 

@@ -1,8 +1,8 @@
 //! Memory of devices that tensors lie in.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to whoever has made them")]
 
-use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use std::ops::{AddAssign, Range};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::{fmt, io};
 
 use bytes::Bytes;
@@ -14,13 +14,18 @@ use super::pinned;
 use crate::error::Result;
 use crate::get::BlobMut;
 
-/// Bytes of a device, and what must have happened before they are touched.
-struct Memory {
+/// Memory of a device, such as that of a tensor's storage.
+///
+/// What is put: [`Storage::elsewhere`](tssd_format::Storage::elsewhere) makes tensors of it, which are put as others are.
+/// What is filled by a get: [`TargetMemory::Elsewhere`](crate::TargetMemory::Elsewhere). Bytes are copied at the speed of
+/// the bus from and to the memory of a daemon of this host.
+pub struct DeviceMemory {
     device: Device,
     pointer: u64,
     len: u64,
+    /// What must have happened before a byte is touched.
     ready: Event,
-    copied: Mutex<Copied>,
+    copied: Arc<Mutex<Copied>>,
     _owner: Box<dyn Send + Sync>,
 }
 
@@ -30,18 +35,55 @@ struct Memory {
 pub struct Copied {
     /// How many bytes were copied from or to memory of the host that is pinned: at the speed of the bus.
     pub pinned: u64,
-    /// How many bytes the driver had to copy once more.
+    /// How many bytes were copied once more.
     pub pageable: u64,
     /// Why, the last time.
     pub why: Option<String>,
 }
 
-impl Memory {
+impl Copied {
+    /// So many bytes went through memory that is not pinned.
+    pub fn paged(&mut self, bytes: u64, why: impl Into<String>) {
+        self.pageable += bytes;
+        self.why = Some(why.into());
+    }
+}
+
+/// These and those.
+impl AddAssign<&Self> for Copied {
+    fn add_assign(&mut self, other: &Self) {
+        self.pinned += other.pinned;
+        self.pageable += other.pageable;
+        if other.why.is_some() {
+            self.why.clone_from(&other.why);
+        }
+    }
+}
+
+impl DeviceMemory {
+    /// So many bytes from a pointer on. They are read, or written, when a stream has done what it was given until now;
+    /// what was written is there when the get returns, whatever the stream is given then.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` if there is no driver, `Invalid` if it is not memory of a device.
+    ///
     /// # Safety
     ///
-    /// As long as `owner` is there, so many bytes from `pointer` on must be memory of one device; the stream must be one
-    /// of its primary context.
-    unsafe fn new(
+    /// As long as `owner` is there, so many bytes from `pointer` on must be memory of one device. As long as this is
+    /// there, nobody may write to it, nor read it if a get fills it, but for what the stream was given before. The stream
+    /// must be one of the device's primary context, as those of torch are.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_store::{DeviceMemory, ErrorKind, Stream};
+    /// // SAFETY: there are no bytes.
+    /// let memory = unsafe { DeviceMemory::new(0, 0, Stream::default(), ()) };
+    /// let kind = memory.unwrap_err().kind();
+    /// assert!(matches!(kind, ErrorKind::Unsupported | ErrorKind::Invalid));
+    /// ```
+    pub unsafe fn new(
         pointer: u64,
         len: u64,
         stream: Stream,
@@ -50,8 +92,29 @@ impl Memory {
         let device = Device::of(pointer)?;
         // SAFETY: as the caller says.
         let ready = unsafe { device.now(stream)? };
-        let copied = Mutex::default();
+        let copied = Arc::default();
         Ok(Self { device, pointer, len, ready, copied, _owner: Box::new(owner) })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The same, whose bytes are counted with those of others.
+    #[must_use]
+    pub fn counted(mut self, copied: &Arc<Mutex<Copied>>) -> Self {
+        self.copied = copied.clone();
+        self
+    }
+
+    /// How its bytes have come, or gone there, until now.
+    pub fn copied(&self) -> Copied {
+        self.counts().clone()
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Copied> {
+        self.copied.lock().expect("nobody panics while counting")
     }
 
     /// Where so many bytes from an offset on are, if they are there.
@@ -71,19 +134,17 @@ impl Memory {
         let context = self.device.context().map_err(io::Error::other)?;
         let pinned = pinned::pin(context, host);
         self.device.on_lane(&self.ready, copy).map_err(io::Error::other)?;
-        let mut copied = self.copied();
         match pinned {
-            Ok(()) => copied.pinned += bytes,
-            Err(why) => {
-                copied.pageable += bytes;
-                copied.why = Some(why);
-            }
+            Ok(()) => self.counts().pinned += bytes,
+            Err(why) => self.counts().paged(bytes, why),
         }
         Ok(())
     }
+}
 
-    fn copied(&self) -> MutexGuard<'_, Copied> {
-        self.copied.lock().expect("nobody panics while counting")
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes of {:?}", self.len, self.device)
     }
 }
 
@@ -92,69 +153,14 @@ fn addresses(bytes: &[u8]) -> Range<usize> {
     start..start + bytes.len()
 }
 
-impl fmt::Debug for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes of {:?}", self.len, self.device)
-    }
-}
-
-/// Memory of a device, such as that of a tensor's storage:
-/// [`Storage::elsewhere`](tssd_format::Storage::elsewhere) makes tensors of it, which are put as others are. It is
-/// copied into the archive, at the speed of the bus where that lies in a daemon's memory.
-#[derive(Debug)]
-pub struct DeviceMemory(Memory);
-
-impl DeviceMemory {
-    /// So many bytes from a pointer on, as they are when a stream has done what it was given until now.
-    ///
-    /// # Errors
-    ///
-    /// `Unsupported` if there is no driver, `Invalid` if it is not memory of a device.
-    ///
-    /// # Safety
-    ///
-    /// As long as `owner` is there, so many bytes from `pointer` on must be memory of one device. As long as this is
-    /// there, nobody may write to it, but for what the stream was given before. The stream must be one of the device's
-    /// primary context, as those of torch are.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use tssd_store::{DeviceMemory, ErrorKind, Stream};
-    /// // SAFETY: there are no bytes.
-    /// let memory = unsafe { DeviceMemory::new(0, 0, Stream::default(), ()) };
-    /// let kind = memory.unwrap_err().kind();
-    /// assert!(matches!(kind, ErrorKind::Unsupported | ErrorKind::Invalid));
-    /// ```
-    pub unsafe fn new(
-        pointer: u64,
-        len: u64,
-        stream: Stream,
-        owner: impl Send + Sync + 'static,
-    ) -> Result<Self> {
-        // SAFETY: as the caller says.
-        unsafe { Memory::new(pointer, len, stream, owner) }.map(Self)
-    }
-
-    /// The device.
-    pub fn device(&self) -> &Device {
-        &self.0.device
-    }
-
-    /// How its bytes have come until now.
-    pub fn copied(&self) -> Copied {
-        self.0.copied().clone()
-    }
-}
-
 impl Blob for DeviceMemory {
     fn size(&self) -> io::Result<u64> {
-        Ok(self.0.len)
+        Ok(self.len)
     }
 
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-        let source = self.0.place(offset, target.len())?;
-        self.0.copy(addresses(target), |lane| {
+        let source = self.place(offset, target.len())?;
+        self.copy(addresses(target), |lane| {
             // SAFETY: so many bytes are there, as proven, as long as this is.
             unsafe { lane.read(target, source) }
         })
@@ -165,51 +171,14 @@ impl Blob for DeviceMemory {
     }
 }
 
-/// Memory of a device that a get fills: [`TargetMemory::Elsewhere`](crate::TargetMemory::Elsewhere).
-#[derive(Debug)]
-pub struct DeviceTarget(Memory);
-
-impl DeviceTarget {
-    /// So many bytes from a pointer on, which are written when a stream has done what it was given until now. They are
-    /// there when the get returns, whatever the stream is given then.
-    ///
-    /// # Errors
-    ///
-    /// As [`DeviceMemory::new`].
-    ///
-    /// # Safety
-    ///
-    /// As [`DeviceMemory::new`]; as long as this is there, nobody else may use the memory, but for what the stream was
-    /// given before.
-    pub unsafe fn new(
-        pointer: u64,
-        len: u64,
-        stream: Stream,
-        owner: impl Send + Sync + 'static,
-    ) -> Result<Self> {
-        // SAFETY: as the caller says.
-        unsafe { Memory::new(pointer, len, stream, owner) }.map(Self)
-    }
-
-    /// The device.
-    pub fn device(&self) -> &Device {
-        &self.0.device
-    }
-
-    /// How bytes have gone there until now.
-    pub fn copied(&self) -> Copied {
-        self.0.copied().clone()
-    }
-}
-
-impl BlobMut for DeviceTarget {
+impl BlobMut for DeviceMemory {
     fn size(&self) -> u64 {
-        self.0.len
+        self.len
     }
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let target = self.0.place(offset, bytes.len())?;
-        self.0.copy(addresses(bytes), |lane| {
+        let target = self.place(offset, bytes.len())?;
+        self.copy(addresses(bytes), |lane| {
             // SAFETY: there is room for so many bytes, as proven, as long as this is there, and nobody else uses it.
             unsafe { lane.write(target, bytes) }
         })

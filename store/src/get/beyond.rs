@@ -54,8 +54,9 @@ impl Read<'_> {
             parallel::map(jobs.iter_mut().collect(), |(copies, target)| near(copies, target))?;
             self.pull(jobs)?;
             parallel::map(batch.iter().zip(&memories).collect(), |(part, memory)| {
-                let meta = requests[part.number].meta;
-                let sent = if meta.is_contiguous() {
+                let filled: u64 = part.copies.iter().map(|copy| copy.runs.total_bytes()).sum();
+                // Without a gap, in whatever order the elements are.
+                let sent = if filled == wide(part.len) {
                     part.blob.write_all_at(memory, part.start)
                 } else {
                     runs(part, memory)

@@ -1,0 +1,160 @@
+"""A framework whose arrays are in a GPU's memory: NVIDIA's driver, or the one without a GPU, and DLPack."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+HOST, CUDA = 1, 2
+TYPES = {"int8": (0, 8), "int64": (0, 64), "uint8": (1, 8), "float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)}
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", _Deleter),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+class Driver:
+    """The driver's library, with a context that is current, and a stream."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so")
+        self.call("cuInit", 0)
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+        self.stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(self.stream), 1)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def allocate(self, size: int) -> int:
+        pointer = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
+        return pointer.value
+
+    def write(self, pointer: int, data: bytes) -> bytes:
+        """Gives the stream bytes to write, which it does later: they must stay until then."""
+        source, size = ctypes.c_char_p(data), ctypes.c_size_t(len(data))
+        self.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(pointer), source, size, self.stream)
+        return data
+
+    def read(self, pointer: int, size: int) -> bytes:
+        data = ctypes.create_string_buffer(size)
+        arguments = (data, ctypes.c_uint64(pointer), ctypes.c_size_t(size), self.stream)
+        self.call("cuMemcpyDtoHAsync_v2", *arguments)
+        self.wait()
+        return data.raw
+
+    def wait(self) -> None:
+        self.call("cuStreamSynchronize", self.stream)
+
+    def order(self, other: int) -> None:
+        """Another stream, by its number in the array API, goes on when this one has done what it was given."""
+        event = ctypes.c_void_p()
+        self.call("cuEventCreate", ctypes.byref(event), 2)
+        self.call("cuEventRecord", event, self.stream)
+        assert other == 1, "the default stream"
+        self.call("cuStreamWaitEvent", None, event, 0)
+        self.call("cuEventDestroy_v2", event)
+
+
+# What is lent, by its address, until it is given back.
+lent: dict[int, Any] = {}
+
+
+@_Deleter
+def _give_back(address: int) -> None:
+    del lent[address]
+
+
+class Array:
+    """Elements in memory of a GPU, or of the host, that are lent by DLPack."""
+
+    def __init__(
+        self,
+        driver: Driver | None,
+        values: Any,
+        dtype: str | None = None,
+        *,
+        strides: tuple[int, ...] | None = None,
+        lanes: int = 1,
+        version: int | None = 1,
+        is_writable: bool = True,
+    ) -> None:
+        values = np.asarray(values)
+        self.driver, self.version, self.is_writable, self.lanes = driver, version, is_writable, lanes
+        self.kind = HOST if driver is None else CUDA
+        self.dtype, self.shape, self.strides = dtype or str(values.dtype), values.shape, strides
+        self.size = values.nbytes
+        if driver is None:
+            self.host = values.copy()
+            self.pointer = self.host.ctypes.data
+        else:
+            self.pointer = driver.allocate(self.size)
+            self.write(values)
+
+    def write(self, values: Any) -> None:
+        assert self.driver is not None
+        self._source = self.driver.write(self.pointer, np.ascontiguousarray(values).tobytes())
+
+    def read(self) -> bytes:
+        return self.host.tobytes() if self.driver is None else self.driver.read(self.pointer, self.size)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.kind, 0
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        if self.version is None and options:
+            raise TypeError("max_version came later")
+        if self.driver is not None:
+            assert stream is not None
+            self.driver.order(stream)
+        ndim = len(self.shape)
+        dims = ctypes.c_int64 * ndim
+        shape, strides = dims(*self.shape), dims(*self.strides) if self.strides else None
+        code, bits = TYPES[self.dtype]
+        tensor = _Tensor(self.pointer, self.kind, 0, ndim, code, bits, self.lanes, shape, strides, 0)
+        name = b"dltensor" if self.version is None else b"dltensor_versioned"
+        managed: Any = _Managed(tensor, None, _give_back)
+        if self.version is not None:
+            managed = _Versioned(self.version, 0, None, _give_back, int(not self.is_writable), tensor)
+        address = ctypes.addressof(managed)
+        lent[address] = (self, managed, shape, strides, name)
+        return _capsule(address, name, None)

@@ -1,0 +1,243 @@
+"""What is in a GPU's memory is put and got as what is in the host's.
+
+`pytest python/tests/gpu_cases.py` on a machine with a GPU; `test_gpu.py` runs it on a driver without one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu
+import numpy as np
+import pytest
+import tssd
+from test_store import daemon
+
+try:
+    import torch
+
+    HAS_CUDA = torch.cuda.is_available()
+except ImportError:
+    HAS_CUDA = False
+
+MATRIX = np.arange(512 * 1024, dtype=np.float32).reshape(512, 1024)
+SLICE = {"coordinates": (), "global_shape": (512, 1024), "mesh_shape": ()}
+
+
+@pytest.fixture(scope="module")
+def driver() -> gpu.Driver:
+    try:
+        return gpu.Driver()
+    except (OSError, AssertionError) as error:
+        pytest.skip(f"no driver: {error}")
+
+
+@pytest.fixture(params=["memory", "directory", "daemon"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tssd.Store]:
+    if request.param == "memory":
+        yield tssd.Store("memory:")
+    elif request.param == "directory":
+        yield tssd.Store(str(tmp_path / "store"))
+    else:
+        with daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
+            yield store
+
+
+@pytest.fixture(autouse=True)
+def everything_is_given_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not gpu.lent
+
+
+def bytes_of(value: Any) -> bytes:
+    """The elements of what came back, whatever framework it is of."""
+    if not isinstance(value, np.ndarray):
+        value = value.contiguous().view(torch.uint8).numpy()
+    return bytes(np.ascontiguousarray(value).tobytes())
+
+
+def test_arrays_are_put_and_got(driver: gpu.Driver, store: tssd.Store) -> None:
+    weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
+    brain = gpu.Array(driver, np.arange(600, dtype=np.uint16).reshape(20, 30), "bfloat16")
+    turned = gpu.Array(driver, MATRIX, strides=(1, 512))
+    scalar, empty = gpu.Array(driver, np.int64(7)), gpu.Array(driver, np.zeros((0, 3), np.int8))
+    host, old = gpu.Array(None, MATRIX[:3]), gpu.Array(driver, MATRIX[:5], version=None)
+    state = {"model": {"weight": weight, "tied": weight, "half": half, "brain": brain, "turned": turned}}
+    state |= {"scalar": scalar, "empty": empty, "host": host, "old": old, "name": "policy"}
+    for step in range(3):
+        # The stream is still at it when it is put, and goes on with the next step when that has returned.
+        weight.write(MATRIX + step)
+        report = store.put_state_dict(state, "policy")
+        weight.write(MATRIX - 1)
+        copies = report.device_copies
+        assert copies is not None
+        assert copies.pinned + copies.pageable >= weight.size + half.size + turned.size
+        assert (report.transport == "arena") == (copies.pinned > 0)
+        found = store.get_state_dict("policy")
+        model = found["model"]
+        assert bytes_of(model["weight"]) == (MATRIX + step).tobytes() == bytes_of(model["tied"])
+        assert bytes_of(model["half"]) == half.read() and bytes_of(model["brain"]) == brain.read()
+        assert model["turned"].shape == (512, 1024)
+        assert bytes_of(model["turned"]) == MATRIX.reshape(1024, 512).T.tobytes()
+        assert bytes_of(found["host"]) == host.read() and bytes_of(found["old"]) == old.read()
+        assert int(found["scalar"]) == 7 and found["empty"].shape == (0, 3) and found["name"] == "policy"
+        driver.wait()
+
+
+def test_what_is_put_later_may_be_written_at_once(driver: gpu.Driver, store: tssd.Store) -> None:
+    weight = gpu.Array(driver, MATRIX)
+    pending = store.put_state_dict({"weight": weight}, "policy", wait=False)
+    weight.write(MATRIX + 1)
+    report = pending.result()
+    assert report.device_copies is not None
+    assert bytes_of(store.get_state_dict("policy")["weight"]) == MATRIX.tobytes()
+    driver.wait()
+
+
+def test_arrays_are_put_one_by_one(driver: gpu.Driver, store: tssd.Store) -> None:
+    weight = gpu.Array(driver, MATRIX)
+    with store.publish("policy", bucket_bytes=1 << 20) as publisher:
+        for number in range(4):
+            weight.write(MATRIX + number)
+            publisher.put(f"layers.{number}", weight)
+            publisher.flush()
+    copies = publisher.report.device_copies
+    assert copies is not None and copies.pinned + copies.pageable == 4 * weight.size
+    found = store.get_state_dict("policy")
+    for number in range(4):
+        assert bytes_of(found[f"layers.{number}"]) == (MATRIX + number).tobytes()
+
+
+def test_arrays_are_filled(driver: gpu.Driver, store: tssd.Store) -> None:
+    store.put_state_dict({"weight": MATRIX, "bias": MATRIX[0], "step": 3}, "policy")
+    whole, bias = gpu.Array(driver, MATRIX * 0), gpu.Array(driver, MATRIX[0] * 0)
+    # What the stream still does is over before a byte of it is filled.
+    whole.write(MATRIX + 9)
+    into = {"weight": whole, "bias": bias}
+    filled, report = store.get_state_dict("policy", into, return_report=True)
+    assert filled is into and whole.read() == MATRIX.tobytes() and bias.read() == MATRIX[0].tobytes()
+    copies = report.device_copies
+    assert copies is not None and copies.pinned + copies.pageable == whole.size + bias.size
+    assert (copies.why is None) == (copies.pageable == 0)
+    part = gpu.Array(driver, np.zeros((100, 300), np.float32))
+    piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+    shard = tssd.TensorShard(part, piece)
+    store.get_state_dict("policy", {"weight": shard}, strict=False)
+    assert part.read() == MATRIX[200:300, 500:800].tobytes()
+    host = gpu.Array(None, MATRIX * 0)
+    store.get("policy", host, fqn="weight")
+    assert host.read() == MATRIX.tobytes()
+    transposed = gpu.Array(driver, MATRIX * 0, strides=(1, 512))
+    store.get("policy", transposed, fqn="weight")
+    assert transposed.read() == np.ascontiguousarray(MATRIX.T).tobytes()
+
+
+def test_shards_of_arrays_are_put_and_got_in_others(driver: gpu.Driver, store: tssd.Store) -> None:
+    for rank in range(2):
+        local = gpu.Array(driver, MATRIX[rank * 256 : rank * 256 + 256])
+        piece = tssd.TensorSlice((rank * 256, 0), (rank,), (512, 1024), (256, 1024), (2,))
+        shard = {"weight": tssd.TensorShard(local, piece)}
+        store.put_state_dict(shard, "policy", version=1, writer=rank, writers=[0, 1], job="run")
+    part = gpu.Array(driver, np.zeros((512, 512), np.float32))
+    shard = tssd.TensorShard(part, tssd.TensorSlice((0, 512), (1,), (512, 1024), (512, 512), (2,)))
+    store.get_state_dict("policy", {"weight": shard})
+    assert part.read() == np.ascontiguousarray(MATRIX[:, 512:]).tobytes()
+
+
+def test_arrays_are_saved(driver: gpu.Driver, tmp_path: Path) -> None:
+    weight = gpu.Array(driver, MATRIX)
+    tssd.save_file({"a": weight, "b": weight}, tmp_path / "x.tssd", compression="zstd", digest="blake3")
+    loaded = tssd.load_file(tmp_path / "x.tssd")
+    assert bytes_of(loaded["a"]) == MATRIX.tobytes() == bytes_of(loaded["b"])
+    assert (tmp_path / "x.tssd").stat().st_size < 2 * MATRIX.nbytes
+    assert tssd.save({"a": weight}) == tssd.save({"a": gpu.Array(None, MATRIX)})
+
+
+def test_what_cannot_be_put_or_filled_is_refused(driver: gpu.Driver) -> None:
+    store = tssd.Store("memory:")
+    for wrong, text in [
+        (gpu.Array(driver, MATRIX, strides=(-1024, 1)), "backwards"),
+        (gpu.Array(driver, MATRIX, lanes=2), "2 lanes is no dtype"),
+        (gpu.Array(driver, MATRIX, version=2), "version 2 of DLPack"),
+    ]:
+        with pytest.raises(tssd.TssdTypeError, match=text) as error:
+            store.put_state_dict({"model": {"weight": wrong}}, "policy")
+        assert error.value.fqn == "model.weight"
+    with pytest.raises(tssd.TssdTypeError, match="transfer_dtype"):
+        store.put_state_dict({"weight": gpu.Array(driver, MATRIX)}, "policy", transfer_dtype="bfloat16")
+    kept = {"weight": gpu.Array(driver, MATRIX), "step": gpu.Array(driver, np.int64(3))}
+    store.put_state_dict(kept, "policy", transfer_dtype="bfloat16", keep_dtype=["weight"])
+    for wrong, text in [
+        (gpu.Array(driver, MATRIX, is_writable=False), "may be written"),
+        (gpu.Array(driver, MATRIX, version=None), "may be written"),
+    ]:
+        before = wrong.read()
+        with pytest.raises(tssd.TssdTypeError, match=text):
+            store.get("policy", wrong, fqn="weight")
+        assert wrong.read() == before
+    half = {"weight": gpu.Array(driver, (MATRIX % 2048).astype(np.float16))}
+    with pytest.raises(tssd.TssdTypeError, match="tensor of torch"):
+        store.get_state_dict("policy", half, strict=False, cast=True)
+    with pytest.raises(tssd.TssdTypeError, match="is float16, stored float32"):
+        store.get_state_dict("policy", half, strict=False)
+    lost = gpu.Array(driver, MATRIX)
+    lost.pointer = 4096
+    with pytest.raises(tssd.TssdError, match="no memory of a GPU"):
+        store.put_state_dict({"weight": lost}, "policy")
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="torch sees no GPU")
+class TestTensors:
+    """torch's own."""
+
+    def test_they_are_put_and_got(self, store: tssd.Store) -> None:
+        matrix = torch.from_numpy(MATRIX)
+        linear = torch.nn.Linear(64, 32).cuda()
+        state = {
+            "weight": torch.empty_like(matrix, device="cuda"),
+            "linear": dict(linear.state_dict()),
+            "parameter": torch.nn.Parameter(matrix[:5].cuda()),
+            "half": matrix.cuda().to(torch.bfloat16),
+            "eight": matrix.cuda().to(torch.float8_e4m3fn),
+            "conjugate": torch.ones(3, dtype=torch.complex64, device="cuda").mul(1j).conj(),
+            "empty": torch.empty(0, 2, device="cuda"),
+        }
+        state["turned"], state["part"] = state["weight"].T, state["weight"][3:7, 1:]
+        stream = torch.cuda.Stream()
+        for step in range(3):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                state["weight"].copy_(matrix.cuda() + step)
+                report = store.put_state_dict(state, "policy")
+                state["weight"].zero_()
+            copies = report.device_copies
+            assert copies is not None and (copies.pageable == 0) == (report.transport == "arena")
+            found = store.get_state_dict("policy")
+            assert torch.equal(found["weight"], matrix + step) and torch.equal(found["turned"], found["weight"].T)
+            assert found["part"].untyped_storage().data_ptr() == found["weight"].untyped_storage().data_ptr()
+            assert isinstance(found["parameter"], torch.nn.Parameter)
+            for name in ("parameter", "half", "eight", "conjugate", "empty"):
+                assert bytes_of(found[name].detach()) == bytes_of(state[name].detach().resolve_conj().cpu()), name
+
+    def test_they_are_filled(self, store: tssd.Store) -> None:
+        matrix = torch.from_numpy(MATRIX)
+        store.put_state_dict({"weight": matrix, "bias": matrix[0]}, "policy")
+        weight, bias = torch.zeros(512, 1024, device="cuda"), torch.zeros(1024, device="cuda", dtype=torch.bfloat16)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            weight.fill_(9)
+            into = {"weight": weight, "bias": bias}
+            _, report = store.get_state_dict("policy", into, cast=True, return_report=True)
+            doubled = weight * 2
+        stream.synchronize()
+        assert torch.equal(weight.cpu(), matrix) and torch.equal(doubled.cpu(), matrix * 2)
+        assert torch.equal(bias.cpu(), matrix[0].to(torch.bfloat16))
+        assert report.device_copies.pinned + report.device_copies.pageable == 4 * (matrix.numel() + 1024)
+        turned = torch.zeros(1024, 512, device="cuda").T
+        store.get("policy", turned, fqn="weight")
+        assert torch.equal(turned.cpu(), matrix)

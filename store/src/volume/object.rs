@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tssd_format::{Blob, MANIFEST};
 
 use self::fetch::Fetcher;
-use self::upload::{Small, Upload};
+use self::upload::{Small, Spare, Upload};
 use super::{Archived, Far, Near, Reservation, Volume};
 use crate::bucket::{Bucket, again, optional};
 use crate::disk::TEMPORARY;
@@ -31,11 +31,12 @@ const HEAD_BYTES: u64 = 4 << 10;
 pub(crate) struct ObjectVolume {
     bucket: Bucket,
     holder: Arc<Fetcher>,
+    spare: Arc<Spare>,
 }
 
 impl ObjectVolume {
     pub(crate) fn new(bucket: Bucket) -> Self {
-        Self { holder: Arc::new(Fetcher::new(bucket.clone())), bucket }
+        Self { holder: Arc::new(Fetcher::new(bucket.clone())), spare: Arc::default(), bucket }
     }
 
     /// Opens blobs, all at once; none for those that are not there.
@@ -189,7 +190,8 @@ impl Volume for ObjectVolume {
         if len <= upload::SMALL_BYTES || name.ends_with(MANIFEST) {
             return Ok(Box::new(Small::new(self.bucket.clone(), name, len)?));
         }
-        Ok(Box::new(Upload::begin(self.bucket.clone(), name, len)?))
+        let (bucket, spare) = (self.bucket.clone(), self.spare.clone());
+        Ok(Box::new(Upload::begin(bucket, spare, name, len)?))
     }
 
     fn open(&self, name: &str) -> Result<Option<Near>> {

@@ -30,6 +30,41 @@ const MAX_PARTS: u64 = 10_000;
 /// How many parts of an upload are under way at once.
 const PARTS_UNDER_WAY: u32 = 8;
 
+/// Memory of parts that were sent, for those to come: new memory costs more than what is done with it. At most
+/// as many as are under way at once.
+#[derive(Default)]
+pub(super) struct Spare(Mutex<Vec<Bytes>>);
+
+impl Spare {
+    fn held(&self) -> MutexGuard<'_, Vec<Bytes>> {
+        self.0.lock().expect("nobody panics while holding memory")
+    }
+
+    /// Memory for a part of so many bytes: warm if the bucket has let go of an earlier one.
+    fn take(&self, len: usize) -> BytesMut {
+        let warm = {
+            let mut held = self.held();
+            let free = held.iter().position(|bytes| bytes.len() == len && bytes.is_unique());
+            free.map(|free| held.swap_remove(free))
+        };
+        match warm.map(Bytes::try_into_mut) {
+            Some(Ok(mut warm)) => {
+                warm.clear();
+                warm
+            }
+            _ => BytesMut::with_capacity(len),
+        }
+    }
+
+    /// A part was sent, though the bucket may still look at it. The last one of a blob is seldom as long as another's.
+    fn keep(&self, part: Bytes) {
+        let mut held = self.held();
+        if wide(part.len()) == PART_BYTES && held.len() < PARTS_UNDER_WAY as usize {
+            held.push(part);
+        }
+    }
+}
+
 /// How often it is asked whether an object is there after all.
 const TRIES: u32 = 4;
 
@@ -91,6 +126,7 @@ struct Inner {
     id: String,
     len: u64,
     part_len: u64,
+    spare: Arc<Spare>,
     /// The parts that are being filled, by number.
     filling: Mutex<BTreeMap<u64, Filling>>,
     state: Mutex<State>,
@@ -122,7 +158,7 @@ struct State {
 }
 
 impl Upload {
-    pub(super) fn begin(bucket: Bucket, name: &str, len: u64) -> Result<Self> {
+    pub(super) fn begin(bucket: Bucket, spare: Arc<Spare>, name: &str, len: u64) -> Result<Self> {
         // Whole MiB, so that parts are filled in whole chunks mostly.
         let part_len = PART_BYTES.max(len.div_ceil(MAX_PARTS).next_multiple_of(1 << 20));
         let (path, marker) = (bucket.path(name)?, bucket.path(&marker(name))?);
@@ -150,6 +186,7 @@ impl Upload {
             id,
             len,
             part_len,
+            spare,
             filling: Mutex::default(),
             state: Mutex::default(),
             under_way: Arc::new(Semaphore::new(PARTS_UNDER_WAY as usize)),
@@ -158,8 +195,8 @@ impl Upload {
 }
 
 impl Filling {
-    fn new(len: usize) -> Self {
-        let free = BTreeMap::from([(0, BytesMut::with_capacity(len))]);
+    fn new(memory: BytesMut, len: usize) -> Self {
+        let free = BTreeMap::from([(0, memory)]);
         Self { free, full: BTreeMap::new(), missing: len }
     }
 
@@ -193,7 +230,9 @@ impl Inner {
         let part_len = native(end - start)?;
         let within = native(bytes.start - start)?..native(bytes.end.min(end) - start)?;
         let mut filling = self.filling();
-        let part = filling.entry(number).or_insert_with(|| Filling::new(part_len));
+        let part = filling
+            .entry(number)
+            .or_insert_with(|| Filling::new(self.spare.take(part_len), part_len));
         Ok(Piece { number, start: within.start, missing: within.len(), bytes: part.lend(within) })
     }
 
@@ -224,9 +263,10 @@ impl Inner {
             return Err(self.bucket.error(&self.name, error));
         }
         let permit = self.permit(1)?;
-        let (inner, payload) = (self.clone(), PutPayload::from(bytes));
+        let inner = self.clone();
         self.bucket.spawn(async move {
-            let sent = inner.put(number, payload).await;
+            let sent = inner.put(number, PutPayload::from(bytes.clone())).await;
+            inner.spare.keep(bytes);
             let mut state = inner.state();
             match sent {
                 Ok(id) => drop(state.sent.insert(number, id)),
@@ -415,30 +455,62 @@ mod tests {
             }
             let objects = Arc::new(InMemory::new());
             let bucket = Bucket::new(objects.clone(), Path::default(), "memory").unwrap();
-            let mut upload = Upload::begin(bucket.clone(), "blob", total).unwrap();
+            let spare = Arc::new(Spare::default());
             let cut: Vec<u64> = lens.iter().map(|(len, _)| *len).chain([1]).collect();
-            let mut offset = 0;
-            let mut jobs: Vec<_> = upload.parts(&cut).into_iter().zip(&cut).map(|(part, len)| {
-                let bytes = &wanted[offset..offset + native(*len).unwrap()];
-                offset += bytes.len();
-                (part, bytes)
-            }).collect();
-            let mut orders = lens.iter().map(|(_, order)| *order).chain([0]);
-            jobs.sort_by_cached_key(|_| orders.next());
-            let jobs = Mutex::new(jobs);
-            std::thread::scope(|scope| for _ in 0..3 {
-                scope.spawn(|| loop {
-                    let Some((mut part, bytes)) = jobs.lock().unwrap().pop() else { break };
-                    bytes.chunks(block).for_each(|bytes| part.write(bytes).unwrap());
-                    assert_eq!(part.write(&[0]).unwrap_err().kind(), ErrorKind::Invalid);
+            // The second one is in memory of the first.
+            for (name, turn) in [("blob", 1), ("another", 2)] {
+                for byte in &mut wanted {
+                    *byte = byte.wrapping_mul(turn);
+                }
+                let mut upload = Upload::begin(bucket.clone(), spare.clone(), name, total).unwrap();
+                let mut offset = 0;
+                let mut jobs: Vec<_> = upload.parts(&cut).into_iter().zip(&cut).map(|(part, len)| {
+                    let bytes = &wanted[offset..offset + native(*len).unwrap()];
+                    offset += bytes.len();
+                    (part, bytes)
+                }).collect();
+                let mut orders = lens.iter().map(|(_, order)| *order).chain([0]);
+                jobs.sort_by_cached_key(|_| orders.next());
+                let jobs = Mutex::new(jobs);
+                std::thread::scope(|scope| for _ in 0..3 {
+                    scope.spawn(|| loop {
+                        let Some((mut part, bytes)) = jobs.lock().unwrap().pop() else { break };
+                        bytes.chunks(block).for_each(|bytes| part.write(bytes).unwrap());
+                        assert_eq!(part.write(&[0]).unwrap_err().kind(), ErrorKind::Invalid);
+                    });
                 });
-            });
-            drop(jobs);
-            prop_assert!(Box::new(upload).seal().unwrap());
-            let found = bucket.wait("blob", async move {
-                objects.get(&Path::from("blob")).await?.bytes().await
-            });
-            prop_assert!(found.unwrap() == wanted);
+                drop(jobs);
+                prop_assert!(Box::new(upload).seal().unwrap());
+                let (objects, path) = (objects.clone(), Path::from(name));
+                let found = bucket.wait(name, async move { objects.get(&path).await?.bytes().await });
+                prop_assert!(found.unwrap() == wanted);
+            }
         }
+    }
+
+    #[test]
+    fn memory_of_parts_comes_back_when_the_bucket_has_let_go_of_it() {
+        let len = native(PART_BYTES).unwrap();
+        let spare = Spare::default();
+        let part = |byte| {
+            let mut part = spare.take(len);
+            part.resize(len, byte);
+            part.freeze()
+        };
+        let first = part(1);
+        let (place, looked_at) = (first.as_ptr(), first.clone());
+        spare.keep(first);
+        assert_ne!(part(2).as_ptr(), place);
+        assert_eq!(looked_at[len - 1], 1);
+        drop(looked_at);
+        let again = spare.take(len);
+        assert_eq!((again.as_ptr(), again.len(), again.capacity()), (place, 0, len));
+        // What is shorter is not kept, nor more than are under way.
+        spare.keep(Bytes::from_static(&[1; 100]));
+        let parts: Vec<_> = (0..20).map(part).collect();
+        for part in parts {
+            spare.keep(part);
+        }
+        assert_eq!(spare.held().len(), PARTS_UNDER_WAY as usize);
     }
 }

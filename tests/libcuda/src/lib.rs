@@ -3,33 +3,56 @@
 //! Memory of a device is anonymous memory that the process does not see: a pointer to it is an address at which nothing
 //! may be read or written, so that who takes it for memory of the host is killed. Work that a stream is given is done by
 //! a thread, later: after a delay of up to `TSSD_FAKE_CUDA_DELAY` microseconds, so that who does not wait for it finds
-//! what was there before. `TSSD_FAKE_CUDA_DEVICES` says how many devices there are (1).
+//! what was there before. `TSSD_FAKE_CUDA_DEVICES` says how many devices there are (1), `TSSD_FAKE_CUDA_MEMORY` how many
+//! bytes of all of them together a process may allocate. With `TSSD_FAKE_CUDA_NO_VMM` they have no virtual memory.
+//!
+//! Memory has descriptors of files without a path, so that it goes from process to process as a real device's does, and
+//! is there as long as one of them has it.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "its callers are those of a library of C")]
 #![expect(clippy::missing_safety_doc, reason = "each is what the driver's documentation says")]
 #![expect(missing_docs, reason = "as above")]
 
 mod context;
+mod ipc;
 mod memory;
+mod pages;
 mod result;
+mod rows;
 mod stream;
+mod virtual_memory;
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::ipc::CUipcMemHandle;
 use crate::memory::Side;
 use crate::result::{CUresult, Code, answer};
+use crate::rows::{CUDA_MEMCPY2D, CUDA_MEMCPY3D};
+use crate::virtual_memory::{CUmemAccessDesc, CUmemAllocationProp};
 
 type CUdevice = c_int;
 type CUdeviceptr = u64;
 type CUcontext = *mut c_void;
 type CUstream = *mut c_void;
 type CUevent = *mut c_void;
+type CUmemGenericAllocationHandle = c_ulonglong;
+type CUhostFn = Option<stream::Function>;
+
+/// Some tests count what the process has: one at a time runs.
+#[cfg(test)]
+static TESTS: Mutex<()> = Mutex::new(());
 
 const NAME: &[u8] = b"a fake GPU\0";
 
 fn devices() -> c_int {
     let count = std::env::var("TSSD_FAKE_CUDA_DEVICES").ok();
     count.and_then(|count| count.parse().ok()).unwrap_or(1)
+}
+
+fn held<T>(all: &Mutex<T>) -> MutexGuard<'_, T> {
+    all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Writes what a caller asked for.
@@ -40,6 +63,12 @@ unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Code> {
     // SAFETY: it is the caller's room for one, and not nothing.
     unsafe { place.write(value) };
     Ok(())
+}
+
+/// What a caller points to.
+unsafe fn get<'a, T>(place: *const T) -> Result<&'a T, Code> {
+    // SAFETY: it is one of the caller's, or nothing.
+    unsafe { place.as_ref() }.ok_or(Code::InvalidValue)
 }
 
 #[unsafe(no_mangle)]
@@ -119,11 +148,19 @@ pub unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(
     value: *mut c_int,
-    _attribute: c_uint,
+    attribute: c_uint,
     _device: CUdevice,
 ) -> CUresult {
+    const MAX_PITCH: c_uint = 11;
+    const VIRTUAL_MEMORY: c_uint = 102;
+    const SHARED_BY_DESCRIPTORS: c_uint = 103;
+    let found = match attribute {
+        MAX_PITCH => rows::MAX_PITCH,
+        VIRTUAL_MEMORY | SHARED_BY_DESCRIPTORS => c_int::from(virtual_memory::is_supported()),
+        _ => 0,
+    };
     // SAFETY: it is the caller's.
-    answer(|| unsafe { put(value, 0) })
+    answer(|| unsafe { put(value, found) })
 }
 
 #[unsafe(no_mangle)]
@@ -175,6 +212,155 @@ pub extern "C" fn cuMemFree_v2(pointer: CUdeviceptr) -> CUresult {
         stream::settle_all();
         memory::free(pointer)
     })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAllocationGranularity(
+    granularity: *mut usize,
+    wanted: *const CUmemAllocationProp,
+    option: c_uint,
+) -> CUresult {
+    answer(|| {
+        // SAFETY: it is the caller's.
+        let found = virtual_memory::granularity(unsafe { get(wanted) }?, option)?;
+        // SAFETY: as above.
+        unsafe { put(granularity, found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemCreate(
+    handle: *mut CUmemGenericAllocationHandle,
+    len: usize,
+    wanted: *const CUmemAllocationProp,
+    flags: c_ulonglong,
+) -> CUresult {
+    answer(|| {
+        // SAFETY: it is the caller's.
+        let created = virtual_memory::create(len, unsafe { get(wanted) }?, flags)?;
+        // SAFETY: as above.
+        unsafe { put(handle, created) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemRelease(handle: CUmemGenericAllocationHandle) -> CUresult {
+    answer(|| virtual_memory::release(handle))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemExportToShareableHandle(
+    shared: *mut c_void,
+    handle: CUmemGenericAllocationHandle,
+    kind: c_uint,
+    flags: c_ulonglong,
+) -> CUresult {
+    answer(|| {
+        let descriptor = virtual_memory::export(handle, kind, flags)?;
+        // SAFETY: the caller has room for a descriptor, which is an int.
+        unsafe { put(shared.cast::<c_int>(), descriptor.as_raw_fd()) }?;
+        // It is the caller's from now on.
+        let _ = descriptor.into_raw_fd();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemImportFromShareableHandle(
+    handle: *mut CUmemGenericAllocationHandle,
+    shared: *mut c_void,
+    kind: c_uint,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(handle, virtual_memory::import(shared.addr(), kind)?) })
+}
+
+/// Where the caller would like the addresses to be is not looked at: the real one need not do it either.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAddressReserve(
+    pointer: *mut CUdeviceptr,
+    len: usize,
+    alignment: usize,
+    _wanted: CUdeviceptr,
+    flags: c_ulonglong,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(pointer, virtual_memory::reserve(len, alignment, flags)?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAddressFree(pointer: CUdeviceptr, len: usize) -> CUresult {
+    answer(|| virtual_memory::free(pointer, len))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemMap(
+    pointer: CUdeviceptr,
+    len: usize,
+    offset: usize,
+    handle: CUmemGenericAllocationHandle,
+    flags: c_ulonglong,
+) -> CUresult {
+    answer(|| virtual_memory::map(pointer, len, offset, handle, flags))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemUnmap(pointer: CUdeviceptr, len: usize) -> CUresult {
+    answer(|| {
+        stream::settle_all();
+        virtual_memory::unmap(pointer, len)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemSetAccess(
+    pointer: CUdeviceptr,
+    len: usize,
+    wanted: *const CUmemAccessDesc,
+    count: usize,
+) -> CUresult {
+    answer(|| {
+        if wanted.is_null() || count == 0 {
+            return Err(Code::InvalidValue);
+        }
+        // SAFETY: they are the caller's, and so many.
+        let wanted = unsafe { std::slice::from_raw_parts(wanted, count) };
+        virtual_memory::set_access(pointer, len, wanted)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcGetMemHandle(
+    handle: *mut CUipcMemHandle,
+    pointer: CUdeviceptr,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(handle, ipc::handle(pointer)?) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
+    pointer: *mut CUdeviceptr,
+    handle: CUipcMemHandle,
+    flags: c_uint,
+) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(pointer, ipc::open(&handle, flags)?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuIpcCloseMemHandle(pointer: CUdeviceptr) -> CUresult {
+    answer(|| {
+        stream::settle_all();
+        ipc::close(pointer)
+    })
+}
+
+/// No function of the real one: how many bytes of a device's memory this process has created or imported, and has not
+/// let go of.
+#[unsafe(no_mangle)]
+pub extern "C" fn tssd_fake_cuda_memory(device: CUdevice) -> u64 {
+    pages::count(device)
 }
 
 #[unsafe(no_mangle)]
@@ -280,6 +466,40 @@ pub extern "C" fn cuMemcpyHtoD_v2(
     })
 }
 
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpy2DAsync_v2(
+    copy: *const CUDA_MEMCPY2D,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| {
+        // SAFETY: it is the caller's.
+        let (rows, len) = unsafe { get(copy) }?.rows()?;
+        stream::copy_rows(stream, &rows, len)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpy3DAsync_v2(
+    copy: *const CUDA_MEMCPY3D,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| {
+        // SAFETY: it is the caller's.
+        let (rows, len) = unsafe { get(copy) }?.rows()?;
+        stream::copy_rows(stream, &rows, len)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemsetD8Async(
+    target: CUdeviceptr,
+    byte: c_uchar,
+    len: usize,
+    stream: CUstream,
+) -> CUresult {
+    answer(|| stream::fill(stream, target, byte, len))
+}
+
 /// No function of the real one: how many bytes were copied from and to memory of the host that is registered, or is not.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_copied(is_registered: bool) -> u64 {
@@ -311,6 +531,15 @@ pub extern "C" fn cuStreamSynchronize(stream: CUstream) -> CUresult {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) -> CUresult {
     answer(|| stream::wait(stream, event))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuLaunchHostFunc(
+    stream: CUstream,
+    function: CUhostFn,
+    data: *mut c_void,
+) -> CUresult {
+    answer(|| stream::call(stream, function, data))
 }
 
 #[unsafe(no_mangle)]

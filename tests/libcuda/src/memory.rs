@@ -1,18 +1,16 @@
-//! Memory of devices.
+//! Addresses: those of devices' memory, and those of the host's that are registered.
 #![expect(unsafe_code, reason = "memory is mapped here")]
 
-use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_void};
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::held;
+use crate::pages::{GRANULE, Pages};
 use crate::result::Code;
-
-/// Allocations are multiples of this.
-const GRANULE: usize = 2 << 20;
 
 /// One end of a copy.
 #[derive(Clone, Copy, Debug)]
@@ -21,34 +19,51 @@ pub(crate) enum Side {
     Device(u64),
 }
 
-/// Memory that has a descriptor, and a map that the driver alone knows.
-struct Pages {
-    _memory: OwnedFd,
-    start: usize,
-    len: usize,
+/// How addresses became a device's.
+pub(crate) enum Kind {
+    /// By `cuMemAlloc`.
+    Allocated,
+    /// By `cuMemMap`. These devices may use them.
+    Mapped(BTreeSet<c_int>),
+    /// By `cuIpcOpenMemHandle`, so often.
+    Opened(usize),
 }
 
 /// Addresses that are a device's.
-struct Range {
-    device: c_int,
-    len: usize,
-    pages: Arc<Pages>,
+pub(crate) struct Range {
+    pub(crate) len: usize,
+    pub(crate) pages: Arc<Pages>,
+    pub(crate) kind: Kind,
 }
 
 static RANGES: Mutex<BTreeMap<usize, Range>> = Mutex::new(BTreeMap::new());
 static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
-fn held<T>(all: &Mutex<T>) -> MutexGuard<'_, T> {
-    all.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+/// All ranges, by their first addresses.
+pub(crate) fn ranges() -> MutexGuard<'static, BTreeMap<usize, Range>> {
+    held(&RANGES)
 }
 
-/// Addresses at which nothing can be read or written.
-fn reserve(len: usize) -> Result<usize, Code> {
+/// Addresses at which nothing can be read or written. After them there is a gap, so that who goes beyond their end is
+/// in no other range.
+pub(crate) fn reserve(len: usize, alignment: usize) -> Result<usize, Code> {
+    let all = len.checked_add(GRANULE).and_then(|len| len.checked_add(alignment));
+    let all = all.ok_or(Code::OutOfMemory)?;
     // SAFETY: no address is asked for, so no other map is touched.
-    let start = unsafe {
-        rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE)
+    let first = unsafe {
+        rustix::mm::mmap_anonymous(std::ptr::null_mut(), all, ProtFlags::empty(), MapFlags::PRIVATE)
     };
-    Ok(start.map_err(|_| Code::OutOfMemory)?.addr())
+    let first = first.map_err(|_| Code::OutOfMemory)?.addr();
+    let start = first.next_multiple_of(alignment);
+    let end = start + len + GRANULE;
+    unmap(first, start - first);
+    unmap(end, first + all - end);
+    Ok(start)
+}
+
+/// Gives back what was reserved.
+pub(crate) fn unreserve(start: usize, len: usize) {
+    unmap(start, len + GRANULE);
 }
 
 fn unmap(start: usize, len: usize) {
@@ -56,63 +71,47 @@ fn unmap(start: usize, len: usize) {
     let _ = unsafe { rustix::mm::munmap(std::ptr::without_provenance_mut(start), len) };
 }
 
-impl Pages {
-    fn new(len: usize) -> Result<Arc<Self>, Code> {
-        let memory = rustix::fs::memfd_create("fake GPU", MemfdFlags::CLOEXEC);
-        let memory = memory.map_err(|_| Code::OutOfMemory)?;
-        rustix::fs::ftruncate(&memory, len as u64).map_err(|_| Code::OutOfMemory)?;
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: no address is asked for, so no other map is touched.
-        let start = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &memory, 0)
-        };
-        let start = start.map_err(|_| Code::OutOfMemory)?.expose_provenance();
-        Ok(Arc::new(Self { _memory: memory, start, len }))
-    }
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        unmap(self.start, self.len);
-    }
-}
-
 pub(crate) fn allocate(device: c_int, len: usize) -> Result<u64, Code> {
     if len == 0 {
         return Err(Code::InvalidValue);
     }
-    let len = len.next_multiple_of(GRANULE);
-    let pages = Pages::new(len)?;
-    let start = reserve(len)?;
-    held(&RANGES).insert(start, Range { device, len, pages });
+    let len = len.checked_next_multiple_of(GRANULE).ok_or(Code::OutOfMemory)?;
+    let pages = Pages::new(device, len)?;
+    let start = reserve(len, GRANULE)?;
+    ranges().insert(start, Range { len, pages, kind: Kind::Allocated });
     Ok(start as u64)
 }
 
 pub(crate) fn free(pointer: u64) -> Result<(), Code> {
     let start = usize::try_from(pointer).map_err(|_| Code::InvalidValue)?;
-    let range = held(&RANGES).remove(&start).ok_or(Code::InvalidValue)?;
-    unmap(start, range.len);
+    let mut ranges = ranges();
+    let Entry::Occupied(found) = ranges.entry(start) else { return Err(Code::InvalidValue) };
+    if !matches!(found.get().kind, Kind::Allocated) {
+        return Err(Code::InvalidValue);
+    }
+    unreserve(start, found.remove().len);
     Ok(())
 }
 
-/// The range that so many bytes lie in, and where its pages are in the driver's own map.
-fn find<T>(pointer: u64, len: usize, take: impl FnOnce(usize, &Range) -> T) -> Result<T, Code> {
-    let start = usize::try_from(pointer).map_err(|_| Code::InvalidValue)?;
-    let end = start.checked_add(len).ok_or(Code::InvalidValue)?;
-    let ranges = held(&RANGES);
-    let found = ranges.range(..=start).next_back();
-    let found =
-        found.filter(|(first, range)| end <= **first + range.len && start < **first + range.len);
-    found.map(|(first, range)| take(*first, range)).ok_or(Code::InvalidValue)
+/// Looks at the range that an address is in, and at how far behind its beginning that is.
+pub(crate) fn find<T>(
+    pointer: u64,
+    look: impl FnOnce(&Range, usize) -> Result<T, Code>,
+) -> Result<T, Code> {
+    let address = usize::try_from(pointer).map_err(|_| Code::InvalidValue)?;
+    let ranges = ranges();
+    let (first, range) = ranges.range(..=address).next_back().ok_or(Code::InvalidValue)?;
+    let offset = address - first;
+    if offset < range.len { look(range, offset) } else { Err(Code::InvalidValue) }
 }
 
 /// Beginning and length of the allocation that an address is of.
 pub(crate) fn allocation(pointer: u64) -> Result<(u64, usize), Code> {
-    find(pointer, 0, |start, range| (start as u64, range.len))
+    find(pointer, |range, offset| Ok((pointer - offset as u64, range.len)))
 }
 
 pub(crate) fn device(pointer: u64) -> Result<c_int, Code> {
-    find(pointer, 0, |_, range| range.device)
+    find(pointer, |range, _| Ok(range.pages.device))
 }
 
 /// Whether memory may be written, as the system has it.
@@ -154,21 +153,38 @@ pub(crate) fn unregister(start: usize) -> Result<(), Code> {
     held(&REGISTERED).remove(&start).map(drop).ok_or(Code::NotRegistered)
 }
 
-/// Where something is in memory that the driver sees, kept for as long as the copy is on its way.
+/// Where something is in memory that the driver sees, kept for as long as the work is on its way.
 pub(crate) struct Place {
     address: usize,
     _pages: Option<Arc<Pages>>,
 }
 
 impl Side {
-    pub(crate) fn place(self, len: usize) -> Result<Place, Code> {
+    /// The place of so many bytes, for a device that may use them, and how many of them are there in one piece: one range
+    /// may follow another.
+    pub(crate) fn place(self, device: c_int, len: usize) -> Result<(Place, usize), Code> {
         match self {
-            Self::Host(address) => Ok(Place { address, _pages: None }),
-            Self::Device(pointer) => find(pointer, len, |first, range| {
-                let offset = usize::try_from(pointer).unwrap_or(first) - first;
-                Place { address: range.pages.start + offset, _pages: Some(range.pages.clone()) }
+            Self::Host(address) => Ok((Place { address, _pages: None }, len)),
+            Self::Device(pointer) => find(pointer, |range, offset| {
+                if let Kind::Mapped(devices) = &range.kind
+                    && !devices.contains(&device)
+                {
+                    return Err(Code::InvalidValue);
+                }
+                let address = range.pages.start + offset;
+                let place = Place { address, _pages: Some(range.pages.clone()) };
+                Ok((place, len.min(range.len - offset)))
             }),
         }
+    }
+
+    /// So many bytes further on.
+    pub(crate) fn after(self, len: usize) -> Result<Self, Code> {
+        let moved = match self {
+            Self::Host(address) => address.checked_add(len).map(Self::Host),
+            Self::Device(pointer) => pointer.checked_add(len as u64).map(Self::Device),
+        };
+        moved.ok_or(Code::InvalidValue)
     }
 }
 
@@ -179,4 +195,11 @@ pub(crate) fn copy(target: &Place, source: &Place, len: usize) {
     // SAFETY: pages of devices were proven to be there, and are kept; memory of the host is there until the stream has
     // done with it, as the driver demands of its callers.
     unsafe { target.cast::<u8>().copy_from(source.cast(), len) };
+}
+
+/// Makes so many bytes the same.
+pub(crate) fn fill(target: &Place, byte: u8, len: usize) {
+    let target = std::ptr::with_exposed_provenance_mut::<u8>(target.address);
+    // SAFETY: as above.
+    unsafe { target.write_bytes(byte, len) };
 }

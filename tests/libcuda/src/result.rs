@@ -18,6 +18,7 @@ pub(crate) enum Code {
     IllegalAddress = 700,
     AlreadyRegistered = 712,
     NotRegistered = 713,
+    NotSupported = 801,
 }
 
 /// What C calls it.
@@ -33,6 +34,7 @@ pub(crate) fn name(code: c_uint) -> Result<&'static CStr, Code> {
         (Code::IllegalAddress, c"CUDA_ERROR_ILLEGAL_ADDRESS"),
         (Code::AlreadyRegistered, c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),
         (Code::NotRegistered, c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"),
+        (Code::NotSupported, c"CUDA_ERROR_NOT_SUPPORTED"),
     ];
     let found = all.into_iter().find(|(known, _)| *known as c_uint == code);
     found.map(|(_, name)| name).ok_or(Code::InvalidValue)

@@ -1,12 +1,14 @@
 //! Streams: each has a thread, which does what it is given in turn, some time later.
+#![expect(unsafe_code, reason = "functions of callers are called here")]
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::held;
 use crate::memory::{self, Place, Side};
 use crate::result::Code;
 
@@ -33,8 +35,20 @@ impl Moment {
     }
 }
 
+/// A function of a caller's.
+pub(crate) type Function = unsafe extern "C" fn(*mut c_void);
+
+/// Bytes that are copied, in one piece on both sides.
+struct Piece {
+    target: Place,
+    source: Place,
+    len: usize,
+}
+
 enum Work {
-    Copy { target: Place, source: Place, len: usize },
+    Copy(Vec<Piece>),
+    Fill { pieces: Vec<(Place, usize)>, byte: u8 },
+    Call { function: Function, data: usize },
     Wait(Arc<Moment>),
     Come(Arc<Moment>),
 }
@@ -47,10 +61,6 @@ static STREAMS: LazyLock<Mutex<BTreeMap<usize, Sender<Work>>>> =
 static EVENTS: Mutex<BTreeMap<usize, Option<Arc<Moment>>>> = Mutex::new(BTreeMap::new());
 
 static NEXT: AtomicUsize = AtomicUsize::new(0xFA4E_0001);
-
-fn held<T>(all: &Mutex<T>) -> MutexGuard<'_, T> {
-    all.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn handle() -> (usize, *mut c_void) {
     let handle = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -73,9 +83,22 @@ fn start() -> Sender<Work> {
     std::thread::spawn(move || {
         for work in works {
             match work {
-                Work::Copy { target, source, len } => {
+                Work::Copy(pieces) => {
                     std::thread::sleep(delay());
-                    memory::copy(&target, &source, len);
+                    for Piece { target, source, len } in pieces {
+                        memory::copy(&target, &source, len);
+                    }
+                }
+                Work::Fill { pieces, byte } => {
+                    std::thread::sleep(delay());
+                    for (target, len) in pieces {
+                        memory::fill(&target, byte, len);
+                    }
+                }
+                Work::Call { function, data } => {
+                    std::thread::sleep(delay());
+                    // SAFETY: it is the caller's, who has given it for this, with these data.
+                    unsafe { function(std::ptr::with_exposed_provenance_mut(data)) };
                 }
                 Work::Wait(moment) => moment.wait(),
                 Work::Come(moment) => moment.come(),
@@ -112,15 +135,58 @@ pub(crate) fn copy(
     source: Side,
     len: usize,
 ) -> Result<(), Code> {
-    crate::context::device()?;
-    for side in [target, source] {
+    copy_rows(stream, &[(target, source)], len)
+}
+
+/// Copies rows, each to where it belongs; all of them are that long.
+pub(crate) fn copy_rows(
+    stream: *mut c_void,
+    rows: &[(Side, Side)],
+    len: usize,
+) -> Result<(), Code> {
+    let device = crate::context::device()?;
+    let mut pieces = Vec::new();
+    for (target, source) in rows {
+        let mut done = 0;
+        loop {
+            let (target, piece) = target.after(done)?.place(device, len - done)?;
+            let (source, piece) = source.after(done)?.place(device, piece)?;
+            pieces.push(Piece { target, source, len: piece });
+            done += piece;
+            if done == len {
+                break;
+            }
+        }
+    }
+    for side in rows.iter().flat_map(|(target, source)| [target, source]) {
         if let Side::Host(start) = side {
-            let counted = usize::from(!memory::is_registered(start, len));
+            let counted = usize::from(!memory::is_registered(*start, len));
             COPIED[counted].fetch_add(len as u64, Ordering::Relaxed);
         }
     }
-    let (target, source) = (target.place(len)?, source.place(len)?);
-    give(stream, Work::Copy { target, source, len })
+    give(stream, Work::Copy(pieces))
+}
+
+pub(crate) fn fill(stream: *mut c_void, target: u64, byte: u8, len: usize) -> Result<(), Code> {
+    let device = crate::context::device()?;
+    let mut pieces = Vec::new();
+    let mut done = 0;
+    while done < len {
+        let found = Side::Device(target).after(done)?.place(device, len - done)?;
+        done += found.1;
+        pieces.push(found);
+    }
+    give(stream, Work::Fill { pieces, byte })
+}
+
+pub(crate) fn call(
+    stream: *mut c_void,
+    function: Option<Function>,
+    data: *mut c_void,
+) -> Result<(), Code> {
+    crate::context::device()?;
+    let function = function.ok_or(Code::InvalidValue)?;
+    give(stream, Work::Call { function, data: data.expose_provenance() })
 }
 
 /// The moment at which a stream has done what it was given until now.
@@ -188,4 +254,28 @@ pub(crate) fn settle_event(event: *mut c_void) -> Result<(), Code> {
 
 pub(crate) fn destroy_event(event: *mut c_void) -> Result<(), Code> {
     held(&EVENTS).remove(&event.addr()).map(drop).ok_or(Code::InvalidHandle)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{cuCtxSetCurrent, cuLaunchHostFunc, cuStreamSynchronize};
+
+    unsafe extern "C" fn add(data: *mut c_void) {
+        // SAFETY: it is the test's number, which is there until the stream has done this.
+        let number = unsafe { &*data.cast::<AtomicU64>() };
+        number.fetch_add(1, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn functions_are_called_with_their_data() {
+        let (number, stream) = (AtomicU64::new(1), std::ptr::null_mut());
+        let data = (&raw const number).cast_mut().cast();
+        assert_eq!(cuCtxSetCurrent(crate::context::of(0).unwrap()), 0);
+        assert_eq!(cuLaunchHostFunc(stream, Some(add), data), 0);
+        assert_eq!(cuLaunchHostFunc(stream, Some(add), data), 0);
+        assert_eq!(cuStreamSynchronize(stream), 0);
+        assert_eq!(number.into_inner(), 3);
+        assert_eq!(cuLaunchHostFunc(stream, None, std::ptr::null_mut()), 1);
+    }
 }

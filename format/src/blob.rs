@@ -1,5 +1,6 @@
 //! Where the bytes of an archive are: in memory, or somewhere that can be read at any place.
 
+use std::any::Any;
 use std::io;
 use std::ops::Range;
 
@@ -23,6 +24,11 @@ pub trait Blob: Send + Sync {
 
     /// All of it, if it is in this process's memory: views of it cost nothing.
     fn bytes(&self) -> Option<&Bytes>;
+
+    /// What it is, for those who can do more with one of its kind than read it, such as a GPU with memory of its own.
+    fn kind(&self) -> Option<&dyn Any> {
+        None
+    }
 
     /// A range of it, aligned to 8 bytes, in memory that nothing outside this process can change:
     /// what is proven of these bytes stays true. They are copied, unless they lie so already.

@@ -163,6 +163,31 @@ pub struct Filled {
     pub(crate) sums: Vec<Sum>,
 }
 
+/// Bytes that a job writes, in one piece.
+#[derive(Clone, Copy)]
+pub enum Piece<'a> {
+    /// They are in this process's memory.
+    Memory(&'a [u8]),
+    /// So many bytes of a blob, from an offset on.
+    Elsewhere {
+        /// Whose they are.
+        blob: &'a dyn Blob,
+        /// Their first byte.
+        offset: u64,
+        /// How many bytes.
+        len: u64,
+    },
+}
+
+impl fmt::Debug for Piece<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Memory(bytes) => write!(f, "Memory({} bytes)", bytes.len()),
+            Self::Elsewhere { offset, len, .. } => write!(f, "Elsewhere({len} bytes at {offset})"),
+        }
+    }
+}
+
 /// What is known of the stored bytes of a chunk.
 #[derive(Clone, Debug)]
 pub(crate) struct Sum {
@@ -176,6 +201,8 @@ pub(crate) struct Sum {
 struct Summing {
     crc: Hasher,
     digest: Option<Box<ChunkHasher>>,
+    /// Whether some of the bytes were not seen: then nothing is known.
+    is_unknown: bool,
 }
 
 impl Summing {
@@ -198,7 +225,7 @@ impl Summing {
 
     fn finish(self) -> Sum {
         let digest = self.digest.map(|digest| digest.finish().into());
-        Sum { crc: self.crc.finalize(), digest }
+        Sum { crc: if self.is_unknown { 0 } else { self.crc.finalize() }, digest }
     }
 }
 
@@ -273,6 +300,39 @@ impl Fill {
                 summing.update(block);
                 Ok(())
             })
+        })
+    }
+
+    /// Gives the range, piece by piece with its place in the file, to whoever copies it without looking, such as to the
+    /// memory of a GPU. Checksums are those of what is in this process's memory: of a chunk with bytes that are
+    /// elsewhere the checksum is 0, and its digest that of what was seen.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if `put` fails.
+    pub fn pieces(
+        &self,
+        mut put: impl FnMut(u64, Piece<'_>) -> std::io::Result<()>,
+    ) -> Result<Filled> {
+        let mut at = self.range.start;
+        self.each(&mut |part, summing| {
+            let (piece, len) = match part {
+                Part::Memory(bytes) => {
+                    if let Some(summing) = summing {
+                        summing.update(bytes);
+                    }
+                    (Piece::Memory(bytes), length(bytes))
+                }
+                Part::Elsewhere(blob, offset, len) => {
+                    if let Some(summing) = summing {
+                        summing.is_unknown = true;
+                    }
+                    (Piece::Elsewhere { blob, offset, len }, len)
+                }
+            };
+            put(at, piece)?;
+            at += len;
+            Ok(())
         })
     }
 
@@ -431,6 +491,16 @@ impl Source {
         }
     }
 
+    /// The blobs that its bytes are of, where they are in no memory.
+    pub(crate) fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
+        self.pieces().iter().flat_map(|bytes| bytes.segments.iter()).filter_map(|segment| {
+            match segment {
+                Segment::Memory(_) => None,
+                Segment::Elsewhere(it) => Some(&*it.blob),
+            }
+        })
+    }
+
     /// How many stored chunks it has.
     fn chunks(&self) -> usize {
         match &self.body {
@@ -460,7 +530,7 @@ impl Source {
             }
             _ => None,
         };
-        Summing { crc: Hasher::new(), digest }
+        Summing { digest, ..Summing::default() }
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, LazyLock};
 use bytes::Bytes;
 
 use crate::arrange::Arranger;
+use crate::blob::Blob;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::{Fill, Filled, Source, jobs, length, parts};
@@ -145,6 +146,11 @@ impl Layout {
     pub fn parts(&self) -> Option<Vec<&[u8]>> {
         static HEAD: LazyLock<[u8; FRAME_LEN]> = LazyLock::new(frame::head);
         parts(self.index_off, &*HEAD, &self.sources)
+    }
+
+    /// What of it is not in this process's memory: the blobs of its storages, once for each piece of them.
+    pub fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
+        self.sources.iter().flat_map(Source::elsewhere)
     }
 
     /// Where the bytes that [`Layout::seal`] returns belong.

@@ -94,7 +94,7 @@ pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
-pub use fill::{Fill, Filled};
+pub use fill::{Fill, Filled, Piece};
 pub use frame::DATA_START;
 #[cfg(feature = "json")]
 pub use json::{to_json, to_json_without_elements};

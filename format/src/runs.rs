@@ -111,6 +111,20 @@ impl Runs {
         })
     }
 
+    /// Calls `copy` with source offset and target offset of the first run of each innermost loop, in bytes, and that loop,
+    /// for whoever copies rows at once. Without loops it is one round.
+    pub fn for_each_rows(&self, mut copy: impl FnMut(u64, u64, Loop)) {
+        if self.run == 0 {
+            return;
+        }
+        match self.loops.split_last() {
+            Some((rows, outer)) => {
+                nest(outer, 0, 0, &mut |source, target| copy(source, target, *rows));
+            }
+            None => copy(0, 0, Loop { count: 1, source_stride: 0, target_stride: 0 }),
+        }
+    }
+
     /// Calls `copy` with source offset, target offset and length of every run, in bytes, in
     /// row-major order of the box.
     pub fn for_each(&self, mut copy: impl FnMut(u64, u64, u64)) {

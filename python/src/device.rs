@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tssd_format::{Storage, Tensor};
-use tssd_store::{BlobMut, Copied, DeviceMemory, Stream};
+use tssd_format::{Blob, Storage, Tensor};
+use tssd_store::{BlobCopy, BlobMut, Coming, Copied, DeviceMemory, Stream};
 
 use crate::error::Result;
 
@@ -120,5 +120,25 @@ impl BlobMut for Window {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);
         end.ok_or(io::ErrorKind::UnexpectedEof)?;
         self.memory.write_all_at(bytes, self.offset + offset)
+    }
+
+    fn begin_copy<'a>(
+        &'a self,
+        source: &'a dyn Blob,
+        copies: &[BlobCopy<'_>],
+    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
+        let is_within = |copy: &BlobCopy<'_>| {
+            let end = copy.target.checked_add(copy.runs.target_span());
+            end.is_some_and(|end| end <= self.len)
+        };
+        if !copies.iter().all(is_within) {
+            return Some(Err(io::ErrorKind::UnexpectedEof.into()));
+        }
+        let copies = copies.iter().map(|copy| {
+            let target = self.offset + copy.target;
+            BlobCopy { target, ..*copy }
+        });
+        let copies: Vec<BlobCopy<'_>> = copies.collect();
+        self.memory.begin_copy(source, &copies)
     }
 }

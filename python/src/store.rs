@@ -243,10 +243,14 @@ impl Store {
     ///     transfer_dtype: the dtype that floating tensors are stored as, such as torch.bfloat16: a copy of
     ///         them. Those of fewer than 16 bits stay, and all others.
     ///     keep_dtype: fqns, or patterns of them, of floating tensors that stay as well: "*.norm.weight".
-    ///     require: "arena", "file", "memory", "object", "tcp" or "tls": any other way is an error.
+    ///     require: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls": any other way is an error.
     ///     rewind: whether a version that is not above the highest gives up those from it on.
     ///     allow_pickle: as for `save_file`.
     ///     timeout: for how many seconds others, and memory, are waited for. None: 60.
+    ///     residency: "host": tensors of GPUs are put to the host's memory; "device": they stay in that of their
+    ///         GPU, in a copy that does not change, which readers of the same GPU copy from. Nobody looks at the bytes:
+    ///         there are no checksums of them. Where that cannot be, they go to the host's: `why` says it,
+    ///         `require="cuda_ipc"` makes it an error.
     ///
     /// Returns:
     ///     A PutReport: the version, whether it is visible, else whose contributions are missing.
@@ -255,7 +259,7 @@ impl Store {
     ///     TssdTypeError, TssdValueError: as `save_file`; the store does not allow it, or the contributions do
     ///         not fit together.
     ///     TssdTimeoutError: others were in the way, or had the memory.
-    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None)")]
+    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency="host"), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
         &self,
@@ -276,6 +280,7 @@ impl Store {
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
+        residency: &'py str,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = key_of(key)?;
@@ -287,6 +292,7 @@ impl Store {
             divergent,
             replicas,
             durability,
+            residency,
             require,
             rewind,
             timeout,
@@ -570,6 +576,7 @@ impl Store {
             divergent,
             replicas,
             durability,
+            residency: "host",
             require,
             rewind,
             timeout,

@@ -148,6 +148,39 @@ def test_shards_of_arrays_are_put_and_got_in_others(driver: gpu.Driver, store: t
     assert part.read() == np.ascontiguousarray(MATRIX[:, 512:]).tobytes()
 
 
+def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None:
+    weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
+    state = {"model": {"weight": weight, "half": half}, "step": 3}
+    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+        for step in range(4):
+            weight.write(MATRIX + step)
+            report = writer.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
+            weight.write(MATRIX - 1)
+            copies = report.device_copies
+            assert copies is not None and report.transport == "cuda_ipc" and "GPU-" in report.why
+            assert (copies.device, copies.pinned, copies.pageable) == (weight.size + half.size, 0, 0)
+            into = gpu.Array(driver, MATRIX * 0)
+            part = gpu.Array(driver, np.zeros((100, 300), np.float32))
+            wanted = {"model": {"weight": into}}
+            _, got = reader.get_state_dict("policy", wanted, strict=False, return_report=True)
+            assert into.read() == (MATRIX + step).tobytes() and got.transport == "cuda_ipc"
+            assert got.device_copies is not None and got.device_copies.device == into.size
+            piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+            reader.get_state_dict("policy", {"model.weight": tssd.TensorShard(part, piece)}, strict=False)
+            assert part.read() == (MATRIX + step)[200:300, 500:800].tobytes()
+            found = reader.get_state_dict("policy", require="cuda_ipc")
+            assert bytes_of(found["model"]["weight"]) == (MATRIX + step).tobytes() and found["step"] == 3
+            assert bytes_of(found["model"]["half"]) == half.read()
+            driver.wait()
+        assert report.digest != writer.put_state_dict(state, "policy", residency="device").digest
+        with pytest.raises(tssd.TssdValueError, match="residency=host"):
+            writer.put_state_dict(state, "policy", residency="device", durability="disk")
+    store = tssd.Store("memory:")
+    assert "a daemon of this host" in store.put_state_dict(state, "policy", residency="device").why
+    with pytest.raises(tssd.TssdValueError, match="cuda_ipc is required"):
+        store.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
+
+
 def test_arrays_are_saved(driver: gpu.Driver, tmp_path: Path) -> None:
     weight = gpu.Array(driver, MATRIX)
     tssd.save_file({"a": weight, "b": weight}, tmp_path / "x.tssd", compression="zstd", digest="blake3")

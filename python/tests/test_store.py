@@ -158,7 +158,7 @@ def test_errors_have_classes_and_say_what_to_do(store: tssd.Store) -> None:
     with pytest.raises(TypeError) as opaque:
         store.put_state_dict({"a": {"b": object()}}, "policy")
     assert isinstance(opaque.value, tssd.TssdTypeError) and opaque.value.fqn == "a.b"
-    for wrong in ({"divergent": "x"}, {"replicas": "x"}, {"durability": "x"}, {"require": "x"}, {"timeout": -1.0}):
+    for wrong in ({"divergent": "x"}, {"replicas": "x"}, {"durability": "x"}, {"residency": "x"}, {"require": "x"}, {"timeout": -1.0}):
         with pytest.raises(ValueError):
             store.put_state_dict({}, "policy", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tls is required"):

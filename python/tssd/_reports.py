@@ -13,11 +13,13 @@ class DeviceCopies:
     Attributes:
         pinned: how many bytes were copied straight from or to page-locked memory, at the speed of the bus.
         pageable: how many were copied once more on their way.
-        why: why, the last time; None if none were.
+        device: how many stayed on a GPU: they were copied from its memory to its memory.
+        why: why some were copied once more, the last time; None if none were.
     """
 
     pinned: int
     pageable: int
+    device: int
     why: str | None
 
 
@@ -34,7 +36,7 @@ class PutReport:
         missing: the writers whose contributions it waits for.
         stored: whether all of the version is in the bucket, with durability="object".
         bytes: how many bytes this put has stored.
-        transport: how they went: "arena", "file", "memory", "object", "tcp" or "tls".
+        transport: how they went: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
             there was room for it (others may have been waited for), "write" to copy and to checksum,
@@ -73,7 +75,7 @@ class GetReport:
         bytes_received: how many came over a connection, from another host or a bucket: more than were asked for where
             whole chunks are needed to prove parts of them.
         bytes_verified: how many were compared with their checksums.
-        transport: how they came: "arena", "file", "memory", "object", "tcp" or "tls".
+        transport: how they came: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         plan_seconds: how long it took to find out what to copy.
         seconds: how long the copy took.

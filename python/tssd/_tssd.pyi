@@ -201,8 +201,9 @@ def _interrupted() -> None: ...
 
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]
+_Residency = Literal["host", "device"]
 _Durability = Literal["memory", "disk", "object"]
-_Transport = Literal["arena", "file", "memory", "object", "tcp", "tls"]
+_Transport = Literal["arena", "cuda_ipc", "file", "memory", "object", "tcp", "tls"]
 _Metadata = dict[str, Any]
 
 @final
@@ -246,6 +247,7 @@ class Store:
         rewind: bool = False,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        residency: _Residency = "host",
     ) -> Any: ...
     def get_state_dict(
         self,

@@ -9,6 +9,6 @@ mod pool;
 mod segment;
 mod volume;
 
-pub(crate) use pool::{Exhausted, PeerId, Pool, SegmentId, Span, Spare, Writing};
+pub(crate) use pool::{Exhausted, Hollow, PeerId, Pool, SegmentId, Shared, Span, Spare, Writing};
 pub(crate) use segment::{ReadMap, WriteMap, check_lent, check_shared};
 pub(crate) use volume::ArenaVolume;

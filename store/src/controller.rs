@@ -92,6 +92,11 @@ pub(crate) trait Controller: Catalog {
     /// How the bytes of what is put travel.
     fn route(&self) -> Route;
 
+    /// Whether archives may stay in the memory of a GPU.
+    fn takes_devices(&self) -> bool {
+        false
+    }
+
     /// What a read has come to: whoever counts such things is told.
     fn got(&self, _got: Got) {}
 
@@ -135,8 +140,19 @@ pub(crate) struct Proposal {
     pub(crate) durability: Durability,
     /// Length of the archive in bytes, or of the first.
     pub(crate) file_len: u64,
+    /// The GPU whose memory it is to be in, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<OnDevice>,
     /// For how long others are waited for.
     pub(crate) timeout: Duration,
+}
+
+/// An archive that is to be in the memory of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct OnDevice {
+    pub(crate) uuid: String,
+    /// How many bytes of it: what is in front of its index.
+    pub(crate) len: u64,
 }
 
 /// A contribution that has begun.

@@ -2,9 +2,14 @@
 
 mod device;
 mod driver;
+mod filling;
 mod memory;
 mod pinned;
+mod segment;
+mod virtual_memory;
 
 pub use self::device::{Device, Stream};
+pub(crate) use self::filling::{Filling, home};
 pub use self::memory::{Copied, DeviceMemory};
 pub(crate) use self::pinned::{mapped, unmapped};
+pub(crate) use self::segment::DeviceSegment;

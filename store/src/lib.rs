@@ -21,7 +21,8 @@ mod arena;
 #[cfg(feature = "object")]
 mod bucket;
 mod credentials;
-#[cfg(all(target_os = "linux", feature = "cuda"))]
+#[cfg(target_os = "linux")]
+#[cfg_attr(not(feature = "cuda"), path = "cuda/absent.rs")]
 mod cuda;
 mod disk;
 mod environment;
@@ -74,14 +75,14 @@ pub use cuda::{Copied, Device, DeviceMemory, Stream};
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use disk::Replacement;
 pub use error::{Error, ErrorKind, Result};
-pub use get::{BlobMut, GetOptions, GetReport, Target, TargetMemory};
+pub use get::{BlobCopy, BlobMut, Coming, GetOptions, GetReport, Target, TargetMemory};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use opened::Opened;
 pub use private::Private;
 pub use publish::Publisher;
-pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas};
+pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency};
 pub use route::Transport;
 pub use scrub::{Defect, scrub};
 pub use status::{DaemonStatus, HostStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};

@@ -143,6 +143,10 @@ impl Receiver {
             return Err(invalid("fewer descriptors have come than the frame says"));
         }
         let fds = self.fds.drain(..count).collect();
+        // Those of a frame come with its first byte.
+        if self.bytes.is_empty() && !self.fds.is_empty() {
+            return Err(invalid("more descriptors have come than frames say"));
+        }
         Ok(Frame { kind: header.kind, number: header.number, head, data: data.into(), fds })
     }
 

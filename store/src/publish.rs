@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{
-    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, route, stored, write,
+    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, published, stored, write,
 };
 use crate::route::Route;
 use crate::store::Store;
@@ -65,7 +65,7 @@ impl Publisher {
             return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
         }
         let call = call(store.calls(), key, options)?;
-        let route = route(store.controller(), options)?;
+        let route = published(store.controller(), options)?;
         let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
         Ok(Self {
             store,
@@ -170,7 +170,7 @@ impl Publisher {
         let open = self.make_room(dict, len).await?;
         let begun = Instant::now();
         let (contribution, written) =
-            write(open.contribution, layout, open.committed.is_some()).await?;
+            write(open.contribution, layout, (open.committed.is_some(), true)).await?;
         let open = Open { contribution, ..open };
         self.phases.arrange += (arranged - started).as_secs_f64();
         self.phases.begin += (begun - arranged).as_secs_f64();

@@ -1,6 +1,8 @@
 //! Putting: one writer's contribution to a version.
 
+mod leaves;
 mod replicas;
+mod residency;
 mod role;
 
 use std::collections::BTreeMap;
@@ -15,6 +17,8 @@ use tssd_format::{
 };
 
 use self::replicas::without_replicas;
+pub use self::residency::Residency;
+pub(crate) use self::residency::published;
 pub(crate) use self::role::Role;
 use crate::controller::{
     Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
@@ -59,6 +63,8 @@ pub struct PutOptions {
     /// Whether the version is to outlive the daemon that holds it, or its host; all writers must say the same.
     /// A store in a directory keeps all that is put on disk, and one in a bucket there.
     pub durability: Durability,
+    /// Whose memory tensors of GPUs are in, once they are put.
+    pub residency: Residency,
     /// How the bytes must go; none: any way is good.
     pub require: Option<Transport>,
     /// For how long to wait for others at most.
@@ -80,6 +86,7 @@ impl Default for PutOptions {
             compression: Compression::None,
             digests: false,
             durability: Durability::default(),
+            residency: Residency::default(),
             require: None,
             timeout: Duration::from_mins(1),
         }
@@ -178,18 +185,23 @@ impl Staged {
         let started = Instant::now();
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
-        let Route { transport, why } = route(controller, options)?;
         let role = Role::of(dict, options)?;
-        let layout = arrange(key, dict, options).await?;
+        let dict = residency::beside(dict, &role, options);
+        let dict = dict.map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+        let layout = arrange(key, &dict, options).await?;
+        let (device, Route { transport, why }) = residency::choose(controller, &layout, options)?;
         let bytes = layout.file_len();
         let arranged = Instant::now();
-        let proposal = proposal(role, call, options, bytes);
+        let is_seen = device.is_none();
+        let proposal = Proposal { device, ..proposal(role, call, options, bytes) };
         let Begun { id, epoch, number, committed, contribution } =
             controller.begin(key, proposal).await?;
         let begun = Instant::now();
-        let (contribution, written) = write(contribution, layout, committed.is_some()).await?;
+        let (contribution, written) =
+            write(contribution, layout, (committed.is_some(), is_seen)).await?;
         let digest = match written {
-            Ok(digest) => digest,
+            Ok(digest) if is_seen => digest,
+            Ok(digest) => residency::unseen(digest, id),
             Err(error) => return Err(contribution.withdraw(error).await),
         };
         let phases = PutPhases {
@@ -322,13 +334,6 @@ pub(crate) fn call(calls: &Calls, key: &Key, options: &PutOptions) -> Result<Opt
     }
 }
 
-/// How the bytes go, if they may go that way.
-pub(crate) fn route(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
-    let route = controller.route();
-    route.admit(options.require)?;
-    Ok(route)
-}
-
 /// What a writer says of a contribution whose archive, or first one, has so many bytes.
 pub(crate) fn proposal(
     role: Role,
@@ -346,6 +351,7 @@ pub(crate) fn proposal(
         rewind: options.rewind,
         durability: options.durability,
         file_len,
+        device: None,
         timeout: options.timeout,
     }
 }
@@ -358,14 +364,15 @@ pub(crate) async fn arrange(key: &Key, dict: &StateDict, options: &PutOptions) -
     if jobs.is_empty() { place(draft, jobs) } else { wait(move || place(draft, jobs)).await }
 }
 
-/// Writes an archive, unless it is stored already; gives its digest.
+/// Writes an archive, unless it is stored already; gives its digest: of what is seen, or of all.
 pub(crate) async fn write(
     mut contribution: Box<dyn Contribution>,
     layout: Layout,
-    is_stored: bool,
+    (is_stored, is_seen): (bool, bool),
 ) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
     wait(move || {
-        let written = if is_stored { sum(&layout) } else { store(&mut *contribution, &layout) };
+        let written =
+            if is_stored { sum(&layout, is_seen) } else { store(&mut *contribution, &layout) };
         Ok((contribution, written))
     })
     .await
@@ -419,9 +426,10 @@ fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest>
 }
 
 /// The digest that an archive would have.
-fn sum(layout: &Layout) -> Result<Digest> {
+fn sum(layout: &Layout, is_seen: bool) -> Result<Digest> {
     let run = |job: Fill| {
-        job.write_to(&mut std::io::sink()).map_err(|error| Error::request("checksum", error))
+        let summed = if is_seen { job.sum() } else { job.pieces(|_, _| Ok(())) };
+        summed.map_err(|error| Error::request("checksum", error))
     };
     let filled = parallel::map(layout.jobs(), run)?;
     Ok(digest(&seal(layout, filled)?))

@@ -56,6 +56,8 @@ struct Client {
     /// For the bytes that are not in this host's memory.
     lines: Arc<Lines>,
     instance: u64,
+    /// Whether it takes archives in the memory of GPUs.
+    takes_devices: bool,
     /// How bytes travel to it.
     route: Route,
 }
@@ -110,7 +112,8 @@ impl RemoteController {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
                 let lines = Arc::new(Lines::new(dial).while_held(calls.openness()));
                 let instance = welcome.instance;
-                Ok(Self(Arc::new(Client { calls, maps, lines, instance, route })))
+                let takes_devices = is_near && welcome.devices;
+                Ok(Self(Arc::new(Client { calls, maps, lines, instance, takes_devices, route })))
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
@@ -144,6 +147,7 @@ impl Client {
     fn open(&self, place: Location) -> Result<Archived> {
         Ok(match place {
             Location::Span(span) => Archived::Near(self.maps.archive(span)?),
+            Location::Hollow(hollow) => Archived::Near(self.maps.hollow(hollow)?),
             Location::Blob { blob, len, .. } => Archived::Far(Far {
                 holder: self.lines.clone(),
                 blob: blob.into(),
@@ -155,8 +159,14 @@ impl Client {
 
     /// How the bytes of these archives come.
     fn route_of(&self, archives: &Archives) -> Route {
+        let hollow = archives.values().filter(|place| matches!(place, Location::Hollow(_))).count();
+        if hollow > 0 {
+            let all = archives.len();
+            let why = format!("{hollow} of {all} archives are in the memory of GPUs");
+            return Route::new(Transport::CudaIpc, why);
+        }
         let far = archives.values().filter_map(|place| match place {
-            Location::Span(_) => None,
+            Location::Span(_) | Location::Hollow(_) => None,
             Location::Blob { at, .. } => at.as_deref(),
         });
         let far: Vec<&str> = far.collect();
@@ -280,7 +290,8 @@ impl Controller for RemoteController {
     }
 
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
-        let request = Request::Locate { key: key.to_string(), selector };
+        let devices = self.0.route.transport == Transport::Arena;
+        let request = Request::Locate { key: key.to_string(), selector, devices };
         let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
         let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
         let (client, route) = (self.0.clone(), self.0.route_of(&leased.archives));
@@ -315,6 +326,10 @@ impl Controller for RemoteController {
 
     fn route(&self) -> Route {
         self.0.route.clone()
+    }
+
+    fn takes_devices(&self) -> bool {
+        self.0.takes_devices
     }
 
     fn got(&self, got: Got) {

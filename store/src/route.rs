@@ -16,6 +16,8 @@ pub enum Transport {
     Memory,
     /// Through memory that this host's processes share.
     Arena,
+    /// Within the memory of a GPU that processes share, or from it.
+    CudaIpc,
     /// To and from files.
     File,
     /// In the open, to and from a daemon of this host.
@@ -35,9 +37,10 @@ pub(crate) struct Route {
 
 impl Transport {
     /// All of them, by name.
-    const NAMES: [(Self, &str); 6] = [
+    const NAMES: [(Self, &str); 7] = [
         (Self::Memory, "memory"),
         (Self::Arena, "arena"),
+        (Self::CudaIpc, "cuda_ipc"),
         (Self::File, "file"),
         (Self::Tcp, "tcp"),
         (Self::Tls, "tls"),

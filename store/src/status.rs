@@ -55,6 +55,9 @@ pub struct Memory {
     pub retired: u64,
     /// Of that, what is free and warm.
     pub warm: u64,
+    /// Beside that, what segments of GPUs take there.
+    #[serde(default)]
+    pub devices: u64,
     /// How many segments there are.
     pub segments: u64,
     /// How many segments were lent again, warm, since the start.

@@ -11,7 +11,8 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use tssd_format::{
-    CHUNK_BYTES, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_checksum,
+    Blob, CHUNK_BYTES, Error as FormatError, Runs, StorageReference, Unpack, copy,
+    copy_and_checksum,
 };
 
 use crate::controller::Located;
@@ -100,6 +101,13 @@ impl OpenVersion {
 
     fn archive(&self, reference: &StorageReference) -> &Archived {
         &self.archives[native(u64::from(reference.shard))]
+    }
+
+    /// The archive that has the raw bytes of a storage, and where in it they begin; none if they are compressed.
+    pub(crate) fn raw(&self, storage: u32) -> Option<(&dyn Blob, u64)> {
+        let reference = &self.stored(storage).reference;
+        let is_raw = reference.packing.is_none();
+        is_raw.then(|| (self.archive(reference).blob(), reference.offset))
     }
 
     /// Whoever holds a storage elsewhere, if it is raw: then boxes of it can be had alone.
@@ -231,8 +239,10 @@ impl OpenVersion {
         let mut read = vec![0; native(last - first)];
         blob.read_exact_at(&mut read, reference.offset + first)
             .map_err(|error| Error::io(self.name(), error))?;
-        for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
-            self.prove(storage, chunk, bytes)?;
+        if self.archive(reference).is_summed() {
+            for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
+                self.prove(storage, chunk, bytes)?;
+            }
         }
         Ok(Bytes::from(read).slice(native(range.start - first)..native(range.end - first)))
     }
@@ -317,7 +327,9 @@ impl OpenVersion {
         let mut stored = vec![0; native(place.end - place.start)];
         blob.read_exact_at(&mut stored, place.start)
             .map_err(|error| Error::io(self.name(), error))?;
-        self.prove(storage, chunk, &stored)?;
+        if self.archive(reference).is_summed() {
+            self.prove(storage, chunk, &stored)?;
+        }
         Ok(stored.into())
     }
 }

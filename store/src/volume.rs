@@ -2,6 +2,8 @@
 
 mod directory;
 mod far;
+#[cfg(target_os = "linux")]
+mod hollow;
 mod memory;
 #[cfg(feature = "object")]
 mod object;
@@ -17,6 +19,8 @@ use crate::route::Route;
 
 pub(crate) use directory::DirectoryVolume;
 pub(crate) use far::{Boxed, Far, Holder, Job, Proof};
+#[cfg(target_os = "linux")]
+pub(crate) use hollow::{HEAD_BYTES, HEAD_LEN, HollowBlob};
 pub(crate) use memory::MemoryVolume;
 #[cfg(feature = "object")]
 pub(crate) use object::{ObjectVolume, alone};
@@ -67,11 +71,19 @@ pub(crate) struct Near {
     pub(crate) blob: Arc<dyn Blob>,
     /// If it lies in a file that can be mapped, maps of that, and the byte that it begins at there.
     pub(crate) maps: Option<(Arc<PrivateMaps>, u64)>,
+    /// Whether its index has the checksums of its bytes.
+    pub(crate) is_summed: bool,
 }
 
 impl Near {
     pub(crate) fn new(blob: impl Blob + 'static) -> Self {
-        Self { blob: Arc::new(blob), maps: None }
+        Self { blob: Arc::new(blob), maps: None, is_summed: true }
+    }
+
+    /// An archive of which whoever wrote it has not seen all bytes.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn hollow(blob: HollowBlob) -> Self {
+        Self { is_summed: false, ..Self::new(blob) }
     }
 
     pub(crate) fn mapped(self, maps: Arc<PrivateMaps>, start: u64) -> Self {
@@ -108,6 +120,11 @@ impl Archived {
             Self::Near(_) => None,
             Self::Far(far) => Some(far),
         }
+    }
+
+    /// Whether its index has the checksums of its bytes.
+    pub(crate) fn is_summed(&self) -> bool {
+        self.near().is_none_or(|near| near.is_summed)
     }
 
     /// If its bytes are here, where.

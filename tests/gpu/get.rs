@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice};
+use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
 use tssd_store::blocking::Store;
 use tssd_store::{DeviceMemory, ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
 use tssd_tests::served::Served;
@@ -14,14 +14,14 @@ const ROWS: u64 = 1200;
 const COLUMNS: u64 = 1000;
 
 /// The bytes of a matrix of 16-bit elements in a step.
-fn matrix(step: u64) -> Vec<u8> {
+pub(crate) fn matrix(step: u64) -> Vec<u8> {
     pattern(step, (ROWS * COLUMNS * 2) as usize)
 }
 
 /// A box of it: first row and column, rows and columns.
-type Part = [u64; 4];
+pub(crate) type Part = [u64; 4];
 
-fn cut(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> {
+pub(crate) fn cut(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> {
     let line = |at: u64| {
         let start = ((at * COLUMNS + column) * 2) as usize;
         matrix[start..start + (columns * 2) as usize].iter().copied()
@@ -29,19 +29,29 @@ fn cut(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> {
     (row..row + rows).flat_map(line).collect()
 }
 
-fn place([row, column, rows, columns]: Part) -> ShardPlace {
+pub(crate) fn place([row, column, rows, columns]: Part) -> ShardPlace {
     let slice = TensorSlice::new(&[row, column], &[rows, columns], &[ROWS, COLUMNS]);
     ShardPlace::new(slice.unwrap())
 }
 
-/// Three writers put rows of it.
+/// Three writers put rows of it, from this process's memory.
 fn publish(stores: &[Store], step: u64) {
+    publish_from(stores, step, &|bytes| (bytes.into(), PutOptions::default()));
+}
+
+/// The same from where the bytes are brought first, and as is said.
+pub(crate) fn publish_from(
+    stores: &[Store],
+    step: u64,
+    bring: &dyn Fn(Vec<u8>) -> (Storage, PutOptions),
+) {
     let all = matrix(step);
     std::thread::scope(|scope| {
         for writer in 0..3_u32 {
             let part = [u64::from(writer) * 400, 0, 400, COLUMNS];
             let meta = TensorMeta::new(Dtype::Bfloat16, &part[2..]).unwrap();
-            let tensor = Tensor::new(meta, cut(&all, part).into(), 0).unwrap();
+            let (storage, options) = bring(cut(&all, part));
+            let tensor = Tensor::new(meta, storage, 0).unwrap();
             let mut dict = StateDict::new();
             dict.insert("weight", Shard::new(tensor, place(part)).unwrap());
             let options = PutOptions {
@@ -49,7 +59,7 @@ fn publish(stores: &[Store], step: u64) {
                 writers: Some("0-2".parse().unwrap()),
                 job: Some(JobId("run".to_owned())),
                 version: Some(step),
-                ..PutOptions::default()
+                ..options
             };
             let store = &stores[writer as usize % stores.len()];
             scope.spawn(move || store.put_state_dict(&key(), &dict, &options).unwrap());
@@ -58,18 +68,18 @@ fn publish(stores: &[Store], step: u64) {
 }
 
 /// A tensor of a device that is filled: which part it is, and how far its rows are from each other, in elements.
-struct Wanted {
-    part: Part,
+pub(crate) struct Wanted {
+    pub(crate) part: Part,
     stride: u64,
-    allocation: Arc<Allocation>,
-    target: DeviceMemory,
+    pub(crate) allocation: Arc<Allocation>,
+    pub(crate) target: DeviceMemory,
 }
 
 /// What it has where it has no element.
 const GAP: u8 = 0xA5;
 
 impl Wanted {
-    fn new(caller: &Caller, part: Part, stride: u64) -> Self {
+    pub(crate) fn new(caller: &Caller, part: Part, stride: u64) -> Self {
         let len = ((part[2] - 1) * stride + part[3]) as usize * 2;
         let allocation = caller.allocate(len);
         // Written when its target is made already, after other work: what is got comes after it.
@@ -79,14 +89,14 @@ impl Wanted {
         Self { part, stride, allocation, target }
     }
 
-    fn as_target(&self) -> Target<'_> {
+    pub(crate) fn as_target(&self) -> Target<'_> {
         let meta = TensorMeta::new(Dtype::Bfloat16, &self.part[2..]).unwrap();
         let meta = meta.with_strides(&[self.stride, 1]).unwrap();
         let memory = TargetMemory::Elsewhere(&self.target);
         Target { fqn: "weight".to_owned(), place: Some(place(self.part)), meta, memory }
     }
 
-    fn expected(&self, step: u64) -> Vec<u8> {
+    pub(crate) fn expected(&self, step: u64) -> Vec<u8> {
         let mut bytes = vec![GAP; self.allocation.len];
         let lines = cut(&matrix(step), self.part);
         let line = (self.part[3] * 2) as usize;

@@ -13,9 +13,10 @@
 mod caller;
 mod get;
 mod put;
+mod snapshot;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use tssd_store::{Device, ErrorKind, Key};
 
@@ -48,12 +49,19 @@ fn run(driver: Option<&Path>, environment: &[(&str, &str)], test: &str) -> Outpu
     if let Some(driver) = driver {
         std::os::unix::fs::symlink(driver, folder.path().join("libcuda.so")).unwrap();
     }
-    Command::new(std::env::current_exe().unwrap())
-        .args([test, "--ignored", "--test-threads=2"])
-        .env("LD_LIBRARY_PATH", folder.path())
-        .envs(environment.iter().copied())
-        .output()
-        .unwrap()
+    set(test, environment).env("LD_LIBRARY_PATH", folder.path()).output().unwrap()
+}
+
+/// These tests in a process of their own.
+fn set(test: &str, environment: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--ignored", "--test-threads=2"]).envs(environment.iter().copied());
+    command
+}
+
+/// A process that does what a test of this name says.
+fn child(test: &str, environment: &[(&str, &str)]) -> Child {
+    set(test, environment).stdout(Stdio::null()).spawn().unwrap()
 }
 
 fn expect_success(output: &Output) {
@@ -64,12 +72,21 @@ fn expect_success(output: &Output) {
 
 #[test]
 fn all_of_it_on_a_driver_without_a_gpu() {
-    for environment in [
-        &[("TSSD_FAKE_CUDA_DELAY", "0")][..],
-        &[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")],
-    ] {
+    let little = [("TSSD_FAKE_CUDA_DELAY", "100"), ("TSSD_FAKE_CUDA_MEMORY", "20000000")];
+    for (environment, tests) in [
         // What counts is alone in its process.
-        for test in ["get::", "put::what", "put::bytes", "put::the", "put::memory"] {
+        (
+            &[("TSSD_FAKE_CUDA_DELAY", "0")][..],
+            &["get::", "put::what", "put::bytes", "put::the", "put::memory", "snapshot::"][..],
+        ),
+        (
+            &[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")],
+            &["get::", "put::what", "put::bytes", "put::the", "put::memory", "snapshot::"],
+        ),
+        (&[("TSSD_FAKE_CUDA_NO_VMM", "1")], &["snapshot::where"]),
+        (&little, &["snapshot::a_device_that_is_full"]),
+    ] {
+        for test in tests {
             let output = run(Some(&fake()), environment, test);
             expect_success(&output);
             let text = String::from_utf8_lossy(&output.stdout);

@@ -15,8 +15,8 @@ use crate::caller::{Allocation, Caller, devices};
 use crate::{key, pattern};
 
 /// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.
-struct Model {
-    caller: Caller,
+pub(crate) struct Model {
+    pub(crate) caller: Caller,
     storages: Vec<Arc<Allocation>>,
 }
 
@@ -38,18 +38,29 @@ const LEAVES: [Leaf; 9] = [
 ];
 
 impl Model {
-    fn new(ordinal: usize) -> Self {
+    pub(crate) fn new(ordinal: usize) -> Self {
         let caller = Caller::new(ordinal);
         let storages = LENS.iter().map(|len| caller.allocate(*len)).collect();
         Self { caller, storages }
     }
 
     /// Gives the stream a step to write.
-    fn step(&self, step: u64) {
+    pub(crate) fn step(&self, step: u64) {
         self.caller.stall(&self.storages[0]);
         for (number, storage) in self.storages.iter().enumerate() {
             self.caller.fill(storage, pattern(step * 100 + number as u64, storage.len));
         }
+    }
+
+    /// What it has when the stream has done what it was given.
+    pub(crate) fn dict(&self) -> StateDict {
+        let storages: Vec<Storage> = (0..LENS.len()).map(|number| self.storage(number)).collect();
+        dict(&storages, true)
+    }
+
+    /// What is to be found of a step.
+    pub(crate) fn expected(&self, step: u64) -> StateDict {
+        expected(step)
     }
 
     fn storage(&self, number: usize) -> Storage {

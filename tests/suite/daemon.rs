@@ -303,7 +303,8 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
         ("a head over the limit", header(1, (64 << 10) + 1, 0, 0)),
         ("data over the limit", header(1, 2, (256 << 10) + 1, 0)),
         ("lengths that overflow", header(1, u32::MAX, u32::MAX, 0)),
-        ("descriptors, though they do not come", header(1, 2, 0, 1)),
+        ("a descriptor, though it does not come", [header(1, 2, 0, 1), b"{}".to_vec()].concat()),
+        ("two descriptors", header(1, 2, 0, 2)),
         ("an unknown kind of frame", header(9, 2, 0, 0)),
         ("a part", frame(2, 1, HELLO, b"")),
         ("a reply", frame(3, 1, HELLO, b"")),
@@ -383,6 +384,96 @@ fn requests_that_cannot_be_met_are_answered() {
     let (_, failed) = raw.receive().unwrap();
     assert_eq!(failed["failed"]["kind"], "rejected", "{failed}");
     assert!(served.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
+}
+
+/// No GPU and no driver is needed to keep its memory: what stands for that here is a file.
+#[test]
+fn memory_of_gpus_is_taken_only_as_it_must_be() {
+    let served = Served::new(1 << 30);
+    let mut raw = Raw::greet(&served.socket());
+    let dict = model(7, 1);
+    let layout = tssd_format::Layout::plan(&dict, &tssd_format::Options::new()).unwrap();
+    let archive = TorchStoreStateDict::from_state_dict(&dict).unwrap();
+    let archive = archive.as_bytes();
+    let (index_off, len) = (layout.index_off(), layout.file_len());
+    let shell = [&archive[..4096], &archive[index_off as usize..]].concat();
+    let begin = |len: u64, device: u64, durability: &str| {
+        format!(
+            r#"{{"op":"begin","key":"policy","proposal":{{"writer":0,"writers":"0","file_len":{len},
+            "durability":"{durability}","device":{{"uuid":"GPU-1","len":{device}}},
+            "timeout":{{"secs":1,"nanos":0}}}}}}"#
+        )
+    };
+    let memory = || rustix::fs::memfd_create("GPU", MemfdFlags::CLOEXEC).unwrap();
+    let with_descriptors = |number: u64, head: &str, count: u8| {
+        let mut bytes = frame(1, number, head, b"");
+        bytes[5] = count;
+        bytes
+    };
+    let digest = "00000000000000000000000000000000";
+    for (number, (len, device, durability)) in (10..).zip([
+        (len, 4095, "memory"),
+        (len, len + 1, "memory"),
+        (len, u64::MAX, "memory"),
+        (len, index_off, "disk"),
+    ]) {
+        let reply = raw.ask(number, &begin(len, device, durability));
+        assert_eq!(reply["failed"]["kind"], "invalid", "{device}: {reply}");
+    }
+    // Without its memory it is no archive.
+    let begun = &raw.ask(20, &begin(len, index_off, "memory"))["begun"];
+    assert_eq!((&begun["room"], &begun["device"]["device"]), (&"inline".into(), &"GPU-1".into()));
+    assert!(begun["device"]["capacity"].as_u64().unwrap() >= index_off);
+    let commit = |begun: &serde_json::Value| {
+        let contribution = &begun["contribution"];
+        format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{digest}"}}"#)
+    };
+    raw.send(&frame(1, 21, &commit(begun), &shell));
+    let reply = raw.receive().unwrap().1;
+    assert!(reply["failed"]["text"].as_str().unwrap().contains("has not come"), "{reply}");
+    // It comes once, as one descriptor, for what was lent.
+    let begun = raw.ask(22, &begin(len, index_off, "memory"))["begun"].clone();
+    let segment = &begun["device"]["segment"];
+    let bring = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
+    assert_eq!(raw.ask(23, &bring(segment))["failed"]["kind"], "invalid");
+    for (number, segment, is_taken) in
+        [(24, &999.into(), false), (25, segment, true), (26, segment, false)]
+    {
+        assert!(raw.send_with(&with_descriptors(number, &bring(segment), 1), &[memory()]));
+        let (_, reply) = raw.receive().unwrap();
+        assert_eq!(reply == "done", is_taken, "{number}: {reply}");
+    }
+    let extend =
+        format!(r#"{{"op":"extend","contribution":{},"file_len":100}}"#, begun["contribution"]);
+    assert_eq!(raw.ask(27, &extend)["failed"]["kind"], "invalid");
+    // The next one has the same memory.
+    let begun = raw.ask(28, &begin(len, index_off, "memory"))["begun"].clone();
+    assert_eq!(&begun["device"]["segment"], segment);
+    raw.send(&frame(1, 29, &commit(&begun), &shell[1..]));
+    assert_eq!(raw.receive().unwrap().1["failed"]["kind"], "invalid");
+    let begun = raw.ask(30, &begin(len, index_off, "memory"))["begun"].clone();
+    raw.send(&frame(1, 31, &commit(&begun), &shell));
+    assert_eq!(raw.receive().unwrap().1["progress"]["visible"], true);
+    // Who knows of such memory gets it, nobody else does, and nobody here can look at it.
+    let locate = r#"{"op":"locate","key":"policy","selector":"newest""#;
+    let mut reader = Raw::greet(&served.socket());
+    assert_eq!(reader.ask(2, &format!("{locate}}}"))["failed"]["kind"], "unsupported");
+    let (reply, fds) = reader.ask_for_descriptors(&format!(r#"{locate},"devices":true}}"#));
+    let (_, archive) = reply["leased"]["archives"].as_object().unwrap().iter().next().unwrap();
+    assert_eq!((&archive["device"], &archive["len"]), (segment, &len.into()));
+    let segments = reply["leased"]["segments"].as_array().unwrap();
+    let at = segments.iter().position(|each| each["device"] == "GPU-1").unwrap();
+    assert_eq!((fds.len(), segments.len()), (2, 2));
+    let brought = std::fs::read_link(format!("/proc/self/fd/{}", fds[at].as_raw_fd())).unwrap();
+    assert!(brought.to_str().unwrap().starts_with("/memfd:GPU"));
+    let error = served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    let error = served.connect_far().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    // More than one descriptor is none that a client sends.
+    let fds = [memory(), memory()];
+    reader.send_with(&with_descriptors(9, &bring(segment), 2), &fds);
+    assert!(reader.is_ended());
 }
 
 #[test]

@@ -40,6 +40,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(memory.created_bytes),
         memory.recycled,
     ))?;
+    if memory.devices > 0 {
+        print(format!("memory of GPUs: {}\n", Size(memory.devices)))?;
+    }
     let mut peers =
         Table::new(&[("PEER", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
     for peer in &status.peers {

@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
-use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, WriterSet};
+use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, WriterSet};
 
 use super::connected::seconds;
 use crate::error::Result;
@@ -51,6 +51,7 @@ pub(super) struct Put<'py> {
     pub(super) divergent: &'py str,
     pub(super) replicas: &'py str,
     pub(super) durability: &'py str,
+    pub(super) residency: &'py str,
     pub(super) require: Option<&'py str>,
     pub(super) rewind: bool,
     pub(super) timeout: Option<f64>,
@@ -106,6 +107,11 @@ impl Put<'_> {
                     let those = "\"memory\", \"disk\" or \"object\"";
                     return Err(wrong("durability", other, those).into());
                 }
+            },
+            residency: match self.residency {
+                "host" => Residency::Host,
+                "device" => Residency::Device,
+                other => return Err(wrong("residency", other, "\"host\" or \"device\"").into()),
             },
             rewind: self.rewind,
             allow_opaque: true,

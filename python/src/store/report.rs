@@ -12,7 +12,7 @@ use crate::error::Result;
 fn device_copies(py: Python<'_>, copied: Option<Copied>) -> Result<Option<Bound<'_, PyAny>>> {
     let Some(copied) = copied else { return Ok(None) };
     let class = py.import("tssd._reports")?.getattr("DeviceCopies")?;
-    Ok(Some(class.call1((copied.pinned, copied.pageable, copied.why))?))
+    Ok(Some(class.call1((copied.pinned, copied.pageable, copied.device, copied.why))?))
 }
 
 pub(super) fn put_report<'py>(

@@ -16,7 +16,7 @@ use super::extents::Extents;
 use super::segment::{self, ReadMap, WriteMap};
 use crate::status::Memory;
 use crate::sync::{Mutex, MutexGuard, Notify, mpsc, select};
-use crate::volume::Near;
+use crate::volume::{HollowBlob, Near};
 
 /// A segment's name in its daemon.
 pub(crate) type SegmentId = u64;
@@ -29,6 +29,16 @@ pub(crate) type PeerId = u64;
 pub(crate) struct Span {
     pub(crate) segment: SegmentId,
     pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// An archive in the memory of a GPU: a segment of its own, at the places that its bytes have in the file. Only its shell
+/// is in this host's memory: its head, its index and its trailer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Hollow {
+    pub(crate) shell: Span,
+    pub(crate) device: SegmentId,
+    /// Of the archive.
     pub(crate) len: u64,
 }
 
@@ -59,6 +69,8 @@ struct Inner {
     /// What is retired and still mapped by somebody.
     retired: BTreeMap<SegmentId, Retired>,
     blobs: BTreeMap<String, Span>,
+    /// Of the blobs that are shells, the segments of GPUs that have the rest, and the lengths of the archives.
+    hollow: BTreeMap<String, (SegmentId, u64)>,
     /// How many read a blob, or will.
     holds: BTreeMap<String, u64>,
     /// What is deleted as soon as nobody holds it.
@@ -72,9 +84,9 @@ struct Inner {
 }
 
 struct Segment {
-    memory: OwnedFd,
+    memory: Backing,
     capacity: u64,
-    /// How much of the limit it takes: nothing, if it is a file.
+    /// How much of the limit it takes: nothing, if it is a file or a GPU's.
     cost: u64,
     writer: Writer,
     /// Blobs that are in it.
@@ -87,6 +99,14 @@ struct Segment {
     is_suspect: bool,
     /// The daemon's own map.
     map: Option<Arc<ReadMap>>,
+}
+
+/// What a segment is made of.
+enum Backing {
+    /// Memory of this host, or a file.
+    Host(OwnedFd),
+    /// Memory of a GPU, which only its writer can make: by its driver's descriptor, once that has come.
+    Device { uuid: Arc<str>, memory: Option<OwnedFd> },
 }
 
 enum Writer {
@@ -109,6 +129,14 @@ pub(crate) struct Lent {
     pub(crate) capacity: u64,
     /// The memory, if the writer has not mapped it yet.
     pub(crate) memory: Option<OwnedFd>,
+}
+
+/// Memory of a segment, for a reader that does not have it yet.
+pub(crate) struct Shared {
+    pub(crate) memory: OwnedFd,
+    pub(crate) capacity: u64,
+    /// The GPU that it is of, if it is.
+    pub(crate) device: Option<Arc<str>>,
 }
 
 /// A blob that the daemon writes itself. Dropped, its memory is given back.
@@ -239,9 +267,38 @@ impl Pool {
             Ok(prepared) => prepared,
             Err(exhausted) => return Ok(Err(exhausted)),
         };
-        let Segment { memory, capacity, .. } = &inner.segments[&id];
-        let memory = if is_new { Some(memory.try_clone()?) } else { None };
-        Ok(Ok(Lent { segment: id, capacity: *capacity, memory }))
+        let segment = &inner.segments[&id];
+        let memory = if is_new { Some(segment.host()?.try_clone()?) } else { None };
+        Ok(Ok(Lent { segment: id, capacity: segment.capacity, memory }))
+    }
+
+    /// A segment of a GPU for a writer: a warm one of its own if there is one, else one whose memory the writer
+    /// [makes](Pool::bring).
+    pub(crate) fn lend_device(&self, peer: PeerId, uuid: &str, len: u64) -> Option<Lent> {
+        let mut inner = self.inner();
+        let capacity = len.max(1).checked_next_multiple_of(STEP)?;
+        let is_own = |segment: &Segment| segment.is_of(peer) && segment.device() == Some(uuid);
+        let id = inner.warm(len, capacity, is_own).unwrap_or_else(|| {
+            let memory = Backing::Device { uuid: uuid.into(), memory: None };
+            inner.add(Segment::new(memory, capacity, Writer::Peer(peer)))
+        });
+        let segment = inner.segments.get_mut(&id).expect("it was just found or made");
+        segment.is_lent = true;
+        Some(Lent { segment: id, capacity: segment.capacity, memory: None })
+    }
+
+    /// The memory of a GPU's segment, from the writer that it is lent to. What it is made of, nobody can prove here:
+    /// who maps it does.
+    pub(crate) fn bring(&self, peer: PeerId, id: SegmentId, brought: OwnedFd) -> io::Result<()> {
+        let mut inner = self.inner();
+        let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
+        match segment.map(|segment| &mut segment.memory) {
+            Some(Backing::Device { memory: memory @ None, .. }) => {
+                *memory = Some(brought);
+                Ok(())
+            }
+            _ => Err(io::Error::other("no memory of a GPU is wanted for that segment")),
+        }
     }
 
     /// A segment for the daemon itself, to write a blob of this many bytes into.
@@ -272,7 +329,7 @@ impl Pool {
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
         let Writer::Own(map) = &mut segment.writer else { unreachable!("it is the daemon's") };
         let (map, capacity) = (map.take(), segment.capacity);
-        let memory = if map.is_some() { None } else { Some(segment.memory.try_clone()?) };
+        let memory = if map.is_some() { None } else { Some(segment.host()?.try_clone()?) };
         drop(inner);
         // Given back by its drop from here on.
         let mut writing = Writing { pool: self.clone(), segment: Some(id), map, len };
@@ -293,11 +350,38 @@ impl Pool {
         self.inner().publish(id, name, len, |segment| segment.is_lent_to(peer))
     }
 
+    /// The blob of a name is the shell of an archive of so many bytes, the rest of which a writer has put into a segment
+    /// of a GPU.
+    pub(crate) fn publish_hollow(
+        &self,
+        peer: PeerId,
+        id: SegmentId,
+        name: &str,
+        len: u64,
+    ) -> io::Result<()> {
+        let mut inner = self.inner();
+        if !inner.blobs.contains_key(name) || inner.hollow.contains_key(name) {
+            return Err(io::Error::other("it is no shell"));
+        }
+        let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
+        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
+        if !matches!(segment.memory, Backing::Device { memory: Some(_), .. }) {
+            return Err(io::Error::other("the memory of the GPU has not come"));
+        }
+        segment.is_lent = false;
+        segment.blobs += 1;
+        inner.hollow.insert(name.to_owned(), (id, len));
+        Ok(())
+    }
+
     /// A writer gives back what it was lent, unused.
     pub(crate) fn give_back(&self, peer: PeerId, id: SegmentId) {
         let mut inner = self.inner();
         if let Some(segment) = inner.segments.get_mut(&id).filter(|each| each.is_lent_to(peer)) {
             segment.is_lent = false;
+            if matches!(segment.memory, Backing::Device { memory: None, .. }) {
+                inner.segments.remove(&id);
+            }
         }
         drop(inner);
         self.freed.notify_waiters();
@@ -325,6 +409,7 @@ impl Pool {
             segment::seal(&memory)?;
             let mut free = Extents::all(capacity);
             let offset = free.take(room).expect("it is as long at least");
+            let memory = Backing::Host(memory);
             (inner.add(Segment::new(memory, capacity, Writer::Slab(map, free))), offset)
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
@@ -341,13 +426,20 @@ impl Pool {
         self.inner().blobs.get(name).copied()
     }
 
+    /// Where an archive is that is in the memory of a GPU.
+    pub(crate) fn hollow(&self, name: &str) -> Option<Hollow> {
+        let inner = self.inner();
+        let (device, len) = *inner.hollow.get(name)?;
+        Some(Hollow { shell: *inner.blobs.get(name)?, device, len })
+    }
+
     /// Takes a file as a segment of one blob: it costs no memory.
     pub(crate) fn adopt(&self, name: &str, file: OwnedFd, len: u64) -> Span {
         let mut inner = self.inner();
         if let Some(span) = inner.blobs.get(name) {
             return *span;
         }
-        let mut segment = Segment::new(file, len, Writer::Gone);
+        let mut segment = Segment::new(Backing::Host(file), len, Writer::Gone);
         (segment.cost, segment.blobs) = (0, 1);
         let span = Span { segment: inner.add(segment), offset: 0, len };
         inner.blobs.insert(name.to_owned(), span);
@@ -365,35 +457,48 @@ impl Pool {
     pub(crate) fn open(&self, name: &str) -> io::Result<Option<Near>> {
         let mut inner = self.inner();
         let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
+        let hollow = inner.hollow.get(name).copied();
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
         let map = if let Some(map) = &segment.map {
             map.clone()
         } else {
-            let map = ReadMap::sparse(&segment.memory, segment.capacity)?;
+            let map = ReadMap::sparse(segment.host()?, segment.capacity)?;
             segment.map.insert(map).clone()
         };
-        Ok(Some(map.archive(offset, len).expect("a blob lies in its segment")))
+        let near = map.archive(offset, len).expect("a blob lies in its segment");
+        let Some((_, len)) = hollow else { return Ok(Some(near)) };
+        let shell = near.blob.bytes().cloned().unwrap_or_default();
+        Ok(Some(Near::hollow(HollowBlob::new(shell, len, None)?)))
     }
 
     /// The memory of a segment and its length, for a reader that does not have it yet.
-    pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<(OwnedFd, u64)>> {
+    pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<Shared>> {
         let mut inner = self.inner();
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the segment is gone");
         let segment = inner.segments.get_mut(&id).ok_or_else(gone)?;
         if segment.readers.contains(&peer) {
             return Ok(None);
         }
-        let memory = segment::read_only(&segment.memory)?;
+        let (memory, device) = match &segment.memory {
+            Backing::Host(memory) => (segment::read_only(memory)?, None),
+            Backing::Device { uuid, memory } => {
+                let memory = memory.as_ref().ok_or_else(gone)?;
+                (memory.try_clone()?, Some(uuid.clone()))
+            }
+        };
         segment.readers.insert(peer);
-        Ok(Some((memory, segment.capacity)))
+        Ok(Some(Shared { memory, capacity: segment.capacity, device }))
     }
 
     /// Somebody who read a blob was lost: nobody says that it is handed back.
     pub(crate) fn suspect(&self, name: &str) {
         let mut inner = self.inner();
-        let Some(span) = inner.blobs.get(name).copied() else { return };
-        if let Some(segment) = inner.segments.get_mut(&span.segment) {
-            segment.is_suspect = true;
+        let host = inner.blobs.get(name).map(|span| span.segment);
+        let device = inner.hollow.get(name).map(|(device, _)| *device);
+        for id in host.into_iter().chain(device) {
+            if let Some(segment) = inner.segments.get_mut(&id) {
+                segment.is_suspect = true;
+            }
         }
     }
 
@@ -459,6 +564,8 @@ impl Pool {
         }
         let span = inner.blobs.remove(from);
         inner.blobs.extend(span.map(|span| (to.to_owned(), span)));
+        let hollow = inner.hollow.remove(from);
+        inner.hollow.extend(hollow.map(|hollow| (to.to_owned(), hollow)));
         span.is_some()
     }
 
@@ -485,6 +592,10 @@ impl Pool {
             .collect();
         for id in own {
             let segment = inner.segments.get_mut(&id).expect("it was just found");
+            if matches!(segment.memory, Backing::Device { memory: None, .. }) {
+                inner.segments.remove(&id);
+                continue;
+            }
             // Its map is still there, as long as the process is.
             segment.readers.insert(peer);
             segment.writer = Writer::Gone;
@@ -523,7 +634,8 @@ impl Pool {
             limit: self.limit,
             used: inner.used,
             retired: inner.retired.values().map(|retired| retired.cost).sum(),
-            warm: inner.segments.values().filter(warm).map(|segment| segment.capacity).sum(),
+            warm: inner.segments.values().filter(warm).map(|segment| segment.cost).sum(),
+            devices: inner.segments.values().filter_map(Segment::device_bytes).sum(),
             segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
             recycled: inner.recycled,
             created_bytes: inner.created_bytes,
@@ -544,16 +656,9 @@ impl Inner {
         let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
             return Ok(Err(Exhausted { wanted: len, used: self.used, limit }));
         };
-        let fits = |(_, segment): &(&SegmentId, &Segment)| {
-            is_own(segment)
-                && segment.is_warm()
-                && segment.capacity >= len
-                && segment.capacity <= capacity.saturating_mul(2)
-        };
-        let warm = self.segments.iter().filter(fits).min_by_key(|(_, segment)| segment.capacity);
-        if let Some((&id, _)) = warm {
+        let is_own = |segment: &Segment| segment.device().is_none() && is_own(segment);
+        if let Some(id) = self.warm(len, capacity, is_own) {
             self.segments.get_mut(&id).expect("it was just found").is_lent = true;
-            self.recycled += 1;
             return Ok(Ok((id, false)));
         }
         // The manifest goes into a slab: there must be room for one.
@@ -566,9 +671,29 @@ impl Inner {
         if let Err(exhausted) = self.make_room(capacity.saturating_add(slab), limit) {
             return Ok(Err(exhausted));
         }
-        let mut segment = Segment::new(segment::create(capacity)?, capacity, writer());
+        let memory = Backing::Host(segment::create(capacity)?);
+        let mut segment = Segment::new(memory, capacity, writer());
         segment.is_lent = true;
         Ok(Ok((self.add(segment), true)))
+    }
+
+    /// A segment for so many bytes that is warm: the smallest that is not much larger.
+    fn warm(
+        &mut self,
+        len: u64,
+        capacity: u64,
+        is_own: impl Fn(&Segment) -> bool,
+    ) -> Option<SegmentId> {
+        let fits = |(_, segment): &(&SegmentId, &Segment)| {
+            is_own(segment)
+                && segment.is_warm()
+                && segment.capacity >= len
+                && segment.capacity <= capacity.saturating_mul(2)
+        };
+        let warm = self.segments.iter().filter(fits).min_by_key(|(_, segment)| segment.capacity);
+        let id = warm.map(|(id, _)| *id)?;
+        self.recycled += 1;
+        Some(id)
     }
 
     /// Gives the blob a name that a writer has filled a segment with.
@@ -587,7 +712,7 @@ impl Inner {
         if self.blobs.contains_key(name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        segment::seal(&segment.memory)?;
+        segment::seal(segment.host()?)?;
         segment.is_lent = false;
         segment.blobs += 1;
         self.blobs.insert(name.to_owned(), Span { segment: id, offset: 0, len });
@@ -605,23 +730,29 @@ impl Inner {
 
     fn delete(&mut self, name: &str) {
         let Some(span) = self.blobs.remove(name) else { return };
+        if let Some((device, _)) = self.hollow.remove(name) {
+            self.vacate(device);
+        }
         let segment = self.segments.get_mut(&span.segment).expect("a blob lies in a segment");
-        segment.blobs -= 1;
         if let Writer::Slab(_, free) = &mut segment.writer {
             free.give(span.offset, room_for(span.len));
         }
+        self.vacate(span.segment);
+    }
+
+    /// A segment has one blob less.
+    fn vacate(&mut self, id: SegmentId) {
+        let segment = self.segments.get_mut(&id).expect("a blob lies in a segment");
+        segment.blobs -= 1;
         if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
-            self.retire(span.segment);
+            self.retire(id);
         }
     }
 
     /// Retires warm segments until there is room.
     fn make_room(&mut self, wanted: u64, limit: u64) -> Result<(), Exhausted> {
         while self.used.saturating_add(wanted) > limit {
-            let warm = self
-                .segments
-                .iter()
-                .find(|(_, segment)| segment.is_warm() && !matches!(segment.writer, Writer::Gone));
+            let warm = self.segments.iter().find(|(_, segment)| segment.gives_room());
             let Some((&id, _)) = warm else {
                 return Err(Exhausted { wanted, used: self.used, limit });
             };
@@ -668,11 +799,12 @@ impl Inner {
 }
 
 impl Segment {
-    fn new(memory: OwnedFd, capacity: u64, writer: Writer) -> Self {
+    fn new(memory: Backing, capacity: u64, writer: Writer) -> Self {
+        let cost = if matches!(memory, Backing::Host(_)) { capacity } else { 0 };
         Self {
             memory,
             capacity,
-            cost: capacity,
+            cost,
             writer,
             blobs: 0,
             is_lent: false,
@@ -680,6 +812,31 @@ impl Segment {
             is_suspect: false,
             map: None,
         }
+    }
+
+    /// Its memory, if that is this host's.
+    fn host(&self) -> io::Result<&OwnedFd> {
+        match &self.memory {
+            Backing::Host(memory) => Ok(memory),
+            Backing::Device { .. } => Err(io::Error::other("it is memory of a GPU")),
+        }
+    }
+
+    /// The GPU that it is memory of.
+    fn device(&self) -> Option<&str> {
+        match &self.memory {
+            Backing::Host(_) => None,
+            Backing::Device { uuid, .. } => Some(uuid),
+        }
+    }
+
+    fn device_bytes(&self) -> Option<u64> {
+        self.device().map(|_| self.capacity)
+    }
+
+    /// Whether there is more room for others when it is retired.
+    fn gives_room(&self) -> bool {
+        self.is_warm() && self.cost > 0 && !matches!(self.writer, Writer::Gone)
     }
 
     fn is_of(&self, peer: PeerId) -> bool {

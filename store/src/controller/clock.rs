@@ -64,6 +64,7 @@ fn proposal(number: u64) -> Proposal {
         rewind: false,
         durability: Durability::Disk,
         file_len: 1,
+        device: None,
         timeout: Duration::ZERO,
     }
 }

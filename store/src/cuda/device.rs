@@ -1,7 +1,7 @@
 //! Devices, and what copies from and to them.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::CUdevice;
@@ -101,19 +101,45 @@ impl Device {
         unsafe { Event::now(self.context()?, raw) }
     }
 
-    /// Does something on a stream of its own, after an event.
-    pub(super) fn on_lane<T>(
-        &self,
-        after: &Event,
-        work: impl FnOnce(&Lane) -> Result<T>,
-    ) -> Result<T> {
-        let lanes = || self.0.lanes.lock().expect("nobody panics while holding the streams");
-        let idle = lanes().pop();
-        let lane = idle.map_or_else(|| Lane::new(self.context()?), Ok)?;
-        let done = lane.wait(after).and_then(|()| work(&lane));
-        // Nothing is on its way on it, whatever has become of it.
-        lanes().push(lane);
+    /// A stream of this library's own, on which nothing is on its way.
+    pub(super) fn lane(&self) -> Result<Lane> {
+        let idle = self.lanes().pop();
+        idle.map_or_else(|| Lane::new(self.context()?), Ok)
+    }
+
+    /// Nothing is on its way on it any more.
+    pub(super) fn give_back(&self, lane: Lane) {
+        self.lanes().push(lane);
+    }
+
+    /// Does something on a stream of its own, which is done when this returns.
+    pub(super) fn with_lane<T>(&self, work: impl FnOnce(&Lane) -> Result<T>) -> Result<T> {
+        let lane = self.lane()?;
+        let done = work(&lane);
+        self.give_back(lane);
         done
+    }
+
+    fn lanes(&self) -> MutexGuard<'_, Vec<Lane>> {
+        self.0.lanes.lock().expect("nobody panics while holding the streams")
+    }
+
+    /// How the driver calls it.
+    pub(super) fn raw(&self) -> CUdevice {
+        self.0.raw
+    }
+
+    /// The one that has a UUID, as [`Device::uuid`] says it.
+    pub(super) fn by_uuid(uuid: &str) -> Result<Self> {
+        let all = Self::all()?;
+        let found = all.iter().find(|device| device.uuid() == uuid).cloned();
+        found.ok_or_else(|| {
+            let text = format_args!(
+                "no CUDA device {uuid}: this process sees {all:?}. Readers of what is in the memory of a GPU must see \
+                 that GPU, or it is put with residency=host"
+            );
+            Error::new(ErrorKind::Unsupported, text)
+        })
     }
 }
 

@@ -8,11 +8,12 @@ use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
+use tssd_format::{Loop, Runs};
 
 use crate::error::{Error, ErrorKind, Result};
 
 /// What is called here: without one of them the driver is too old.
-const SYMBOLS: [&str; 24] = [
+const SYMBOLS: [&str; 26] = [
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",
@@ -29,6 +30,8 @@ const SYMBOLS: [&str; 24] = [
     "cuInit",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuPointerGetAttribute",
@@ -64,14 +67,20 @@ fn find() -> Result<(), String> {
     if !unsafe { sys::is_culib_present() } {
         return Err("there is no driver here (libcuda.so.1)".to_owned());
     }
-    for symbol in SYMBOLS {
-        // SAFETY: as above; it was there a moment ago.
+    has(&SYMBOLS)?;
+    result::init().map_err(|error| error.to_string())
+}
+
+/// Whether the driver, which must be there, has all these functions; or which one it lacks.
+pub(super) fn has(symbols: &[&str]) -> Result<(), String> {
+    for symbol in symbols {
+        // SAFETY: it was there a moment ago.
         let library = unsafe { sys::culib() };
         // SAFETY: what is found is not called, only looked for.
         let found = unsafe { library.get::<*const c_void>(symbol.as_bytes()) };
         found.map_err(|_| format!("the driver is too old: it has no {symbol}"))?;
     }
-    result::init().map_err(|error| error.to_string())
+    Ok(())
 }
 
 /// The context of a device that everybody in the process shares: torch's too. It stays as long as the process.
@@ -208,6 +217,66 @@ impl Lane {
     }
 }
 
+/// Work that is begun and not waited for. What it reads and writes must be there until [`Lane::finish`] has returned.
+impl Lane {
+    /// Begins to copy runs of bytes from one memory of a device to another, or within one.
+    ///
+    /// # Safety
+    ///
+    /// All runs, counted from `source` and from `target` on, must be memory of devices, which is not freed before
+    /// [`Lane::finish`] has returned; and until then nobody may write what is read, nor use what is written.
+    pub(super) unsafe fn start_runs(&self, target: u64, source: u64, runs: &Runs) -> Result<()> {
+        let _entered = self.context.enter()?;
+        let mut begun = sys::CUresult::CUDA_SUCCESS;
+        let mut begin = |begin: &dyn Fn() -> sys::CUresult| {
+            if begun == sys::CUresult::CUDA_SUCCESS {
+                begun = begin();
+            }
+        };
+        let run = runs.run_bytes();
+        runs.for_each_rows(|source_at, target_at, rows| {
+            let (source, target) = (source + source_at, target + target_at);
+            let is_pitch = |stride: u64| (run..=MAX_PITCH).contains(&stride);
+            if rows.count > 1 && is_pitch(rows.source_stride) && is_pitch(rows.target_stride) {
+                let copy = rows_of(target, source, run, rows);
+                // SAFETY: all rows are as the caller says; the description is read before this returns.
+                begin(&|| unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.raw) });
+                return;
+            }
+            for row in 0..rows.count {
+                let target = target + row * rows.target_stride;
+                let source = source + row * rows.source_stride;
+                // SAFETY: as above.
+                begin(&|| unsafe {
+                    sys::cuMemcpyDtoDAsync_v2(target, source, native(run), self.raw)
+                });
+            }
+        });
+        let all = runs.total_bytes();
+        begun.result().map_err(|error| failed(format_args!("a copy of {all} bytes"), error))
+    }
+
+    /// Begins to copy memory of the host to the device's.
+    ///
+    /// # Safety
+    ///
+    /// As [`Lane::start_runs`], for so many bytes from `target` on; `source` must be there as long.
+    pub(super) unsafe fn start_write(&self, target: u64, source: &[u8]) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: as the caller says.
+        let begun = unsafe { result::memcpy_htod_async(target, source, self.raw) };
+        begun.map_err(|error| failed(format_args!("a copy of {} bytes", source.len()), error))
+    }
+
+    /// Waits for all that was begun.
+    pub(super) fn finish(&self) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is there.
+        let done = unsafe { result::stream::synchronize(self.raw) };
+        done.map_err(|error| failed("copies", error))
+    }
+}
+
 impl Drop for Lane {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
@@ -215,6 +284,35 @@ impl Drop for Lane {
             let _ = unsafe { result::stream::destroy(self.raw) };
         }
     }
+}
+
+/// Rows are not farther apart than this for the driver, in bytes (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
+const MAX_PITCH: u64 = i32::MAX as u64;
+
+/// Rows of so many bytes, as the driver is told of them.
+fn rows_of(target: u64, source: u64, run: u64, rows: Loop) -> sys::CUDA_MEMCPY2D {
+    sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: std::ptr::null(),
+        srcDevice: source,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: native(rows.source_stride),
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: target,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: native(rows.target_stride),
+        WidthInBytes: native(run),
+        Height: native(rows.count),
+    }
+}
+
+fn native(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("the driver is one of 64 bits")
 }
 
 /// `CU_MEMORYTYPE_DEVICE`.

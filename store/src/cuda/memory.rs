@@ -1,6 +1,7 @@
 //! Memory of devices that tensors lie in.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to whoever has made them")]
 
+use std::any::Any;
 use std::ops::{AddAssign, Range};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{fmt, io};
@@ -11,8 +12,10 @@ use tssd_format::Blob;
 use super::device::{Device, Stream};
 use super::driver::{Event, Lane};
 use super::pinned;
-use crate::error::Result;
-use crate::get::BlobMut;
+use super::segment::DeviceSegment;
+use crate::error::{Error, Result};
+use crate::get::{BlobCopy, BlobMut, Coming};
+use crate::volume::HollowBlob;
 
 /// Memory of a device, such as that of a tensor's storage.
 ///
@@ -37,6 +40,8 @@ pub struct Copied {
     pub pinned: u64,
     /// How many bytes were copied once more.
     pub pageable: u64,
+    /// How many bytes stayed on the device: they were copied from its memory to its memory.
+    pub device: u64,
     /// Why, the last time.
     pub why: Option<String>,
 }
@@ -54,6 +59,7 @@ impl AddAssign<&Self> for Copied {
     fn add_assign(&mut self, other: &Self) {
         self.pinned += other.pinned;
         self.pageable += other.pageable;
+        self.device += other.device;
         if other.why.is_some() {
             self.why.clone_from(&other.why);
         }
@@ -125,6 +131,16 @@ impl DeviceMemory {
         Ok(self.pointer + offset)
     }
 
+    /// Lets a stream wait until its bytes are there; says where so many of them from an offset on are.
+    pub(super) fn begin_read(&self, lane: &Lane, offset: u64, len: u64) -> Result<u64> {
+        let place = usize::try_from(len).map_err(io::Error::other);
+        let place = place.and_then(|len| self.place(offset, len));
+        let place = place.map_err(|error| Error::io("memory of a GPU", error))?;
+        lane.wait(&self.ready)?;
+        self.counts().device += len;
+        Ok(place)
+    }
+
     /// Copies from or to memory of the host, which is pinned first if it can be.
     fn copy(&self, host: Range<usize>, copy: impl FnOnce(&Lane) -> Result<()>) -> io::Result<()> {
         if host.is_empty() {
@@ -133,12 +149,68 @@ impl DeviceMemory {
         let bytes = u64::try_from(host.len()).map_err(io::Error::other)?;
         let context = self.device.context().map_err(io::Error::other)?;
         let pinned = pinned::pin(context, host);
-        self.device.on_lane(&self.ready, copy).map_err(io::Error::other)?;
+        let copy = |lane: &Lane| lane.wait(&self.ready).and_then(|()| copy(lane));
+        self.device.with_lane(copy).map_err(io::Error::other)?;
         match pinned {
             Ok(()) => self.counts().pinned += bytes,
             Err(why) => self.counts().paged(bytes, why),
         }
         Ok(())
+    }
+}
+
+impl DeviceMemory {
+    /// Begins to copy from a segment of the same device.
+    fn begin_from<'a>(
+        &'a self,
+        segment: &'a DeviceSegment,
+        copies: &[BlobCopy<'_>],
+    ) -> Result<Box<dyn Coming + 'a>> {
+        let lane = self.device.lane()?;
+        // Waited for by its drop from here on, whatever comes of it.
+        let coming = OnLane { device: &self.device, lane: Some(lane) };
+        let lane = coming.lane.as_ref().expect("it is not done");
+        lane.wait(&self.ready)?;
+        for BlobCopy { source, target, runs } in copies {
+            let from = segment.place(*source, runs.source_span())?;
+            let span = usize::try_from(runs.target_span()).map_err(io::Error::other);
+            let to = span.and_then(|span| self.place(*target, span));
+            let to = to.map_err(|error| Error::io("memory of a GPU", error))?;
+            // SAFETY: both are there, as proven, as long as they are borrowed, which is until the copies are done. Nobody
+            // writes the segment: a lease holds what is read. Nobody else uses the target, as its maker has said.
+            unsafe { lane.start_runs(to, from, runs)? };
+            self.counts().device += runs.total_bytes();
+        }
+        Ok(Box::new(coming))
+    }
+}
+
+/// Copies that have begun on a stream.
+struct OnLane<'a> {
+    device: &'a Device,
+    /// None once they are done.
+    lane: Option<Lane>,
+}
+
+impl OnLane<'_> {
+    fn finish(&mut self) -> Result<()> {
+        let Some(lane) = self.lane.take() else { return Ok(()) };
+        let finished = lane.finish();
+        self.device.give_back(lane);
+        finished
+    }
+}
+
+impl Coming for OnLane<'_> {
+    fn wait(mut self: Box<Self>) -> io::Result<()> {
+        self.finish().map_err(io::Error::other)
+    }
+}
+
+impl Drop for OnLane<'_> {
+    fn drop(&mut self) {
+        // Nothing reads or writes the memory any more when it is not borrowed any more.
+        let _ = self.finish();
     }
 }
 
@@ -169,6 +241,10 @@ impl Blob for DeviceMemory {
     fn bytes(&self) -> Option<&Bytes> {
         None
     }
+
+    fn kind(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
 }
 
 impl BlobMut for DeviceMemory {
@@ -182,5 +258,15 @@ impl BlobMut for DeviceMemory {
             // SAFETY: there is room for so many bytes, as proven, as long as this is there, and nobody else uses it.
             unsafe { lane.write(target, bytes) }
         })
+    }
+
+    fn begin_copy<'a>(
+        &'a self,
+        source: &'a dyn Blob,
+        copies: &[BlobCopy<'_>],
+    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
+        let hollow = source.kind()?.downcast_ref::<HollowBlob>()?;
+        let segment = hollow.segment().filter(|segment| *segment.device() == self.device)?;
+        Some(self.begin_from(segment, copies).map_err(io::Error::other))
     }
 }

@@ -159,7 +159,11 @@ impl Delegate {
             inner.leases.iter().map(|(lease, held)| (*lease, held.key.clone(), held.id)).collect()
         };
         for (lease, key, id) in held {
-            let locate = Request::Locate { key: key.to_string(), selector: Selector::Id(id) };
+            let locate = Request::Locate {
+                key: key.to_string(),
+                selector: Selector::Id(id),
+                devices: false,
+            };
             if let Ok(Answer { owed, .. }) = new.ask(&locate, Duration::ZERO).await
                 && let Some(held) = self.inner().leases.get_mut(&lease)
             {
@@ -293,7 +297,7 @@ impl Registry for Delegate {
     }
 
     async fn lease(&self, _holder: PeerId, key: &Key, selector: Selector) -> Result<Grant> {
-        let locate = Request::Locate { key: key.to_string(), selector };
+        let locate = Request::Locate { key: key.to_string(), selector, devices: false };
         let controller = self.controller().await?;
         let Answer { reply, owed } = controller.ask(&locate, Duration::ZERO).await?;
         let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
@@ -390,7 +394,8 @@ impl Delegate {
                 let at = at.map_or_else(|| Ok(self.endpoint.clone()), |at| at.parse())?;
                 Ok((blob, at, len))
             }
-            Location::Span(_) => Err(lost()),
+            // No other host has its memory.
+            Location::Span(_) | Location::Hollow(_) => Err(lost()),
         }
     }
 }

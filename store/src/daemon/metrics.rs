@@ -62,6 +62,7 @@ pub(super) async fn page(house: &House) -> Result<String> {
 
     page.gauge("memory_limit_bytes", "What segments may take together.", memory.limit);
     page.gauge("memory_used_bytes", "What segments take.", memory.used);
+    page.gauge("device_bytes", "What segments of GPUs take there.", memory.devices);
     page.gauge("memory_warm_bytes", "Of that, what is free and warm.", memory.warm);
     page.gauge(
         "memory_retired_bytes",

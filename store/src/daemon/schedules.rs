@@ -143,6 +143,7 @@ impl Stage {
             rewind: false,
             durability: Durability::Memory,
             file_len: len,
+            device: None,
             timeout: Duration::from_hours(1),
         };
         let (registry, pool) = (&self.house.registry, &self.house.pool);

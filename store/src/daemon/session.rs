@@ -21,7 +21,7 @@ use super::house::{House, Leased};
 use super::mirror::Storing;
 use super::reading::{gather, total};
 use super::tiers::Place;
-use crate::arena::{PeerId, SegmentId};
+use crate::arena::{PeerId, SegmentId, Shared};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -135,6 +135,7 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         pid: std::process::id(),
         instance: session.house.instance,
         inline: INLINE.into(),
+        devices: session.origin.is_near(),
     };
     session.reply(number, Reply::Welcome(welcome).into()).await;
     let sending = async {
@@ -243,7 +244,7 @@ impl Session {
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
-            Ok(request) => self.handle(number, request, &frame.data).await,
+            Ok(request) => self.handle(number, request, &frame.data, frame.fds).await,
             Err(error) => Err(not_understood(&error)),
         };
         let failed = answered.as_ref().err().map(Error::kind);
@@ -266,7 +267,13 @@ impl Session {
         let _ = self.outgoing.send(reply(number, answer)).await;
     }
 
-    async fn handle(&self, number: u64, request: Request, data: &[u8]) -> Result<Answer<'_>> {
+    async fn handle(
+        &self,
+        number: u64,
+        request: Request,
+        data: &[u8],
+        fds: Vec<OwnedFd>,
+    ) -> Result<Answer<'_>> {
         let controller = &self.house.registry;
         let answer = match request {
             Request::Hello(_) => {
@@ -292,11 +299,15 @@ impl Session {
                 self.withdraw(contribution).await?;
                 Reply::Done
             }
-            Request::Locate { key, selector } => {
-                return self.locate(number, &Key::new(key)?, selector).await;
+            Request::Locate { key, selector, devices } => {
+                return self.locate(number, &Key::new(key)?, selector, devices).await;
             }
             Request::Read { blob, ranges, prove } => {
                 return self.read(blob, ranges, prove).await;
+            }
+            Request::Bring { segment } => {
+                self.bring(segment, fds)?;
+                Reply::Done
             }
             Request::Discard { blobs } => {
                 if self.origin.is_near() {
@@ -363,10 +374,27 @@ impl Session {
 
     /// A version, with the memory of its segments that the client does not have yet, and the right to send
     /// that.
-    async fn locate(&self, number: u64, key: &Key, selector: Selector) -> Result<Answer<'_>> {
+    async fn locate(
+        &self,
+        number: u64,
+        key: &Key,
+        selector: Selector,
+        devices: bool,
+    ) -> Result<Answer<'_>> {
         let leased = self.house.lease(self.peer, key, selector);
         let Leased { grant, manifest, archives } = self.alive(number, leased).await?;
+        let hollow = archives.values().any(|place| matches!(place, Place::Hollow(_)));
+        if hollow && !(self.origin.is_near() && devices) {
+            self.house.release(self.peer, grant.lease).await;
+            let text = format_args!(
+                "key `{key}`: version {} is in the memory of a GPU, which only processes of its host that know of \
+                 such memory can read: put it with residency=host",
+                grant.number
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
         let location = |name: &String, place: &Place| match (place, self.origin) {
+            (Place::Hollow(hollow), _) => Location::Hollow(*hollow),
             (Place::Here(span), Origin::Process { .. }) => Location::Span(*span),
             (Place::Here(span), Origin::Address(_)) => {
                 Location::Blob { blob: name.clone(), len: span.len, at: None }
@@ -397,18 +425,16 @@ impl Session {
         if !self.origin.is_near() {
             return Ok(Reply::Leased(leased).into());
         }
-        let segments = archives.values().filter_map(|place| match place {
-            Place::Here(span) => Some(span.segment),
-            Place::There(..) => None,
-        });
+        let segments = archives.values().flat_map(Place::segments);
         let segments: Vec<SegmentId> = segments.chain([manifest.segment]).collect();
         let sharing = self.sharing.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
             match self.house.pool.share(self.peer, segment) {
                 Ok(None) => {}
-                Ok(Some((memory, capacity))) => {
-                    shared.push((SharedSegment { segment, capacity }, memory));
+                Ok(Some(Shared { memory, capacity, device })) => {
+                    let device = device.map(|uuid| uuid.to_string());
+                    shared.push((SharedSegment { segment, capacity, device }, memory));
                 }
                 Err(error) => {
                     drop(sharing);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::elsewhere::{Elsewhere, Keeper};
 use super::replicas::Replicas;
-use crate::arena::{ArenaVolume, Pool, Span};
+use crate::arena::{ArenaVolume, Hollow, Pool, SegmentId, Span};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::Route;
@@ -25,15 +25,28 @@ pub(super) struct Tiers {
 /// Where a blob is.
 pub(super) enum Place {
     Here(Span),
+    /// In the memory of a GPU.
+    Hollow(Hollow),
     /// So many bytes that this daemon keeps.
     There(Keeper, u64),
 }
 
 impl Place {
+    /// The segments that have it.
+    pub(super) fn segments(&self) -> impl Iterator<Item = SegmentId> + use<> {
+        let (one, other) = match self {
+            Self::Here(span) => (Some(span.segment), None),
+            Self::Hollow(hollow) => (Some(hollow.shell.segment), Some(hollow.device)),
+            Self::There(..) => (None, None),
+        };
+        one.into_iter().chain(other)
+    }
+
     /// How many bytes it has.
     pub(super) fn len(&self) -> u64 {
         match self {
             Self::Here(span) => span.len,
+            Self::Hollow(hollow) => hollow.len,
             Self::There(_, len) => *len,
         }
     }
@@ -72,6 +85,9 @@ impl Tiers {
 
     /// Where a blob is; one that is in the directory alone is opened.
     pub(super) fn place(&self, name: &str) -> Result<Option<Place>> {
+        if let Some(hollow) = self.pool.hollow(name) {
+            return Ok(Some(Place::Hollow(hollow)));
+        }
         if let Some(span) = self.pool.span(name) {
             return Ok(Some(Place::Here(span)));
         }

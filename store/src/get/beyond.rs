@@ -1,8 +1,12 @@
 //! Targets that this process does not see: their bytes come into memory here, unless they are there, and go on.
 
-use tssd_format::Runs;
+use std::collections::VecDeque;
+use std::io;
+
+use tssd_format::{Blob, Runs};
 
 use super::plans::{Beyond, Request};
+use super::target::{BlobCopy, Coming};
 use super::{Read, memory, native, wide};
 use crate::error::{Error, Result};
 use crate::parallel;
@@ -11,17 +15,18 @@ use crate::plan::Copy;
 /// About so many bytes are on their way at once.
 const STAGED_BYTES: usize = 64 << 20;
 
+/// So many parts are on their way at once that come straight.
+const PARTS_UNDER_WAY: usize = 16;
+
 impl Read<'_> {
     /// Fills parts of targets that are elsewhere.
     pub(super) fn send(&self, requests: &[Request<'_>], parts: Vec<Beyond<'_, '_>>) -> Result<()> {
+        let parts = self.straight(requests, parts)?;
         let is_seen =
             |copy: &Copy| self.version.far(copy.storage).is_none() && copy.runs.loops().is_empty();
         let (direct, mut staged): (Vec<_>, Vec<_>) =
             parts.into_iter().partition(|part| part.copies.iter().all(is_seen));
-        let failed = |part: &Beyond<'_, '_>, error| {
-            let fqn = requests[part.number].leaf.fqn();
-            Error::io(format_args!("leaf `{fqn}`"), error)
-        };
+        let failed = |part: &Beyond<'_, '_>, error| failed(requests, part.number, error);
         parallel::map(direct, |part| {
             part.copies.iter().try_for_each(|copy| {
                 let range = copy.source..copy.source + copy.runs.run_bytes();
@@ -68,8 +73,56 @@ impl Read<'_> {
     }
 }
 
+impl Read<'_> {
+    /// Fills what takes its bytes straight from where they are. Gives what does not.
+    fn straight<'p, 't>(
+        &self,
+        requests: &[Request<'_>],
+        parts: Vec<Beyond<'p, 't>>,
+    ) -> Result<Vec<Beyond<'p, 't>>> {
+        let mut coming: VecDeque<(usize, Vec<Box<dyn Coming + '_>>)> = VecDeque::new();
+        let mut others = Vec::new();
+        let wait = |(number, all): (usize, Vec<Box<dyn Coming + '_>>)| {
+            let waited = all.into_iter().try_for_each(Coming::wait);
+            waited.map_err(|error| failed(requests, number, error))
+        };
+        for part in parts {
+            match self.begin(&part).map_err(|error| failed(requests, part.number, error))? {
+                Some(begun) => coming.push_back((part.number, begun)),
+                None => others.push(part),
+            }
+            if coming.len() > PARTS_UNDER_WAY {
+                coming.pop_front().map_or(Ok(()), wait)?;
+            }
+        }
+        coming.into_iter().try_for_each(wait)?;
+        Ok(others)
+    }
+
+    /// Begins to copy a part straight from the archives that it comes from; none if that cannot be for one of them.
+    fn begin<'a>(&'a self, part: &Beyond<'_, 'a>) -> io::Result<Option<Vec<Box<dyn Coming + 'a>>>> {
+        let mut sources: Vec<(&dyn Blob, Vec<BlobCopy<'_>>)> = Vec::new();
+        for copy in part.copies {
+            let Some((blob, offset)) = self.version.raw(copy.storage) else { return Ok(None) };
+            let (source, target) = (offset + copy.source, part.start + copy.target);
+            let copy = BlobCopy { source, target, runs: &copy.runs };
+            match sources.iter_mut().find(|(known, _)| std::ptr::addr_eq(*known, blob)) {
+                Some((_, copies)) => copies.push(copy),
+                None => sources.push((blob, vec![copy])),
+            }
+        }
+        let begin = |(blob, copies): (&'a dyn Blob, Vec<_>)| part.blob.begin_copy(blob, &copies);
+        sources.into_iter().map(begin).map(Option::transpose).collect()
+    }
+}
+
+fn failed(requests: &[Request<'_>], number: usize, error: io::Error) -> Error {
+    let fqn = requests[number].leaf.fqn();
+    Error::io(format_args!("leaf `{fqn}`"), error)
+}
+
 /// Sends what copies have filled, and nothing between.
-fn runs(part: &Beyond<'_, '_>, memory: &[u8]) -> std::io::Result<()> {
+fn runs(part: &Beyond<'_, '_>, memory: &[u8]) -> io::Result<()> {
     let mut sent = Ok(());
     for copy in part.copies {
         let each = |_, target: u64, len: u64| {

@@ -2,7 +2,7 @@
 
 use std::{fmt, io};
 
-use tssd_format::{Error, ErrorKind, Result, ShardPlace, TensorMeta};
+use tssd_format::{Blob, Error, ErrorKind, Result, Runs, ShardPlace, TensorMeta};
 
 use super::wide;
 
@@ -39,6 +39,42 @@ pub trait BlobMut: fmt::Debug + Send + Sync {
     ///
     /// Whatever the system says; `UnexpectedEof` if there is no room for so many bytes.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Begins to copy straight from a blob, if both are of a kind that this process need not see the bytes for, such as
+    /// of one GPU; none if not.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says.
+    fn begin_copy<'a>(
+        &'a self,
+        source: &'a dyn Blob,
+        copies: &[BlobCopy<'_>],
+    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
+        let _ = (source, copies);
+        None
+    }
+}
+
+/// Runs of bytes from one blob to another.
+#[derive(Clone, Copy, Debug)]
+pub struct BlobCopy<'a> {
+    /// The byte that the first one begins at in the source.
+    pub source: u64,
+    /// And in the target.
+    pub target: u64,
+    /// The runs, counted from there.
+    pub runs: &'a Runs,
+}
+
+/// Copies that have begun. Dropped, they are waited for.
+pub trait Coming: Send {
+    /// Waits until they are done.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says.
+    fn wait(self: Box<Self>) -> io::Result<()>;
 }
 
 impl<'a> From<&'a mut [u8]> for TargetMemory<'a> {

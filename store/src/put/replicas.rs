@@ -1,31 +1,20 @@
 //! Leaving out what another writer stores.
 
 use tssd_format::{
-    Dict, Placement, Result, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
-    TensorSlice, Value,
+    Placement, Result, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    Value,
 };
+
+use super::leaves;
 
 /// The dict with an empty box in place of every shard whose first replica another writer holds: the
 /// leaf stays, with its dtype, global shape and mesh, so that the proof can compare them.
 pub(super) fn without_replicas(dict: &StateDict) -> Result<StateDict> {
-    StateDict::from_value(primary(dict.as_value())?)
-}
-
-fn primary(value: &Value) -> Result<Value> {
-    let dict = |dict: &Dict| -> Result<Dict> {
-        dict.iter().map(|(key, value)| Ok((key.clone(), primary(value)?))).collect()
-    };
-    let list = |values: &[Value]| -> Result<Vec<Value>> { values.iter().map(primary).collect() };
-    Ok(match value {
+    leaves::map(dict, |leaf| match leaf {
         Value::Shards(shards) => {
-            Value::Shards(shards.iter().map(primary_shard).collect::<Result<_>>()?)
+            Ok(Value::Shards(shards.iter().map(primary_shard).collect::<Result<_>>()?))
         }
-        Value::Dict(entries) => Value::Dict(dict(entries)?),
-        Value::OrderedDict(entries) => Value::OrderedDict(dict(entries)?),
-        Value::NamedTuple(name, entries) => Value::NamedTuple(name.clone(), dict(entries)?),
-        Value::List(values) => Value::List(list(values)?),
-        Value::Tuple(values) => Value::Tuple(list(values)?),
-        leaf => leaf.clone(),
+        other => Ok(other.clone()),
     })
 }
 

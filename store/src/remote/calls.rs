@@ -95,13 +95,24 @@ impl Calls {
         data: Bytes,
         patience: Duration,
     ) -> Result<Answer> {
+        self.call_with(request, (data, None), patience).await
+    }
+
+    /// The same with a descriptor that goes along.
+    pub(super) async fn call_with(
+        &self,
+        request: &Request,
+        (data, fd): (Bytes, Option<OwnedFd>),
+        patience: Duration,
+    ) -> Result<Answer> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let (answer, mut answered) = oneshot::channel();
         let parts = Arc::new(AtomicU64::new(0));
         let caller = Caller { answer, parts: parts.clone() };
         let is_open = self.waiting.with(|callers| drop(callers.insert(number, caller)));
         let called = Called { waiting: &self.waiting, number };
-        let frame = frame(FrameKind::Request, number, request, data, self.limits)?;
+        let fds = fd.into_iter().collect();
+        let frame = Frame { fds, ..frame(FrameKind::Request, number, request, data, self.limits)? };
         if is_open.is_none() || self.outgoing.send(frame).is_err() {
             return Err(lost());
         }

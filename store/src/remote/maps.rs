@@ -5,10 +5,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::broken;
-use crate::arena::{ReadMap, SegmentId, Span, WriteMap, check_lent, check_shared};
+use crate::arena::{Hollow, ReadMap, SegmentId, Span, WriteMap, check_lent, check_shared};
+use crate::cuda::DeviceSegment;
 use crate::error::{Error, Result};
-use crate::volume::Near;
-use crate::wire::{Begun, Reply, Room};
+use crate::volume::{HollowBlob, Near};
+use crate::wire::{Begun, Reply, Room, SharedSegment};
 
 /// Segments by their names: those to read, and those to write that are not being written.
 #[derive(Default)]
@@ -25,8 +26,27 @@ struct Inner {
     lent: BTreeMap<SegmentId, OwnedFd>,
     read: BTreeMap<SegmentId, Arc<ReadMap>>,
     write: BTreeMap<SegmentId, WriteMap>,
+    /// Memory of GPUs: which has come and is not mapped yet, and which is, to read, and to write.
+    brought: BTreeMap<SegmentId, (OwnedFd, SharedSegment)>,
+    device_read: BTreeMap<SegmentId, Arc<DeviceSegment>>,
+    device_write: BTreeMap<SegmentId, Arc<DeviceSegment>>,
     /// Those that are let go, and may be held by views still.
-    gone: BTreeMap<SegmentId, Weak<ReadMap>>,
+    gone: BTreeMap<SegmentId, Gone>,
+}
+
+/// What may hold a segment still.
+enum Gone {
+    Host(Weak<ReadMap>),
+    Device([Weak<DeviceSegment>; 2]),
+}
+
+impl Gone {
+    fn is_unmapped(&self) -> bool {
+        match self {
+            Self::Host(map) => map.strong_count() == 0,
+            Self::Device(maps) => maps.iter().all(|map| map.strong_count() == 0),
+        }
+    }
 }
 
 impl Maps {
@@ -41,7 +61,11 @@ impl Maps {
         match reply {
             Reply::Leased(leased) => {
                 for (each, memory) in leased.segments.iter().zip(fds) {
-                    inner.shared.insert(each.segment, (memory, each.capacity));
+                    if each.device.is_some() {
+                        inner.brought.insert(each.segment, (memory, each.clone()));
+                    } else {
+                        inner.shared.insert(each.segment, (memory, each.capacity));
+                    }
                 }
             }
             Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. })
@@ -76,6 +100,53 @@ impl Maps {
         inner.read.get(&segment).cloned().ok_or_else(|| broken("it names a segment it never sent"))
     }
 
+    /// An archive in a segment of a GPU. It is mapped if it is not yet.
+    pub(super) fn hollow(&self, Hollow { shell, device, len }: Hollow) -> Result<Near> {
+        let shell = self.archive(shell)?.blob.bytes().cloned().unwrap_or_default();
+        let segment = self.device_map(device)?;
+        let blob = HollowBlob::new(shell, len, Some(segment))
+            .map_err(|error| Error::io(format_args!("segment {device}"), error))?;
+        Ok(Near::hollow(blob))
+    }
+
+    fn device_map(&self, segment: SegmentId) -> Result<Arc<DeviceSegment>> {
+        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
+        if let Some(map) = self.inner().device_read.get(&segment) {
+            return Ok(map.clone());
+        }
+        let inner = self.inner();
+        let brought = inner.brought.get(&segment);
+        let (memory, SharedSegment { capacity, device, .. }) =
+            brought.ok_or_else(|| broken("it names a segment of a GPU that it never sent"))?;
+        let memory = memory.try_clone().map_err(|error| Error::io("memory of a GPU", error))?;
+        let (uuid, capacity) = (device.clone().unwrap_or_default(), *capacity);
+        drop(inner);
+        // Until it is mapped its descriptor stays: whoever asks again is told the same, or finds it.
+        let map = DeviceSegment::import(&uuid, &memory, capacity)?;
+        let mut inner = self.inner();
+        inner.brought.remove(&segment);
+        inner.device_read.insert(segment, map.clone());
+        Ok(map)
+    }
+
+    /// A segment of a GPU to write; if there is none yet, it is made, and its descriptor is to go to the daemon.
+    pub(super) fn device_lent(
+        &self,
+        lent: &SharedSegment,
+    ) -> Result<(Arc<DeviceSegment>, Option<OwnedFd>)> {
+        if let Some(map) = self.inner().device_write.get(&lent.segment) {
+            return Ok((map.clone(), None));
+        }
+        let uuid = lent.device.as_deref().unwrap_or_default();
+        let (map, memory) = DeviceSegment::create(uuid, lent.capacity)?;
+        Ok((map, Some(memory)))
+    }
+
+    /// Keeps a segment of a GPU that the daemon has.
+    pub(super) fn keep_device(&self, segment: SegmentId, map: Arc<DeviceSegment>) {
+        self.inner().device_write.insert(segment, map);
+    }
+
     /// Maps a segment to write, if its memory is new. It is kept, whether or not somebody still waits for
     /// it: the daemon sends it once.
     pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {
@@ -107,10 +178,17 @@ impl Maps {
             inner.write.remove(segment);
             inner.lent.remove(segment);
             inner.shared.remove(segment);
-            let map = inner.read.remove(segment).map_or_else(Weak::new, |map| Arc::downgrade(&map));
-            inner.gone.insert(*segment, map);
+            inner.brought.remove(segment);
+            let device = [inner.device_read.remove(segment), inner.device_write.remove(segment)];
+            let gone = if device.iter().any(Option::is_some) {
+                Gone::Device(device.map(|map| map.map_or_else(Weak::new, |it| Arc::downgrade(&it))))
+            } else {
+                let map = inner.read.remove(segment);
+                Gone::Host(map.map_or_else(Weak::new, |map| Arc::downgrade(&map)))
+            };
+            inner.gone.insert(*segment, gone);
         }
-        let unmapped = inner.gone.extract_if(.., |_, map| map.strong_count() == 0);
+        let unmapped = inner.gone.extract_if(.., |_, gone| gone.is_unmapped());
         unmapped.map(|(segment, _)| segment).collect()
     }
 
@@ -120,12 +198,18 @@ impl Maps {
         inner.write.clear();
         inner.lent.clear();
         inner.shared.clear();
+        inner.brought.clear();
+        inner.device_write.clear();
         let read = std::mem::take(&mut inner.read);
-        inner.gone.extend(read.iter().map(|(segment, map)| (*segment, Arc::downgrade(map))));
+        let host = read.iter().map(|(segment, map)| (*segment, Gone::Host(Arc::downgrade(map))));
+        inner.gone.extend(host);
+        let read = std::mem::take(&mut inner.device_read);
+        let gone = |map: &Arc<DeviceSegment>| Gone::Device([Arc::downgrade(map), Weak::new()]);
+        inner.gone.extend(read.iter().map(|(segment, map)| (*segment, gone(map))));
     }
 
     /// Whether no view holds a map any more.
     pub(super) fn is_all_unmapped(&self) -> bool {
-        self.inner().gone.values().all(|map| map.strong_count() == 0)
+        self.inner().gone.values().all(Gone::is_unmapped)
     }
 }

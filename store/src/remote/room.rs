@@ -5,23 +5,27 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use tssd_format::{Fill, Filled};
 
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
 use crate::controller::{Committed, Contribution, Proposal, Storing};
+use crate::cuda::Filling;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability};
-use crate::volume::{Part, split};
-use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room};
+use crate::volume::{HEAD_BYTES, HEAD_LEN, Part, split};
+use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room, SharedSegment};
 
 /// Dropped before it is decided, it is withdrawn.
 pub(super) struct RemoteContribution {
     client: Arc<Client>,
     contribution: u64,
+    /// Of the archive, or of its shell.
     file_len: usize,
     memory: Memory,
+    device: Option<OnDevice>,
     /// For how long others are waited for.
     timeout: Duration,
     /// Whether it goes on to a bucket.
@@ -40,6 +44,12 @@ enum Memory {
     Segment(SegmentId, WriteMap),
 }
 
+/// What an archive has in front of its index, on its way to the memory of a GPU.
+struct OnDevice {
+    len: u64,
+    filling: Filling,
+}
+
 impl RemoteContribution {
     pub(super) async fn new(
         client: Arc<Client>,
@@ -52,14 +62,40 @@ impl RemoteContribution {
             contribution: begun.contribution,
             file_len: 0,
             memory: Memory::None,
+            device: None,
             timeout: proposal.timeout,
             is_stored: proposal.durability == Durability::Object,
             owed,
         };
         if begun.committed.is_none() {
-            own.enter(begun.room, proposal.file_len).await?;
+            let mut len = proposal.file_len;
+            if let Some(wanted) = &proposal.device {
+                let lent = begun.device.as_ref();
+                let lent = lent.ok_or_else(|| broken("it has no room in the memory of a GPU"))?;
+                own.enter_device(lent, wanted.len).await?;
+                len = HEAD_BYTES + len.saturating_sub(wanted.len);
+            }
+            own.enter(begun.room, len).await?;
         }
         Ok(own)
+    }
+
+    /// Writes what is in front of the index to the memory of a GPU, which is made if there is none to be had again.
+    async fn enter_device(&mut self, lent: &SharedSegment, len: u64) -> Result<()> {
+        if lent.capacity < len {
+            return Err(broken("it lends less memory of a GPU than the archive takes"));
+        }
+        let (segment, made) = self.client.maps.device_lent(lent)?;
+        if let Some(memory) = made {
+            let request = Request::Bring { segment: lent.segment };
+            let brought = (Bytes::new(), Some(memory));
+            match self.client.calls.call_with(&request, brought, PATIENCE).await?.reply {
+                Reply::Done => self.client.maps.keep_device(lent.segment, segment.clone()),
+                other => return Err(unexpected(&other)),
+            }
+        }
+        self.device = Some(OnDevice { len, filling: Filling::new(&segment)? });
+        Ok(())
     }
 
     /// Writes the next archive there.
@@ -86,6 +122,7 @@ impl RemoteContribution {
 
     /// Nobody writes any more: what is still to be sent.
     fn close(&mut self) -> Bytes {
+        self.device = None;
         match std::mem::replace(&mut self.memory, Memory::None) {
             Memory::None => Bytes::new(),
             Memory::Own(bytes) | Memory::Sent(bytes) => bytes.into(),
@@ -117,10 +154,14 @@ impl RemoteContribution {
 #[async_trait]
 impl Contribution for RemoteContribution {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
-        match &mut self.memory {
-            Memory::None => Vec::new(),
-            Memory::Own(bytes) | Memory::Sent(bytes) => split(bytes, lens),
-            Memory::Segment(_, map) => split(map.range_mut(0..self.file_len), lens),
+        let memory = match &mut self.memory {
+            Memory::None => return Vec::new(),
+            Memory::Own(bytes) | Memory::Sent(bytes) => bytes,
+            Memory::Segment(_, map) => map.range_mut(0..self.file_len),
+        };
+        match &self.device {
+            None => split(memory, lens),
+            Some(device) => device.parts(memory, lens),
         }
     }
 
@@ -171,6 +212,61 @@ impl Contribution for RemoteContribution {
             Err(reason) if error.refusal().is_none() && reason.refusal().is_some() => reason,
             _ => error,
         }
+    }
+}
+
+impl OnDevice {
+    /// Parts of these lengths: those in front of the index are the GPU's, and what follows belongs into the shell.
+    fn parts<'a>(&'a self, shell: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
+        let filling = &self.filling;
+        let (head, mut rest) = shell.split_at_mut(shell.len().min(HEAD_LEN));
+        let (mut head, mut at) = (Some(head), 0);
+        let mut parts: Vec<Box<dyn Part + 'a>> = Vec::with_capacity(lens.len());
+        for len in lens {
+            if at < self.len {
+                parts.push(Box::new(OfDevice { filling, head: head.take() }));
+            } else {
+                let len = usize::try_from(*len).unwrap_or(usize::MAX).min(rest.len());
+                let (shell, others) = std::mem::take(&mut rest).split_at_mut(len);
+                rest = others;
+                parts.push(Box::new(OfShell { filling, shell }));
+            }
+            at += len;
+        }
+        parts
+    }
+}
+
+/// A part that goes to the memory of a GPU, and to the shell what the archive begins with.
+struct OfDevice<'a> {
+    filling: &'a Filling,
+    head: Option<&'a mut [u8]>,
+}
+
+impl Part for OfDevice<'_> {
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        self.filling.fill(job, self.head.as_deref_mut())
+    }
+
+    fn write(&mut self, _bytes: &[u8]) -> Result<()> {
+        Err(Error::new(ErrorKind::Invalid, "the memory of a GPU is filled by jobs"))
+    }
+}
+
+/// What follows what is in the memory of a GPU. All of that is there when this is written.
+struct OfShell<'a> {
+    filling: &'a Filling,
+    shell: &'a mut [u8],
+}
+
+impl Part for OfShell<'_> {
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        Part::fill(&mut &mut *self.shell, job)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.filling.finish()?;
+        Part::write(&mut &mut *self.shell, bytes)
     }
 }
 

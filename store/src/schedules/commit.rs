@@ -123,6 +123,7 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         rewind: false,
         durability: Durability::Memory,
         file_len: len,
+        device: None,
         timeout: Duration::from_hours(1),
     };
     let mut begun = stage.controller.begin(&key(), proposal).await?;

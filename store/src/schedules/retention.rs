@@ -228,6 +228,7 @@ impl Stage {
             rewind: false,
             durability: Durability::Memory,
             file_len: len,
+            device: None,
             timeout: Duration::from_hours(1),
         };
         let put = async {

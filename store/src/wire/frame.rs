@@ -28,13 +28,13 @@ impl Limits {
     pub(crate) const DAEMON: Self = Self { head: MAX_HEAD, data: MAX_DATA, fds: MAX_FDS };
 
     /// From a client of another host.
-    pub(crate) const FAR_CLIENT: Self = Self { data: MAX_WRITE, ..Self::CLIENT };
+    pub(crate) const FAR_CLIENT: Self = Self { data: MAX_WRITE, fds: 0, ..Self::CLIENT };
 
     /// To another host.
     pub(crate) const FAR_DAEMON: Self = Self { fds: 0, ..Self::DAEMON };
 
     /// From a client: what it sends takes the memory of all.
-    pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: INLINE, fds: 0 };
+    pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: INLINE, fds: 1 };
 
     /// From a client that has not said hello.
     pub(crate) const STRANGER: Self = Self { head: 4 << 10, data: 0, fds: 0 };
@@ -232,16 +232,16 @@ mod tests {
         assert!(matches!(change(15, 0x01), Err(InvalidHeader::TooLong("data of bytes", ..))));
         let at_limit = Header { head_len: MAX_HEAD, data_len: MAX_DATA, fds: MAX_FDS, ..header() };
         assert_eq!(Header::parse(&at_limit.to_bytes(), Limits::DAEMON), Ok(at_limit));
-        let of_client = Header { head_len: 64 << 10, data_len: 256 << 10, fds: 0, ..header() };
+        let of_client = Header { head_len: 64 << 10, data_len: 256 << 10, fds: 1, ..header() };
         assert_eq!(Header::parse(&of_client.to_bytes(), Limits::CLIENT), Ok(of_client));
         for beyond in [
             Header { head_len: (64 << 10) + 1, ..of_client },
             Header { data_len: (256 << 10) + 1, ..of_client },
-            Header { fds: 1, ..of_client },
+            Header { fds: 2, ..of_client },
         ] {
             assert!(Header::parse(&beyond.to_bytes(), Limits::CLIENT).is_err(), "{beyond:?}");
         }
-        let first = Header { head_len: 4 << 10, data_len: 0, ..of_client };
+        let first = Header { head_len: 4 << 10, data_len: 0, fds: 0, ..of_client };
         assert_eq!(Header::parse(&first.to_bytes(), Limits::STRANGER), Ok(first));
         assert!(Header::parse(&of_client.to_bytes(), Limits::STRANGER).is_err());
     }

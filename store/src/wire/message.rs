@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::arena::{SegmentId, Span};
+use crate::arena::{Hollow, SegmentId, Span};
 use crate::controller::{Got, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
@@ -51,6 +51,9 @@ pub(crate) struct Welcome {
     pub(crate) instance: u64,
     /// Archives of at most this many bytes are committed as data of a frame.
     pub(crate) inline: u64,
+    /// Whether archives may be in the memory of GPUs.
+    #[serde(default)]
+    pub(crate) devices: bool,
 }
 
 /// What a client asks.
@@ -91,6 +94,9 @@ pub(crate) enum Request {
     Locate {
         key: String,
         selector: Selector,
+        /// Whether the client knows of memory of GPUs.
+        #[serde(default)]
+        devices: bool,
     },
     /// Bytes of a blob: the data of the reply.
     Read {
@@ -107,6 +113,10 @@ pub(crate) enum Request {
     /// Which of these blobs, that the client keeps, nobody knows of.
     Missing {
         blobs: Vec<String>,
+    },
+    /// The memory of a segment of a GPU that was lent: it comes with the request.
+    Bring {
+        segment: SegmentId,
     },
     /// A version, to be copied here: those of its archives that are named, or all.
     Prefetch {
@@ -172,6 +182,7 @@ impl Request {
             Self::Read { .. } => "read",
             Self::Discard { .. } => "discard",
             Self::Missing { .. } => "missing",
+            Self::Bring { .. } => "bring",
             Self::Prefetch { .. } => "prefetch",
             Self::Versions { .. } => "versions",
             Self::Newer { .. } => "newer",
@@ -253,6 +264,9 @@ pub(crate) struct Begun {
     pub(crate) committed: Option<Digest>,
     #[serde(default)]
     pub(crate) room: Room,
+    /// Where the archive is written that has its shell in the room, if it was to be in the memory of a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<SharedSegment>,
     /// What the names of the archives begin with, if the client keeps them.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) stem: String,
@@ -297,6 +311,8 @@ pub(crate) type Archives = BTreeMap<String, Location>;
 pub(crate) enum Location {
     /// In a segment that the client has.
     Span(Span),
+    /// In a segment of a GPU that the client has, but for its shell.
+    Hollow(Hollow),
     /// Elsewhere: it is read by this name, here or from the daemon that keeps it.
     Blob {
         blob: String,
@@ -333,10 +349,13 @@ pub(crate) struct Sum {
 }
 
 /// A segment whose memory comes along.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SharedSegment {
     pub(crate) segment: SegmentId,
     pub(crate) capacity: u64,
+    /// The GPU that it is of, by its UUID; none is this host's memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<String>,
 }
 
 /// Why something failed.

@@ -78,6 +78,7 @@ fn proposal(durability: Durability) -> Proposal {
         rewind: false,
         durability,
         file_len: 1,
+        device: None,
         timeout: Duration::ZERO,
     }
 }

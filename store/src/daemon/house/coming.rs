@@ -53,7 +53,7 @@ impl House {
                         missing.push((name.clone(), Why::Unanswered));
                     }
                 }
-                Some(Place::Here(_)) => {}
+                Some(Place::Here(_) | Place::Hollow(_)) => {}
             }
         }
         if missing.is_empty() {
@@ -153,7 +153,8 @@ impl House {
         if !is_there {
             let mut can_be_made = true;
             for name in grant.archives.values() {
-                let is_here = matches!(self.tiers.place(name)?, Some(Place::Here(_)));
+                let is_here =
+                    matches!(self.tiers.place(name)?, Some(Place::Here(_) | Place::Hollow(_)));
                 can_be_made &= is_here || elsewhere.prefer_who_answers(name, now).await;
             }
             if can_be_made && let Some(made) = self.registry.manifest(key, grant.id).await? {
@@ -184,7 +185,7 @@ impl House {
         let wanted =
             archives.into_iter().filter(|(file, _)| only.is_none_or(|only| only.contains(file)));
         let far = wanted.filter_map(|(file, place)| match place {
-            Place::Here(_) => None,
+            Place::Here(_) | Place::Hollow(_) => None,
             Place::There(_, len) => Some((grant.archives[&file].clone(), len)),
         });
         let far = far.collect();

@@ -199,7 +199,7 @@ impl House {
         counts.gets += 1;
         for place in archives.values() {
             let source = match place {
-                Place::Here(_) => None,
+                Place::Here(_) | Place::Hollow(_) => None,
                 Place::There(keeper, _) => Some(keeper.source),
             };
             let leased = counts.bytes_leased.entry(source).or_default();

@@ -217,7 +217,8 @@ async fn who_waits_for_the_bucket_hears_that_it_comes() {
     let (mut sender, mut receiver) = split(stream, Limits::DAEMON);
     let hello = Request::Hello(Hello { protocol: Protocol::OWN, client: "test".to_owned() });
     ask(&mut sender, &mut receiver, 1, &hello).await;
-    let locate = Request::Locate { key: key().to_string(), selector: Selector::Newest };
+    let locate =
+        Request::Locate { key: key().to_string(), selector: Selector::Newest, devices: false };
     let first = ask(&mut sender, &mut receiver, 2, &locate).await;
     assert_eq!((first.kind, first.number), (FrameKind::Part, 2));
     assert_eq!(std::str::from_utf8(&first.head).unwrap(), r#"{"archives":{}}"#);
@@ -250,6 +251,7 @@ async fn what_was_committed_unheard_is_taken_up() {
         rewind: false,
         durability: Durability::Object,
         file_len: 1,
+        device: None,
         timeout: Duration::ZERO,
     };
     let (place, _) = own.open(&key(), &proposal, || true).await.unwrap();

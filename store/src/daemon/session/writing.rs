@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
-use crate::controller::{Contributed, Place, Progress, Proposal};
+use crate::controller::{Contributed, OnDevice, Place, Progress, Proposal};
 use crate::daemon::elsewhere::{Keeper, Source};
 use crate::daemon::house::Undecided;
 use crate::environment::wait;
@@ -15,7 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, WriterSet};
 use crate::net::Endpoint;
-use crate::wire::{Begun, Failure, INLINE, Reply, Room};
+use crate::volume::HEAD_BYTES;
+use crate::wire::{Begun, Failure, INLINE, Reply, Room, SharedSegment};
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
 const MAX_STORING: usize = 1024;
@@ -31,6 +32,9 @@ pub(super) struct Contribution {
     /// The lengths of its archives; the last one is being written.
     lens: Vec<u64>,
     memory: Memory,
+    /// If it is to be in the memory of a GPU: the GPU, how many bytes of it, and once there is room, where.
+    device: Option<OnDevice>,
+    on_device: Option<SegmentId>,
     /// Until when room for another one is waited for.
     timeout: Duration,
     _undecided: Undecided,
@@ -63,6 +67,17 @@ fn kept_lens(lens: Vec<u64>) -> Result<Vec<u64>> {
     Ok(lens)
 }
 
+impl Contribution {
+    /// How many bytes of the last archive are in this host's memory: its shell, if the rest is in a GPU's.
+    fn host_len(&self) -> u64 {
+        let len = self.lens.last().copied().unwrap_or_default();
+        match &self.device {
+            Some(device) => HEAD_BYTES.saturating_add(len.saturating_sub(device.len)),
+            None => len,
+        }
+    }
+}
+
 impl Session {
     pub(super) async fn begin(
         &self,
@@ -72,6 +87,7 @@ impl Session {
     ) -> Result<Answer<'_>> {
         let undecided = self.house.undecided()?;
         proposal.timeout = proposal.timeout.min(LONGEST);
+        self.check_device(&proposal)?;
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
         self.house.check(proposal.durability)?;
@@ -89,6 +105,8 @@ impl Session {
             committed,
             lens: vec![file_len],
             memory: Memory::Inline,
+            device: proposal.device,
+            on_device: None,
             timeout,
             _undecided: undecided,
         };
@@ -100,9 +118,11 @@ impl Session {
             Ok(room) => room,
             Err(error) => return Err(self.cancel(open, error).await),
         };
+        let device = self.room_on_device(&mut open);
         let contribution = self.house.number();
         self.contributions().insert(contribution, Some(open));
-        let reply = Reply::Begun(Begun { contribution, id, epoch, number, committed, room, stem });
+        let begun = Begun { contribution, id, epoch, number, committed, room, device, stem };
+        let reply = Reply::Begun(begun);
         Ok(Answer { fds, ..reply.into() })
     }
 
@@ -112,7 +132,7 @@ impl Session {
         open: &mut Contribution,
         deadline: Instant,
     ) -> Result<(Room, Vec<OwnedFd>)> {
-        let len = open.lens.last().copied().unwrap_or_default();
+        let len = open.host_len();
         if let Memory::Kept(_) = open.memory {
             return Ok((Room::Kept, Vec::new()));
         }
@@ -129,6 +149,40 @@ impl Session {
         open.memory = Memory::Lent(lent.segment);
         let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
         Ok((room, lent.memory.into_iter().collect()))
+    }
+
+    /// Proves that what is to be in the memory of a GPU can be.
+    fn check_device(&self, proposal: &Proposal) -> Result<()> {
+        let Some(OnDevice { len, .. }) = &proposal.device else { return Ok(()) };
+        let text = if !self.origin.is_near() {
+            "only processes of this host put to the memory of its GPUs"
+        } else if proposal.durability != Durability::Memory {
+            "what must last does not stay in the memory of a GPU"
+        } else if *len < HEAD_BYTES || *len > proposal.file_len {
+            "an archive has 4096 bytes in front of its data, and no more in front of its index than in all"
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+
+    /// Room for what an archive has in front of its index, in the memory of a GPU.
+    fn room_on_device(&self, open: &mut Contribution) -> Option<SharedSegment> {
+        let OnDevice { uuid, len } = open.device.as_ref().filter(|_| open.committed.is_none())?;
+        let lent = self.house.pool.lend_device(self.peer, uuid, *len)?;
+        open.on_device = Some(lent.segment);
+        let device = Some(uuid.clone());
+        Some(SharedSegment { segment: lent.segment, capacity: lent.capacity, device })
+    }
+
+    /// The memory of a segment of a GPU that was lent.
+    pub(super) fn bring(&self, segment: SegmentId, fds: Vec<OwnedFd>) -> Result<()> {
+        let invalid = |text: &dyn std::fmt::Display| Error::new(ErrorKind::Invalid, text);
+        let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
+            return Err(invalid(&"one descriptor comes with memory that is brought"));
+        };
+        let brought = self.house.pool.bring(self.peer, segment, memory);
+        brought.map_err(|error| invalid(&format_args!("segment {segment}: {error}")))
     }
 
     /// Bytes of an archive that comes in frames.
@@ -187,6 +241,10 @@ impl Session {
         let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
         let mut open = taken.ok_or_else(|| unknown(contribution))?;
         let extended = async {
+            if open.device.is_some() {
+                let text = "in the memory of a GPU a contribution has one archive";
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
             self.publish(&mut open, data).await?;
             open.lens.push(file_len);
             let deadline = Instant::now() + open.timeout;
@@ -322,7 +380,7 @@ impl Session {
             return Ok(());
         }
         let path = open.place.path(open.lens.len() - 1);
-        let len = open.lens.last().copied().unwrap_or_default();
+        let len = open.host_len();
         let all = |come: u64| {
             let text = format!("an archive of {come} bytes where {len} were announced");
             if come == len { Ok(()) } else { Err(Error::new(ErrorKind::Invalid, text)) }
@@ -354,6 +412,12 @@ impl Session {
                 self.in_memory(deadline, |pool| pool.write(&path, data)).await?;
             }
         }
+        if let Some(segment) = open.on_device {
+            let whole = open.lens.last().copied().unwrap_or_default();
+            let published = self.house.pool.publish_hollow(self.peer, segment, &path, whole);
+            let invalid = |error| Error::new(ErrorKind::Invalid, format_args!("`{path}`: {error}"));
+            published.map_err(invalid)?;
+        }
         if open.place.durability == Durability::Disk {
             let (tiers, started) = (self.house.tiers.clone(), Instant::now());
             wait(move || tiers.persist(&path)).await?;
@@ -377,6 +441,9 @@ impl Session {
     async fn cancel(&self, open: Contribution, error: Error) -> Error {
         let error = self.house.registry.reason(&open.place, error).await;
         if let Memory::Lent(segment) = open.memory {
+            self.house.pool.give_back(self.peer, segment);
+        }
+        if let Some(segment) = open.on_device {
             self.house.pool.give_back(self.peer, segment);
         }
         self.house.registry.withdraw(&open.place, open.lens.len()).await;

@@ -1,0 +1,54 @@
+//! In place of GPUs, in a library that is built without the feature `cuda`.
+
+use std::convert::Infallible;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use tssd_format::{Fill, Filled, Layout};
+
+use crate::error::{Error, ErrorKind, Result};
+
+const ABSENT: &str = "this library is built without its feature `cuda`";
+
+/// Memory of a GPU that processes share: there is none.
+pub(crate) struct DeviceSegment(Infallible);
+
+/// An archive that is written there.
+pub(crate) struct Filling(Infallible);
+
+/// Why nothing of an archive is put to the memory of a GPU.
+pub(crate) fn home(_layout: &Layout) -> std::result::Result<String, String> {
+    Err(ABSENT.to_owned())
+}
+
+fn absent() -> Error {
+    Error::new(ErrorKind::Unsupported, format_args!("no CUDA: {ABSENT}"))
+}
+
+impl DeviceSegment {
+    pub(crate) fn create(_uuid: &str, _len: u64) -> Result<(Arc<Self>, OwnedFd)> {
+        Err(absent())
+    }
+
+    pub(crate) fn import(_uuid: &str, _memory: &OwnedFd, _len: u64) -> Result<Arc<Self>> {
+        Err(absent())
+    }
+
+    pub(crate) fn read(&self, _target: &mut [u8], _offset: u64) -> Result<()> {
+        match self.0 {}
+    }
+}
+
+impl Filling {
+    pub(crate) fn new(segment: &Arc<DeviceSegment>) -> Result<Self> {
+        match segment.0 {}
+    }
+
+    pub(crate) fn fill(&self, _job: &Fill, _head: Option<&mut [u8]>) -> Result<Filled> {
+        match self.0 {}
+    }
+
+    pub(crate) fn finish(&self) -> Result<()> {
+        match self.0 {}
+    }
+}

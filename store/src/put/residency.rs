@@ -1,0 +1,111 @@
+//! Whose memory tensors are put to: the host's, or that of the GPU that they are on.
+
+use std::borrow::Cow;
+
+use tssd_format::{Layout, Result as FormatResult, StateDict, Value};
+
+use super::{PutOptions, Role, leaves};
+use crate::controller::{Controller, OnDevice, digest};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::{Digest, Durability, VersionId};
+use crate::route::{Route, Transport};
+
+/// Whose memory tensors of GPUs are in, once they are put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Residency {
+    /// The host's: everybody reads them, and their checksums are in the archive.
+    #[default]
+    Host,
+    /// The GPU's, in a copy that does not change: readers of the same GPU copy from it within its memory. It takes
+    /// as much memory there as what is put, for each version that is kept, and one more. Nothing looks at the bytes:
+    /// there are no checksums of them. Without such memory they are put to the host's, unless
+    /// [`Transport::CudaIpc`] is required.
+    Device,
+}
+
+/// The GPU that an archive stays on, if it does, and how its bytes go.
+pub(super) fn choose(
+    controller: &dyn Controller,
+    layout: &Layout,
+    options: &PutOptions,
+) -> Result<(Option<OnDevice>, Route)> {
+    let host = controller.route();
+    let (device, route) = match options.residency {
+        Residency::Host => (None, host),
+        Residency::Device => match home(controller, layout, options)? {
+            Ok(device) => {
+                let why = format!("its tensors are on {}", device.uuid);
+                (Some(device), Route::new(Transport::CudaIpc, why))
+            }
+            Err(why) => (None, beside_gpu(&host, &why)),
+        },
+    };
+    route.admit(options.require)?;
+    Ok((device, route))
+}
+
+/// How the bytes go of what is published in buckets.
+pub(crate) fn published(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
+    let host = controller.route();
+    let route = match options.residency {
+        Residency::Host => host,
+        Residency::Device => beside_gpu(&host, "what is published in buckets is in the host's"),
+    };
+    route.admit(options.require)?;
+    Ok(route)
+}
+
+fn beside_gpu(host: &Route, why: &str) -> Route {
+    let why = format!("{}; not in the memory of a GPU: {why}", host.why);
+    Route::new(host.transport, why)
+}
+
+/// The GPU that an archive can stay on, or why there is none.
+fn home(
+    controller: &dyn Controller,
+    layout: &Layout,
+    options: &PutOptions,
+) -> Result<std::result::Result<OnDevice, String>> {
+    let invalid = |text| Err(Error::new(ErrorKind::Invalid, text));
+    if options.durability != Durability::Memory {
+        return invalid(
+            "what must last is written from the host's memory: put it with residency=host",
+        );
+    }
+    if options.digests {
+        return invalid(
+            "nobody sees the bytes in the memory of a GPU: digests need residency=host",
+        );
+    }
+    if !controller.takes_devices() {
+        return Ok(Err("that takes a daemon of this host that knows of it".to_owned()));
+    }
+    #[cfg(target_os = "linux")]
+    let uuid = crate::cuda::home(layout);
+    #[cfg(not(target_os = "linux"))]
+    let uuid: std::result::Result<String, String> = Err("there are none here".to_owned());
+    let len = layout.index_off();
+    Ok(uuid.map(|uuid| OnDevice { uuid, len }))
+}
+
+/// What is put beside that: plain tensors that several writers put are compared by their checksums, so they are seen.
+pub(super) fn beside<'a>(
+    dict: &'a StateDict,
+    role: &Role,
+    options: &PutOptions,
+) -> FormatResult<Cow<'a, StateDict>> {
+    if options.residency == Residency::Host || role.writers.len() == 1 {
+        return Ok(Cow::Borrowed(dict));
+    }
+    let seen = |leaf: &Value| match leaf {
+        Value::Tensor(tensor) => Ok(Value::Tensor(tensor.to_memory()?)),
+        other => Ok(other.clone()),
+    };
+    Ok(Cow::Owned(leaves::map(dict, seen)?))
+}
+
+/// The digest of an archive that has bytes that nobody has seen: no other version has it.
+pub(super) fn unseen(of_shell: Digest, id: VersionId) -> Digest {
+    digest(&[of_shell.0, id.0.to_le_bytes()].concat())
+}

@@ -58,11 +58,6 @@ impl Model {
         dict(&storages, true)
     }
 
-    /// What is to be found of a step.
-    pub(crate) fn expected(&self, step: u64) -> StateDict {
-        expected(step)
-    }
-
     fn storage(&self, number: usize) -> Storage {
         Storage::elsewhere(Arc::new(self.caller.memory(&self.storages[number]))).unwrap()
     }
@@ -88,8 +83,8 @@ fn dict(storages: &[Storage], is_put: bool) -> StateDict {
     dict
 }
 
-/// What is to be found.
-fn expected(step: u64) -> StateDict {
+/// What is to be found of a step.
+pub(crate) fn expected(step: u64) -> StateDict {
     let storage =
         |(number, len): (usize, &usize)| Storage::from(pattern(step * 100 + number as u64, *len));
     dict(&LENS.iter().enumerate().map(storage).collect::<Vec<_>>(), false)

@@ -16,7 +16,7 @@ use tssd_tests::served::Served;
 
 use crate::caller::{Allocation, Caller, devices};
 use crate::get::{Wanted, cut, matrix, place};
-use crate::put::Model;
+use crate::put::{Model, expected};
 use crate::{child, key, pattern, set};
 
 const LEN: usize = 5_000_003;
@@ -74,7 +74,7 @@ fn what_stays_on_a_device_is_what_was_there_when_the_stream_was_done() {
             // What happens there afterwards changes nothing.
             model.step(99);
             let (found, got) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();
-            assert!(found == model.expected(step), "step {step}");
+            assert!(found == expected(step), "step {step}");
             assert_eq!((got.transport, got.bytes_verified), (Transport::CudaIpc, 0));
             // Nobody has seen the bytes, and no two versions are taken for the same.
             assert!(!digests.contains(&got.digest));

@@ -543,11 +543,11 @@ impl Store {
     /// Args:
     ///     bucket_bytes: tensors are written when so many bytes of them have come; larger ones in parts.
     ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
-    ///         keep_dtype, require, rewind, allow_pickle, timeout: as for `put_state_dict`.
+    ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
     ///
     /// Raises:
     ///     As `put_state_dict`.
-    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None)")]
+    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency="host"), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn publish<'py>(
         &self,
@@ -567,6 +567,7 @@ impl Store {
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
+        residency: &'py str,
     ) -> Result<Publishing> {
         let put = Put {
             version,
@@ -576,7 +577,7 @@ impl Store {
             divergent,
             replicas,
             durability,
-            residency: "host",
+            residency,
             require,
             rewind,
             timeout,

@@ -172,6 +172,13 @@ def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None
             assert bytes_of(found["model"]["weight"]) == (MATRIX + step).tobytes() and found["step"] == 3
             assert bytes_of(found["model"]["half"]) == half.read()
             driver.wait()
+        with writer.publish("policy", bucket_bytes=1 << 20, residency="device", require="cuda_ipc") as publisher:
+            weight.write(MATRIX + 9)
+            publisher.put("model.weight", weight)
+            publisher.flush()
+            weight.write(MATRIX)
+        assert publisher.report.device_copies.device == weight.size
+        assert bytes_of(reader.get("policy", fqn="model.weight")) == (MATRIX + 9).tobytes()
         assert report.digest != writer.put_state_dict(state, "policy", residency="device").digest
         with pytest.raises(tssd.TssdValueError, match="residency=host"):
             writer.put_state_dict(state, "policy", residency="device", durability="disk")

@@ -304,6 +304,7 @@ class Store:
         rewind: bool = False,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        residency: _Residency = "host",
     ) -> Publisher: ...
     def open(
         self,

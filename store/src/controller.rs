@@ -175,7 +175,7 @@ pub(crate) trait Contribution: Send {
 
     /// The archive is complete: makes room for another one of so many bytes, which becomes part of the
     /// contribution.
-    async fn extend(&mut self, file_len: u64) -> Result<()>;
+    async fn extend(&mut self, file_len: u64, device: Option<OnDevice>) -> Result<()>;
 
     /// The archive is complete, and the last. The digest is of all. Says how far the version has come.
     async fn commit(self: Box<Self>, digest: Digest) -> Result<Committed>;

@@ -9,12 +9,13 @@ use tssd_format::{
     Value,
 };
 
-use crate::controller::{Begun, Committed, Contribution, digest};
+use crate::controller::{Begun, Committed, Contribution, OnDevice, Proposal, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{
-    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, published, stored, write,
+    PutOptions, PutPhases, PutReport, Residency, Role, arrange, call, proposal, residency, stored,
+    write,
 };
 use crate::route::Route;
 use crate::store::Store;
@@ -48,6 +49,8 @@ struct Open {
     id: VersionId,
     epoch: u32,
     number: u64,
+    /// Whether nobody else contributes.
+    is_alone: bool,
     /// What was committed in an earlier try: then nothing is written.
     committed: Option<Digest>,
     contribution: Box<dyn Contribution>,
@@ -65,7 +68,10 @@ impl Publisher {
             return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
         }
         let call = call(store.calls(), key, options)?;
-        let route = published(store.controller(), options)?;
+        let route = store.controller().route();
+        if options.residency == Residency::Host {
+            route.admit(options.require)?;
+        }
         let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
         Ok(Self {
             store,
@@ -164,36 +170,60 @@ impl Publisher {
 
     async fn write_archive(&mut self, dict: &StateDict) -> Result<()> {
         let started = Instant::now();
-        let layout = arrange(&self.key, dict, &self.options).await?;
+        let is_alone = match &self.begun {
+            Some(open) => open.is_alone,
+            None => Role::of(dict, &self.options)?.is_alone(),
+        };
+        let seen = residency::beside(dict, is_alone, &self.options);
+        let seen =
+            seen.map_err(|error| Error::request(format_args!("key `{}`", self.key), error))?;
+        let layout = arrange(&self.key, &seen, &self.options).await?;
+        let controller = self.store.controller();
+        let (device, route) = residency::choose(controller, &layout, &self.options)?;
+        // What is of this process's memory alone may go to the host's, whatever is required of the rest.
+        if device.is_some() || layout.elsewhere().next().is_some() {
+            route.admit(self.options.require)?;
+            self.route = route;
+        }
         let len = layout.file_len();
         let arranged = Instant::now();
-        let open = self.make_room(dict, len).await?;
+        let is_seen = device.is_none();
+        let open = self.make_room(dict, len, device).await?;
         let begun = Instant::now();
         let (contribution, written) =
-            write(open.contribution, layout, (open.committed.is_some(), true)).await?;
+            write(open.contribution, layout, (open.committed.is_some(), is_seen)).await?;
         let open = Open { contribution, ..open };
         self.phases.arrange += (arranged - started).as_secs_f64();
         self.phases.begin += (begun - arranged).as_secs_f64();
         self.phases.write += begun.elapsed().as_secs_f64();
         tracing::debug!(bytes = len, seconds = started.elapsed().as_secs_f64(), "bucket");
         let open = self.begun.insert(open);
-        open.digests.extend(written?.0);
+        let digest = written?;
+        let digest = if is_seen { digest } else { residency::unseen(digest, open.id) };
+        open.digests.extend(digest.0);
         self.bytes += len;
         Ok(())
     }
 
     /// Room for the next archive: the first one begins the contribution.
-    async fn make_room(&mut self, dict: &StateDict, len: u64) -> Result<Open> {
+    async fn make_room(
+        &mut self,
+        dict: &StateDict,
+        len: u64,
+        device: Option<OnDevice>,
+    ) -> Result<Open> {
         if let Some(mut open) = self.begun.take() {
-            open.contribution.extend(len).await?;
+            open.contribution.extend(len, device).await?;
             return Ok(open);
         }
         let role = Role::of(dict, &self.options)?;
-        let proposal = proposal(role, self.call, &self.options, len);
+        let is_alone = role.is_alone();
+        let proposal = Proposal { device, ..proposal(role, self.call, &self.options, len) };
         let begun = self.store.controller().begin(&self.key, proposal).await?;
         let Begun { id, epoch, number, committed, contribution } = begun;
         self.span.record("version", number);
-        Ok(Open { id, epoch, number, committed, contribution, digests: Vec::new() })
+        let digests = Vec::new();
+        Ok(Open { id, epoch, number, is_alone, committed, contribution, digests })
     }
 
     async fn withdraw(&mut self, error: Error) -> Error {
@@ -212,6 +242,9 @@ impl Publisher {
     pub async fn finish(mut self) -> Result<PutReport> {
         if self.begun.is_none() || !self.pending.entries().is_empty() {
             self.write().await?;
+        }
+        if let Err(error) = self.route.admit(self.options.require) {
+            return Err(self.withdraw(error).await);
         }
         let open = self.begun.take().expect("an archive is written");
         // One archive has the digest that a put would give it.

@@ -2,7 +2,7 @@
 
 mod leaves;
 mod replicas;
-mod residency;
+pub(crate) mod residency;
 mod role;
 
 use std::collections::BTreeMap;
@@ -18,7 +18,6 @@ use tssd_format::{
 
 use self::replicas::without_replicas;
 pub use self::residency::Residency;
-pub(crate) use self::residency::published;
 pub(crate) use self::role::Role;
 use crate::controller::{
     Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
@@ -186,10 +185,12 @@ impl Staged {
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
         let role = Role::of(dict, options)?;
-        let dict = residency::beside(dict, &role, options);
+        let dict = residency::beside(dict, role.is_alone(), options);
         let dict = dict.map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
         let layout = arrange(key, &dict, options).await?;
-        let (device, Route { transport, why }) = residency::choose(controller, &layout, options)?;
+        let (device, route) = residency::choose(controller, &layout, options)?;
+        route.admit(options.require)?;
+        let Route { transport, why } = route;
         let bytes = layout.file_len();
         let arranged = Instant::now();
         let is_seen = device.is_none();

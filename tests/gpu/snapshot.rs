@@ -141,6 +141,53 @@ fn tensors_are_filled_within_the_memory_of_the_device_in_any_sharding() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn what_is_published_in_buckets_stays_on_its_device() {
+    for ordinal in shared() {
+        let caller = Caller::new(ordinal);
+        let served = Served::new(64 << 20);
+        let (writer, reader) = (served.connect(), served.connect());
+        let (large, small) = (caller.allocate(LEN), caller.allocate(1000));
+        let host = Tensor::from_slice(&[1.0_f32; 9], &[9]).unwrap();
+        for step in 1..4 {
+            caller.fill(&large, pattern(step, LEN));
+            caller.fill(&small, pattern(step + 100, 1000));
+            let mut publisher = writer.publish(&key(), &on_device(), 1 << 20).unwrap();
+            for (name, allocation) in [("small", &small), ("weight", &large)] {
+                let dict = dict(&caller, allocation);
+                publisher.add(name, dict.leaf("weight").unwrap().clone()).unwrap();
+            }
+            publisher.flush().unwrap();
+            // What was added is there, whatever becomes of it now; what is in no GPU's memory goes along.
+            caller.fill(&large, pattern(99, LEN));
+            publisher.add("host", host.clone()).unwrap();
+            let report = publisher.finish().unwrap();
+            assert_eq!((report.visible, report.transport), (true, Transport::CudaIpc));
+            assert!(found(&reader) == pattern(step, LEN));
+            let target = caller.allocate(LEN);
+            let memory = caller.memory(&target);
+            let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
+            let wanted = Target {
+                fqn: "weight".to_owned(),
+                place: None,
+                meta,
+                memory: TargetMemory::Elsewhere(&memory),
+            };
+            reader.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();
+            assert!(caller.read(&target) == pattern(step, LEN));
+            assert_eq!(memory.copied().device, LEN as u64);
+            let (all, _) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();
+            assert_eq!(all.leaf("host").unwrap(), &Value::from(host.clone()));
+        }
+        // What is of this process's memory alone is on no GPU.
+        let mut publisher = writer.publish(&key(), &on_device(), 1 << 20).unwrap();
+        publisher.add("host", host).unwrap();
+        assert_eq!(publisher.finish().unwrap_err().kind(), ErrorKind::Refused);
+        assert!(found(&reader) == pattern(3, LEN));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn memory_of_a_device_is_written_again_when_nobody_reads_it_and_not_before() {
     for ordinal in shared() {
         let caller = Caller::new(ordinal);

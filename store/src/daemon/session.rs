@@ -282,8 +282,8 @@ impl Session {
             Request::Begin(Begin { key, proposal, keeper }) => {
                 return self.begin(&Key::new(key)?, proposal, keeper).await;
             }
-            Request::Extend { contribution, file_len } => {
-                return self.extend(contribution, file_len, data).await;
+            Request::Extend { contribution, file_len, device } => {
+                return self.extend(contribution, (file_len, device), data).await;
             }
             Request::Commit { contribution, digest, lens } => {
                 Reply::Progress(self.commit(contribution, digest, lens, data).await?)

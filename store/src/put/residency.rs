@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use tssd_format::{Layout, Result as FormatResult, StateDict, Value};
 
-use super::{PutOptions, Role, leaves};
+use super::{PutOptions, leaves};
 use crate::controller::{Controller, OnDevice, digest};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability, VersionId};
@@ -25,40 +25,25 @@ pub enum Residency {
 }
 
 /// The GPU that an archive stays on, if it does, and how its bytes go.
-pub(super) fn choose(
+pub(crate) fn choose(
     controller: &dyn Controller,
     layout: &Layout,
     options: &PutOptions,
 ) -> Result<(Option<OnDevice>, Route)> {
     let host = controller.route();
-    let (device, route) = match options.residency {
-        Residency::Host => (None, host),
-        Residency::Device => match home(controller, layout, options)? {
-            Ok(device) => {
-                let why = format!("its tensors are on {}", device.uuid);
-                (Some(device), Route::new(Transport::CudaIpc, why))
-            }
-            Err(why) => (None, beside_gpu(&host, &why)),
-        },
-    };
-    route.admit(options.require)?;
-    Ok((device, route))
-}
-
-/// How the bytes go of what is published in buckets.
-pub(crate) fn published(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
-    let host = controller.route();
-    let route = match options.residency {
-        Residency::Host => host,
-        Residency::Device => beside_gpu(&host, "what is published in buckets is in the host's"),
-    };
-    route.admit(options.require)?;
-    Ok(route)
-}
-
-fn beside_gpu(host: &Route, why: &str) -> Route {
-    let why = format!("{}; not in the memory of a GPU: {why}", host.why);
-    Route::new(host.transport, why)
+    if options.residency == Residency::Host {
+        return Ok((None, host));
+    }
+    Ok(match home(controller, layout, options)? {
+        Ok(device) => {
+            let why = format!("its tensors are on {}", device.uuid);
+            (Some(device), Route::new(Transport::CudaIpc, why))
+        }
+        Err(why) => {
+            let why = format!("{}; not in the memory of a GPU: {why}", host.why);
+            (None, Route::new(host.transport, why))
+        }
+    })
 }
 
 /// The GPU that an archive can stay on, or why there is none.
@@ -90,12 +75,12 @@ fn home(
 }
 
 /// What is put beside that: plain tensors that several writers put are compared by their checksums, so they are seen.
-pub(super) fn beside<'a>(
+pub(crate) fn beside<'a>(
     dict: &'a StateDict,
-    role: &Role,
+    is_alone: bool,
     options: &PutOptions,
 ) -> FormatResult<Cow<'a, StateDict>> {
-    if options.residency == Residency::Host || role.writers.len() == 1 {
+    if options.residency == Residency::Host || is_alone {
         return Ok(Cow::Borrowed(dict));
     }
     let seen = |leaf: &Value| match leaf {
@@ -106,6 +91,6 @@ pub(super) fn beside<'a>(
 }
 
 /// The digest of an archive that has bytes that nobody has seen: no other version has it.
-pub(super) fn unseen(of_shell: Digest, id: VersionId) -> Digest {
+pub(crate) fn unseen(of_shell: Digest, id: VersionId) -> Digest {
     digest(&[of_shell.0, id.0.to_le_bytes()].concat())
 }

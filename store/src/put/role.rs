@@ -15,6 +15,11 @@ pub(crate) struct Role {
 }
 
 impl Role {
+    /// Whether nobody else contributes.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.writers.len() == 1
+    }
+
     pub(crate) fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
         let leaves = dict.leaves();
         let shards = leaves.iter().flat_map(|(_, leaf)| match leaf {

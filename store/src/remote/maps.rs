@@ -69,7 +69,8 @@ impl Maps {
                 }
             }
             Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. })
-            | Reply::Room(Room::Segment { segment, .. }) => {
+            | Reply::Room(Room::Segment { segment, .. })
+            | Reply::Rooms { room: Room::Segment { segment, .. }, .. } => {
                 inner.lent.extend(fds.into_iter().map(|memory| (*segment, memory)));
             }
             // Nobody has asked for what comes with other replies.

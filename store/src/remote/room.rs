@@ -10,7 +10,7 @@ use tssd_format::{Fill, Filled};
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
-use crate::controller::{Committed, Contribution, Proposal, Storing};
+use crate::controller::{Committed, Contribution, OnDevice, Proposal, Storing};
 use crate::cuda::Filling;
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
@@ -25,7 +25,7 @@ pub(super) struct RemoteContribution {
     /// Of the archive, or of its shell.
     file_len: usize,
     memory: Memory,
-    device: Option<OnDevice>,
+    device: Option<DeviceRoom>,
     /// For how long others are waited for.
     timeout: Duration,
     /// Whether it goes on to a bucket.
@@ -45,7 +45,7 @@ enum Memory {
 }
 
 /// What an archive has in front of its index, on its way to the memory of a GPU.
-struct OnDevice {
+struct DeviceRoom {
     len: u64,
     filling: Filling,
 }
@@ -68,16 +68,24 @@ impl RemoteContribution {
             owed,
         };
         if begun.committed.is_none() {
-            let mut len = proposal.file_len;
-            if let Some(wanted) = &proposal.device {
-                let lent = begun.device.as_ref();
-                let lent = lent.ok_or_else(|| broken("it has no room in the memory of a GPU"))?;
-                own.enter_device(lent, wanted.len).await?;
-                len = HEAD_BYTES + len.saturating_sub(wanted.len);
-            }
-            own.enter(begun.room, len).await?;
+            let rooms = (begun.room, begun.device.as_ref());
+            own.enter_all(rooms, proposal.file_len, proposal.device.as_ref()).await?;
         }
         Ok(own)
+    }
+
+    /// Writes the next archive there: all of it, or its shell, if what is in front of its index is to be in the memory of a
+    /// GPU.
+    async fn enter_all(
+        &mut self,
+        (room, lent): (Room, Option<&SharedSegment>),
+        file_len: u64,
+        device: Option<&OnDevice>,
+    ) -> Result<()> {
+        let Some(wanted) = device else { return self.enter(room, file_len).await };
+        let lent = lent.ok_or_else(|| broken("it has no room in the memory of a GPU"))?;
+        self.enter_device(lent, wanted.len).await?;
+        self.enter(room, HEAD_BYTES + file_len.saturating_sub(wanted.len)).await
     }
 
     /// Writes what is in front of the index to the memory of a GPU, which is made if there is none to be had again.
@@ -94,7 +102,7 @@ impl RemoteContribution {
                 other => return Err(unexpected(&other)),
             }
         }
-        self.device = Some(OnDevice { len, filling: Filling::new(&segment)? });
+        self.device = Some(DeviceRoom { len, filling: Filling::new(&segment)? });
         Ok(())
     }
 
@@ -165,15 +173,19 @@ impl Contribution for RemoteContribution {
         }
     }
 
-    async fn extend(&mut self, file_len: u64) -> Result<()> {
+    async fn extend(&mut self, file_len: u64, device: Option<OnDevice>) -> Result<()> {
         if matches!(self.memory, Memory::None) {
             return Ok(());
         }
         let data = self.complete().await?;
-        let request = Request::Extend { contribution: self.contribution, file_len };
+        let contribution = self.contribution;
+        let request = Request::Extend { contribution, file_len, device: device.clone() };
         let patience = self.timeout.saturating_add(PATIENCE);
         match self.client.calls.call(&request, data, patience).await?.reply {
-            Reply::Room(room) => self.enter(room, file_len).await,
+            Reply::Room(room) => self.enter_all((room, None), file_len, device.as_ref()).await,
+            Reply::Rooms { room, device: lent } => {
+                self.enter_all((room, Some(&lent)), file_len, device.as_ref()).await
+            }
             other => Err(unexpected(&other)),
         }
     }
@@ -215,7 +227,7 @@ impl Contribution for RemoteContribution {
     }
 }
 
-impl OnDevice {
+impl DeviceRoom {
     /// Parts of these lengths: those in front of the index are the GPU's, and what follows belongs into the shell.
     fn parts<'a>(&'a self, shell: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
         let filling = &self.filling;

@@ -11,7 +11,7 @@ use serde::de::IntoDeserializer;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::arena::{Hollow, SegmentId, Span};
-use crate::controller::{Got, Progress, Proposal, VersionInfo};
+use crate::controller::{Got, OnDevice, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
 use crate::status::DaemonStatus;
@@ -67,6 +67,9 @@ pub(crate) enum Request {
     Extend {
         contribution: u64,
         file_len: u64,
+        /// The GPU whose memory it is to be in, if it is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        device: Option<OnDevice>,
     },
     /// Commit one; the last archive is the data of the frame if its room is inline.
     Commit {
@@ -228,6 +231,11 @@ pub(crate) enum Reply {
     Begun(Begun),
     /// Where the next archive of a contribution is written.
     Room(Room),
+    /// The same for one that has its shell there, and the rest in the memory of a GPU.
+    Rooms {
+        room: Room,
+        device: SharedSegment,
+    },
     Progress(Progress),
     Leased(Leased),
     /// The bytes come as data.

@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 
 use super::LocalController;
-use crate::controller::{Committed, Contribution, Place};
+use crate::controller::{Committed, Contribution, OnDevice, Place};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Digest;
 use crate::sync::Handle;
@@ -64,7 +64,7 @@ impl Contribution for Attempt {
         self.reservation.as_mut().map_or_else(Vec::new, |reservation| reservation.parts(lens))
     }
 
-    async fn extend(&mut self, file_len: u64) -> Result<()> {
+    async fn extend(&mut self, file_len: u64, _device: Option<OnDevice>) -> Result<()> {
         let is_stored = self.reservation.is_none();
         if let Err(error) = self.seal().await {
             return Err(self.end(error).await);

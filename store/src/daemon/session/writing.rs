@@ -87,7 +87,7 @@ impl Session {
     ) -> Result<Answer<'_>> {
         let undecided = self.house.undecided()?;
         proposal.timeout = proposal.timeout.min(LONGEST);
-        self.check_device(&proposal)?;
+        self.check_device(proposal.device.as_ref(), proposal.file_len, proposal.durability)?;
         let deadline = Instant::now() + proposal.timeout;
         let file_len = proposal.file_len;
         self.house.check(proposal.durability)?;
@@ -152,13 +152,18 @@ impl Session {
     }
 
     /// Proves that what is to be in the memory of a GPU can be.
-    fn check_device(&self, proposal: &Proposal) -> Result<()> {
-        let Some(OnDevice { len, .. }) = &proposal.device else { return Ok(()) };
+    fn check_device(
+        &self,
+        device: Option<&OnDevice>,
+        file_len: u64,
+        durability: Durability,
+    ) -> Result<()> {
+        let Some(OnDevice { len, .. }) = device else { return Ok(()) };
         let text = if !self.origin.is_near() {
             "only processes of this host put to the memory of its GPUs"
-        } else if proposal.durability != Durability::Memory {
+        } else if durability != Durability::Memory {
             "what must last does not stay in the memory of a GPU"
-        } else if *len < HEAD_BYTES || *len > proposal.file_len {
+        } else if *len < HEAD_BYTES || *len > file_len {
             "an archive has 4096 bytes in front of its data, and no more in front of its index than in all"
         } else {
             return Ok(());
@@ -235,29 +240,34 @@ impl Session {
     pub(super) async fn extend(
         &self,
         contribution: u64,
-        file_len: u64,
+        (file_len, device): (u64, Option<OnDevice>),
         data: &[u8],
     ) -> Result<Answer<'_>> {
         let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
         let mut open = taken.ok_or_else(|| unknown(contribution))?;
         let extended = async {
-            if open.device.is_some() {
-                let text = "in the memory of a GPU a contribution has one archive";
-                return Err(Error::new(ErrorKind::Invalid, text));
-            }
+            self.check_device(device.as_ref(), file_len, open.place.durability)?;
             self.publish(&mut open, data).await?;
             open.lens.push(file_len);
+            (open.device, open.on_device) = (device, None);
             let deadline = Instant::now() + open.timeout;
             self.room(&mut open, deadline).await
         };
         let error = match extended.await {
-            Ok((room, fds)) => match self.contributions().get_mut(&contribution) {
-                Some(waiting) => {
-                    *waiting = Some(open);
-                    return Ok(Answer { fds, ..Reply::Room(room).into() });
+            Ok((room, fds)) => {
+                let device = self.room_on_device(&mut open);
+                match self.contributions().get_mut(&contribution) {
+                    Some(waiting) => {
+                        *waiting = Some(open);
+                        let reply = match device {
+                            Some(device) => Reply::Rooms { room, device },
+                            None => Reply::Room(room),
+                        };
+                        return Ok(Answer { fds, ..reply.into() });
+                    }
+                    None => unknown(contribution),
                 }
-                None => unknown(contribution),
-            },
+            }
             Err(error) => error,
         };
         self.contributions().remove(&contribution);

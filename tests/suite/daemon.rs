@@ -474,6 +474,22 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
     let fds = [memory(), memory()];
     reader.send_with(&with_descriptors(9, &bring(segment), 2), &fds);
     assert!(reader.is_ended());
+    // Who was lost while it read may look at it still: it is not lent again.
+    let answer = |raw: &mut Raw, number: u64| {
+        std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
+    };
+    for number in [40, 50, 60] {
+        raw.send(&frame(1, number, &begin(len, index_off, "memory"), b""));
+        let begun = answer(&mut raw, number)["begun"].clone();
+        let lent = &begun["device"]["segment"];
+        assert_ne!(lent, segment);
+        // The third one has the memory of the first.
+        let bytes = with_descriptors(number + 1, &bring(lent), 1);
+        assert!(raw.send_with(&bytes, &[memory()]));
+        assert_eq!(answer(&mut raw, number + 1) == "done", number < 60);
+        raw.send(&frame(1, number + 2, &commit(&begun), &shell));
+        assert_eq!(answer(&mut raw, number + 2)["progress"]["visible"], true);
+    }
 }
 
 #[test]

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tssd_store::blocking::Store;
-use tssd_store::{Error, ErrorKind, GetOptions, JobId, PutOptions, VersionInfo, WriterSet};
+use tssd_store::{
+    Error, ErrorKind, GetOptions, JobId, PutOptions, Refusal, VersionInfo, WriterSet,
+};
 use tssd_tests::dice::Dice;
 
 use super::contents::{dict, part, put_of};
@@ -253,6 +255,10 @@ fn put_part(
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
             ErrorKind::Overtaken | ErrorKind::Refused | ErrorKind::Busy => Some(Answer::Failed),
+            // An earlier try was the last that was missing, and what it made visible is deleted by now.
+            ErrorKind::NotFound if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
+                Some(Answer::Failed)
+            }
             _ => panic!("part {writer} of {number} of {key}: {error}"),
         },
     }

@@ -17,6 +17,8 @@ pub(crate) struct Contribution {
     /// The base name of its file.
     pub(crate) file: String,
     pub(crate) archive: Archive,
+    /// Whether its bytes can be looked at here.
+    pub(crate) is_seen: bool,
 }
 
 /// What to do with a leaf that several writers hold differently and that is no slice of a global
@@ -176,7 +178,11 @@ impl<'a> Stored<'a> {
         if one.byte_offset == other.byte_offset && self.same_content(first, second) {
             return Ok(true);
         }
-        // The same elements may lie in other company.
+        // The same elements may lie in other company, where they can be looked at.
+        let is_seen = |storage| self.contributions[self.local(storage).0].is_seen;
+        if !is_seen(first) || !is_seen(second) {
+            return Ok(false);
+        }
         let tensor = |reference: &TensorReference, storage| {
             let (place, local) = self.local(storage);
             let local = TensorReference { storage: Some(local), ..reference.clone() };

@@ -174,9 +174,7 @@ impl Publisher {
             Some(open) => open.is_alone,
             None => Role::of(dict, &self.options)?.is_alone(),
         };
-        let seen = residency::beside(dict, is_alone, &self.options);
-        let seen =
-            seen.map_err(|error| Error::request(format_args!("key `{}`", self.key), error))?;
+        let seen = residency::beside(dict, is_alone, &self.options).await?;
         let layout = arrange(&self.key, &seen, &self.options).await?;
         let controller = self.store.controller();
         let (device, route) = residency::choose(controller, &layout, &self.options)?;

@@ -185,8 +185,7 @@ impl Staged {
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
         let role = Role::of(dict, options)?;
-        let dict = residency::beside(dict, role.is_alone(), options);
-        let dict = dict.map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+        let dict = residency::beside(dict, role.is_alone(), options).await?;
         let layout = arrange(key, &dict, options).await?;
         let (device, route) = residency::choose(controller, &layout, options)?;
         route.admit(options.require)?;

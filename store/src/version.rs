@@ -156,7 +156,10 @@ impl OpenVersion {
         let reference = &self.stored(storage).reference;
         let leased = self.leased(reference).filter(|_| reference.packing.is_none());
         let Some(leased) = leased else {
-            return Ok(self.with_lease(self.bytes(storage, range, unverified)?));
+            let bytes = self.bytes(storage, range, unverified)?;
+            // What came from the memory of a GPU is a copy, which needs no lease.
+            let is_copy = !self.archive(reference).is_summed();
+            return Ok(if is_copy { bytes } else { self.with_lease(bytes) });
         };
         if !unverified {
             self.prove_chunks(storage, reference.chunks(&range))?;

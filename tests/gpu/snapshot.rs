@@ -8,8 +8,8 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Device, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency, Target,
-    TargetMemory, Transport,
+    Device, Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency,
+    Target, TargetMemory, Transport,
 };
 use tssd_tests::raw::{Raw, frame};
 use tssd_tests::served::Served;
@@ -246,6 +246,8 @@ fn where_a_version_does_not_stay_on_a_device_the_report_says_why() {
             refused(&store, &dict, far);
         }
         refused(&served.connect_far(), &dict, far);
+        // Whoever decides elsewhere cannot look at it.
+        refused(&Served::under(&served).connect(), &dict, far);
         let mut host = StateDict::new();
         host.insert("weight", Tensor::from_slice(&[1.0_f32; 9], &[9]).unwrap());
         if shared().next().is_none() {
@@ -295,6 +297,7 @@ fn several_writers_stay_each_on_its_device_and_agree_on_what_all_have() {
                 writers: Some("0-1".parse().unwrap()),
                 job: Some(JobId("run".to_owned())),
                 version: Some(step),
+                divergent: if step == 3 { Divergent::Lowest } else { Divergent::Error },
                 ..on_device()
             };
             stores[writer as usize].put_state_dict(&key(), &dict, &options)
@@ -318,8 +321,16 @@ fn several_writers_stay_each_on_its_device_and_agree_on_what_all_have() {
         put(2, 0, 8).unwrap();
         let error = put(2, 1, 9).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
+        assert!(error.to_string().contains("differ"), "{error}");
+        assert_eq!(found(&stores[0]), [7; 300]);
+        put(3, 0, 8).unwrap();
+        assert!(put(3, 1, 9).unwrap().visible);
+        assert_eq!(found(&stores[0]), [8; 300]);
+        assert!(rows_of(&stores[1]) == rows(3));
+        put(4, 0, 7).unwrap();
+        assert!(put(4, 1, 7).unwrap().visible);
         assert_eq!(found(&stores[1]), [7; 300]);
-        assert!(rows_of(&stores[0]) == rows(1));
+        assert!(rows_of(&stores[0]) == rows(4));
     }
 }
 

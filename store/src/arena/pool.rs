@@ -54,6 +54,9 @@ const PAGE: u64 = 4096;
 /// Segments of writers are multiples of this many bytes, so that archives that grow a little still fit.
 const STEP: u64 = 2 << 20;
 
+/// A writer has at most so many segments of a GPU: each is a descriptor of the daemon.
+const MAX_DEVICE: usize = 128;
+
 /// Segments of writers and of the daemon, within a limit.
 pub(crate) struct Pool {
     inner: Mutex<Inner>,
@@ -278,10 +281,21 @@ impl Pool {
         let mut inner = self.inner();
         let capacity = len.max(1).checked_next_multiple_of(STEP)?;
         let is_own = |segment: &Segment| segment.is_of(peer) && segment.device() == Some(uuid);
-        let id = inner.warm(len, capacity, is_own).unwrap_or_else(|| {
+        let id = if let Some(warm) = inner.warm(len, capacity, is_own) {
+            warm
+        } else {
+            // What does not fit any more makes room for what does.
+            let unfit = |segment: &Segment| is_own(segment) && segment.is_warm();
+            let unfit = inner.segments.iter().filter(|(_, segment)| unfit(segment));
+            for id in unfit.map(|(id, _)| *id).collect::<Vec<_>>() {
+                inner.retire(id);
+            }
+            if inner.segments.values().filter(|segment| is_own(segment)).count() >= MAX_DEVICE {
+                return None;
+            }
             let memory = Backing::Device { uuid: uuid.into(), memory: None };
             inner.add(Segment::new(memory, capacity, Writer::Peer(peer)))
-        });
+        };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
         segment.is_lent = true;
         Some(Lent { segment: id, capacity: segment.capacity, memory: None })
@@ -292,13 +306,16 @@ impl Pool {
     pub(crate) fn bring(&self, peer: PeerId, id: SegmentId, brought: OwnedFd) -> io::Result<()> {
         let mut inner = self.inner();
         let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
-        match segment.map(|segment| &mut segment.memory) {
-            Some(Backing::Device { memory: memory @ None, .. }) => {
-                *memory = Some(brought);
-                Ok(())
-            }
-            _ => Err(io::Error::other("no memory of a GPU is wanted for that segment")),
-        }
+        // Whoever was interrupted when it brought some brings other memory: nobody else has seen that yet.
+        let segment = segment.filter(|segment| segment.readers.is_empty());
+        let earlier = match segment.map(|segment| &mut segment.memory) {
+            Some(Backing::Device { memory, .. }) => memory.replace(brought),
+            _ => return Err(io::Error::other("no memory of a GPU is wanted for that segment")),
+        };
+        drop(inner);
+        // To close it may take a while.
+        drop(earlier);
+        Ok(())
     }
 
     /// A segment for the daemon itself, to write a blob of this many bytes into.
@@ -635,7 +652,8 @@ impl Pool {
             used: inner.used,
             retired: inner.retired.values().map(|retired| retired.cost).sum(),
             warm: inner.segments.values().filter(warm).map(|segment| segment.cost).sum(),
-            devices: inner.segments.values().filter_map(Segment::device_bytes).sum(),
+            devices: (inner.segments.values().filter_map(Segment::device_bytes))
+                .fold(0, u64::saturating_add),
             segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
             recycled: inner.recycled,
             created_bytes: inner.created_bytes,

@@ -20,7 +20,7 @@ pub(super) fn prove(
     });
     for (writer, archive) in committed {
         let path = format!("{folder}/{}", archive.name);
-        let Some(Near { blob, .. }) = volume.open(&path)? else {
+        let Some(Near { blob, is_summed, .. }) = volume.open(&path)? else {
             return Ok(Err(format!("the archive of writer {writer} is gone")));
         };
         match Archive::from_blob(blob) {
@@ -28,6 +28,7 @@ pub(super) fn prove(
                 writer: *writer,
                 file: archive.name.clone(),
                 archive: opened,
+                is_seen: is_summed,
             }),
             Err(error) if error.kind() == FormatKind::Io => {
                 return Err(Error::format(format_args!("the archive of writer {writer}"), error));

@@ -240,8 +240,12 @@ impl Lane {
             if rows.count > 1 && is_pitch(rows.source_stride) && is_pitch(rows.target_stride) {
                 let copy = rows_of(target, source, run, rows);
                 // SAFETY: all rows are as the caller says; the description is read before this returns.
-                begin(&|| unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.raw) });
-                return;
+                let at_once = unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
+                // Some pitches a driver does not take at once.
+                if at_once != sys::CUresult::CUDA_ERROR_INVALID_VALUE {
+                    begin(&|| at_once);
+                    return;
+                }
             }
             for row in 0..rows.count {
                 let target = target + row * rows.target_stride;

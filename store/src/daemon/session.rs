@@ -135,7 +135,8 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         pid: std::process::id(),
         instance: session.house.instance,
         inline: INLINE.into(),
-        devices: session.origin.is_near(),
+        // Whoever decides elsewhere cannot look at what is here.
+        devices: session.origin.is_near() && !session.house.registry.is_elsewhere(),
     };
     session.reply(number, Reply::Welcome(welcome).into()).await;
     let sending = async {

@@ -1,11 +1,14 @@
 //! Whose memory tensors are put to: the host's, or that of the GPU that they are on.
 
 use std::borrow::Cow;
+use std::collections::btree_map::{BTreeMap, Entry};
+use std::sync::Arc;
 
-use tssd_format::{Layout, Result as FormatResult, StateDict, Value};
+use tssd_format::{Layout, Result as FormatResult, StateDict, Storage, Tensor, Value};
 
 use super::{PutOptions, leaves};
 use crate::controller::{Controller, OnDevice, digest};
+use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability, VersionId};
 use crate::route::{Route, Transport};
@@ -75,19 +78,32 @@ fn home(
 }
 
 /// What is put beside that: plain tensors that several writers put are compared by their checksums, so they are seen.
-pub(crate) fn beside<'a>(
+pub(crate) async fn beside<'a>(
     dict: &'a StateDict,
     is_alone: bool,
     options: &PutOptions,
-) -> FormatResult<Cow<'a, StateDict>> {
+) -> Result<Cow<'a, StateDict>> {
     if options.residency == Residency::Host || is_alone {
         return Ok(Cow::Borrowed(dict));
     }
-    let seen = |leaf: &Value| match leaf {
-        Value::Tensor(tensor) => Ok(Value::Tensor(tensor.to_memory()?)),
-        other => Ok(other.clone()),
-    };
-    Ok(Cow::Owned(leaves::map(dict, seen)?))
+    let dict = dict.clone();
+    let seen = wait(move || seen(&dict).map_err(|error| Error::request("state dict", error)));
+    Ok(Cow::Owned(seen.await?))
+}
+
+/// The same with all plain tensors in this process's memory; those of one storage have one there.
+fn seen(dict: &StateDict) -> FormatResult<StateDict> {
+    let mut storages: BTreeMap<usize, Storage> = BTreeMap::new();
+    leaves::map(dict, |leaf| {
+        let Value::Tensor(tensor) = leaf else { return Ok(leaf.clone()) };
+        let Some(blob) = tensor.storage().blob() else { return Ok(leaf.clone()) };
+        let storage = match storages.entry(Arc::as_ptr(blob).addr()) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(blob.stable(0..blob.size()?)?.into()),
+        };
+        let (meta, offset) = (tensor.meta().clone(), tensor.byte_offset());
+        Ok(Value::Tensor(Tensor::new(meta, storage.clone(), offset)?))
+    })
 }
 
 /// The digest of an archive that has bytes that nobody has seen: no other version has it.

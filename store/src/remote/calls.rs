@@ -212,7 +212,8 @@ impl Drop for Outgoing {
         while self.is_whole
             && let Ok(frame) = self.frames.try_recv()
         {
-            self.is_whole = self.sender.send_now(&frame);
+            // What brings memory is of use to nobody any more.
+            self.is_whole = !frame.fds.is_empty() || self.sender.send_now(&frame);
         }
     }
 }

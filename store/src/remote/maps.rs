@@ -111,11 +111,14 @@ impl Maps {
     }
 
     fn device_map(&self, segment: SegmentId) -> Result<Arc<DeviceSegment>> {
-        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
         if let Some(map) = self.inner().device_read.get(&segment) {
             return Ok(map.clone());
         }
+        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
         let inner = self.inner();
+        if let Some(map) = inner.device_read.get(&segment) {
+            return Ok(map.clone());
+        }
         let brought = inner.brought.get(&segment);
         let (memory, SharedSegment { capacity, device, .. }) =
             brought.ok_or_else(|| broken("it names a segment of a GPU that it never sent"))?;

@@ -1,5 +1,6 @@
 //! A contribution to a version in a daemon.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +12,15 @@ use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
 use crate::controller::{Committed, Contribution, OnDevice, Proposal, Storing};
-use crate::cuda::Filling;
-use crate::environment::wait;
+use crate::cuda::{DeviceSegment, Filling};
+use crate::environment::{pause, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability};
 use crate::volume::{HEAD_BYTES, HEAD_LEN, Part, split};
 use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room, SharedSegment};
+
+/// How often memory of a GPU is asked for that has none left.
+const DEVICE_TRIES: u32 = 3;
 
 /// Dropped before it is decided, it is withdrawn.
 pub(super) struct RemoteContribution {
@@ -93,7 +97,7 @@ impl RemoteContribution {
         if lent.capacity < len {
             return Err(broken("it lends less memory of a GPU than the archive takes"));
         }
-        let (segment, made) = self.client.maps.device_lent(lent)?;
+        let (segment, made) = self.device(lent).await?;
         if let Some(memory) = made {
             let request = Request::Bring { segment: lent.segment };
             let brought = (Bytes::new(), Some(memory));
@@ -126,6 +130,21 @@ impl RemoteContribution {
             }
         };
         Ok(())
+    }
+
+    /// Memory of a GPU that is mapped, or made. What was let go of for it goes a moment later.
+    async fn device(&self, lent: &SharedSegment) -> Result<(Arc<DeviceSegment>, Option<OwnedFd>)> {
+        let mut tries = 0;
+        loop {
+            let (maps, lent) = (self.client.maps.clone(), lent.clone());
+            match wait(move || maps.device_lent(&lent)).await {
+                Err(error) if error.kind() == ErrorKind::Busy && tries < DEVICE_TRIES => {
+                    tries += 1;
+                    pause(tries).await;
+                }
+                made => return made,
+            }
+        }
     }
 
     /// Nobody writes any more: what is still to be sent.

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use tssd_format::Blob;
 
 use crate::cuda::DeviceSegment;
+use crate::error::{Error, ErrorKind};
 
 /// A shell begins with what its archive has in front of its data: so many bytes.
 pub(crate) const HEAD_BYTES: u64 = 4096;
@@ -46,8 +47,9 @@ impl HollowBlob {
     /// Fills a part that begins in the hollow, and ends there.
     fn read_hollow(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
         let segment = self.segment.as_ref().ok_or_else(|| {
-            let text = "its bytes are in the memory of a GPU";
-            io::Error::new(io::ErrorKind::Unsupported, text)
+            let text = "its bytes are in the memory of a GPU of another process's, or of another host's: put it \
+                        with residency=host";
+            io::Error::other(Error::new(ErrorKind::Unsupported, text))
         })?;
         segment.read(target, offset).map_err(io::Error::other)
     }
@@ -115,8 +117,8 @@ mod tests {
         }
         let failed =
             |offset, len| blob.read_exact_at(&mut vec![0; len], offset).unwrap_err().kind();
-        assert_eq!(failed(4090, 7), io::ErrorKind::Unsupported);
-        assert_eq!(failed(8191, 2), io::ErrorKind::Unsupported);
+        assert_eq!(failed(4090, 7), io::ErrorKind::Other);
+        assert_eq!(failed(8191, 2), io::ErrorKind::Other);
         assert_eq!(failed(8999, 2), io::ErrorKind::UnexpectedEof);
         assert_eq!(failed(u64::MAX, 2), io::ErrorKind::UnexpectedEof);
         for (shell, len) in [(&shell[..4095], 9000), (&shell, 800), (&shell, 4903)] {

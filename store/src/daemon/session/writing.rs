@@ -5,6 +5,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FileType;
+
 use super::{Answer, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Contributed, OnDevice, Place, Progress, Proposal};
@@ -20,6 +22,10 @@ use crate::wire::{Begun, Failure, INLINE, Reply, Room, SharedSegment};
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
 const MAX_STORING: usize = 1024;
+
+/// A GPU is not called by more bytes, and an archive has not more in its memory.
+const MAX_UUID: usize = 64;
+const MAX_DEVICE_BYTES: u64 = 1 << 46;
 
 /// None is one that waits for room.
 pub(super) type Contributions = BTreeMap<u64, Option<Contribution>>;
@@ -118,7 +124,10 @@ impl Session {
             Ok(room) => room,
             Err(error) => return Err(self.cancel(open, error).await),
         };
-        let device = self.room_on_device(&mut open);
+        let device = match self.room_on_device(&mut open) {
+            Ok(device) => device,
+            Err(error) => return Err(self.cancel(open, error).await),
+        };
         let contribution = self.house.number();
         self.contributions().insert(contribution, Some(open));
         let begun = Begun { contribution, id, epoch, number, committed, room, device, stem };
@@ -158,8 +167,10 @@ impl Session {
         file_len: u64,
         durability: Durability,
     ) -> Result<()> {
-        let Some(OnDevice { len, .. }) = device else { return Ok(()) };
-        let text = if !self.origin.is_near() {
+        let Some(OnDevice { uuid, len }) = device else { return Ok(()) };
+        let text = if uuid.len() > MAX_UUID || *len > MAX_DEVICE_BYTES {
+            "no GPU is called so, or has so much memory"
+        } else if !self.origin.is_near() {
             "only processes of this host put to the memory of its GPUs"
         } else if durability != Durability::Memory {
             "what must last does not stay in the memory of a GPU"
@@ -172,12 +183,17 @@ impl Session {
     }
 
     /// Room for what an archive has in front of its index, in the memory of a GPU.
-    fn room_on_device(&self, open: &mut Contribution) -> Option<SharedSegment> {
-        let OnDevice { uuid, len } = open.device.as_ref().filter(|_| open.committed.is_none())?;
-        let lent = self.house.pool.lend_device(self.peer, uuid, *len)?;
+    fn room_on_device(&self, open: &mut Contribution) -> Result<Option<SharedSegment>> {
+        let device = open.device.as_ref().filter(|_| open.committed.is_none());
+        let Some(OnDevice { uuid, len }) = device else { return Ok(None) };
+        let lent = self.house.pool.lend_device(self.peer, uuid, *len).ok_or_else(|| {
+            let text = "this process has as many segments of GPUs as a daemon keeps for one: put larger archives, \
+                        or keep fewer versions";
+            Error::new(ErrorKind::Busy, text)
+        })?;
         open.on_device = Some(lent.segment);
         let device = Some(uuid.clone());
-        Some(SharedSegment { segment: lent.segment, capacity: lent.capacity, device })
+        Ok(Some(SharedSegment { segment: lent.segment, capacity: lent.capacity, device }))
     }
 
     /// The memory of a segment of a GPU that was lent.
@@ -186,6 +202,10 @@ impl Session {
         let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
             return Err(invalid(&"one descriptor comes with memory that is brought"));
         };
+        let kind = rustix::fs::fstat(&memory).map(|status| FileType::from_raw_mode(status.st_mode));
+        if matches!(kind, Err(_) | Ok(FileType::Socket | FileType::Fifo | FileType::Directory)) {
+            return Err(invalid(&"what was brought is no memory of a GPU"));
+        }
         let brought = self.house.pool.bring(self.peer, segment, memory);
         brought.map_err(|error| invalid(&format_args!("segment {segment}: {error}")))
     }
@@ -251,23 +271,21 @@ impl Session {
             open.lens.push(file_len);
             (open.device, open.on_device) = (device, None);
             let deadline = Instant::now() + open.timeout;
-            self.room(&mut open, deadline).await
+            let (room, fds) = self.room(&mut open, deadline).await?;
+            Ok((room, fds, self.room_on_device(&mut open)?))
         };
         let error = match extended.await {
-            Ok((room, fds)) => {
-                let device = self.room_on_device(&mut open);
-                match self.contributions().get_mut(&contribution) {
-                    Some(waiting) => {
-                        *waiting = Some(open);
-                        let reply = match device {
-                            Some(device) => Reply::Rooms { room, device },
-                            None => Reply::Room(room),
-                        };
-                        return Ok(Answer { fds, ..reply.into() });
-                    }
-                    None => unknown(contribution),
+            Ok((room, fds, device)) => match self.contributions().get_mut(&contribution) {
+                Some(waiting) => {
+                    *waiting = Some(open);
+                    let reply = match device {
+                        Some(device) => Reply::Rooms { room, device },
+                        None => Reply::Room(room),
+                    };
+                    return Ok(Answer { fds, ..reply.into() });
                 }
-            }
+                None => unknown(contribution),
+            },
             Err(error) => error,
         };
         self.contributions().remove(&contribution);
@@ -427,6 +445,8 @@ impl Session {
             let published = self.house.pool.publish_hollow(self.peer, segment, &path, whole);
             let invalid = |error| Error::new(ErrorKind::Invalid, format_args!("`{path}`: {error}"));
             published.map_err(invalid)?;
+            // It is no longer this contribution's to give back.
+            open.on_device = None;
         }
         if open.place.durability == Durability::Disk {
             let (tiers, started) = (self.house.tiers.clone(), Instant::now());

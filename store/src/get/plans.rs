@@ -67,6 +67,8 @@ impl<'a> From<&'a ShardPlace> for Box<'a> {
 pub(super) struct Plan {
     /// The parts of each target, in order.
     targets: Vec<Vec<Part>>,
+    /// How far storages are read, side by side: what a version must have is compared each time.
+    ends: Vec<(u32, u64)>,
     /// How many bytes are copied.
     pub(super) bytes: u64,
 }
@@ -178,10 +180,21 @@ impl Plan {
             Ok(Part { len: native(span(&wanted.meta)), copies })
         };
         let parts: Vec<Part> = rows(wanted).into_iter().map(part).collect::<Result<_>>()?;
-        let copies = parts.iter().flat_map(|part| &part.copies);
-        self.bytes += copies.map(|copy| copy.runs.total_bytes()).sum::<u64>();
-        self.targets.push(parts);
+        self.push(parts);
         Ok(())
+    }
+
+    /// The parts of the next target.
+    fn push(&mut self, parts: Vec<Part>) {
+        for copy in parts.iter().flat_map(|part| &part.copies) {
+            self.bytes += copy.runs.total_bytes();
+            let end = copy.source.saturating_add(copy.runs.source_span());
+            match self.ends.last_mut() {
+                Some((storage, last)) if *storage == copy.storage => *last = end.max(*last),
+                _ => self.ends.push((copy.storage, end)),
+            }
+        }
+        self.targets.push(parts);
     }
 
     /// All that is copied.
@@ -191,10 +204,7 @@ impl Plan {
 
     /// Whether storages of these lengths have all that is copied.
     pub(super) fn fits(&self, lens: impl Fn(u32) -> Option<u64>) -> bool {
-        self.copies().all(|copy| {
-            let end = copy.source.saturating_add(copy.runs.source_span());
-            lens(copy.storage).is_some_and(|len| end <= len)
-        })
+        self.ends.iter().all(|(storage, end)| lens(*storage).is_some_and(|len| *end <= len))
     }
 
     /// The memory of each part of the targets that are here, with the copies that fill it; and the parts of those that
@@ -257,7 +267,9 @@ mod tests {
     fn a_plan_fits_what_has_all_that_it_copies() {
         let copy = Copy { storage: 1, source: 8, target: 0, runs: Runs::run(4) };
         let part = Part { len: 4, copies: vec![copy] };
-        let plan = Plan { targets: vec![vec![part]], bytes: 4 };
+        let mut plan = Plan::default();
+        plan.push(vec![part]);
+        assert_eq!(plan.bytes, 4);
         let lens = |lens: &'static [u64]| move |storage: u32| lens.get(storage as usize).copied();
         assert!(plan.fits(lens(&[0, 12])));
         assert!(!plan.fits(lens(&[12, 11])));

@@ -31,6 +31,8 @@ pub(crate) struct Contents {
     pub(crate) attrs: Attrs,
     pub(super) manifest: Archive,
     storages: Vec<Stored>,
+    /// How many bytes each has, side by side: a plan is compared with all of them.
+    lens: Box<[u64]>,
     /// The tensor leaves by fqn, as each writer that was asked for has them.
     tensors: Mutex<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
@@ -90,6 +92,7 @@ impl Contents {
         }
         let storages =
             (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
+        let storages: Vec<Stored> = storages.collect();
         let root = manifest.structure();
         Ok(Self {
             id: label.id,
@@ -100,7 +103,8 @@ impl Contents {
             is_divergent: is_divergent(&root),
             root: Arc::new(root),
             attrs: user_attrs(&manifest),
-            storages: storages.collect(),
+            lens: storages.iter().map(|stored| stored.reference.len).collect(),
+            storages,
             tensors: Mutex::default(),
             verified: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -156,7 +160,7 @@ impl Contents {
 
     /// How many bytes each storage has; none if there are not so many storages.
     pub(crate) fn storage_lens(&self) -> impl Fn(u32) -> Option<u64> {
-        |storage| Some(self.storages.get(native(u64::from(storage)))?.reference.len)
+        |storage| self.lens.get(native(u64::from(storage))).copied()
     }
 
     /// What has been done since the version was opened.

@@ -413,6 +413,14 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
         bytes
     };
     let digest = "00000000000000000000000000000000";
+    // What it is told to unmap comes in between.
+    let answer = |raw: &mut Raw, number: u64| {
+        std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
+    };
+    let ask = |raw: &mut Raw, number: u64, request: &str, data: &[u8]| {
+        raw.send(&frame(1, number, request, data));
+        answer(raw, number)
+    };
     for (number, (len, device, durability)) in (10..).zip([
         (len, 4095, "memory"),
         (len, len + 1, "memory"),
@@ -420,48 +428,44 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
         (1 << 63, 1 << 63, "memory"),
         (len, index_off, "disk"),
     ]) {
-        let reply = raw.ask(number, &begin_on_gpu(len, device, durability));
+        let reply = ask(&mut raw, number, &begin_on_gpu(len, device, durability), b"");
         assert_eq!(reply["failed"]["kind"], "invalid", "{device}: {reply}");
     }
     let long = begin_on_gpu(len, index_off, "memory").replace("GPU-1", &"G".repeat(65));
-    assert_eq!(raw.ask(19, &long)["failed"]["kind"], "invalid");
-    // Without its memory it is no archive.
-    let begun = &raw.ask(20, &begin_on_gpu(len, index_off, "memory"))["begun"];
-    assert_eq!((&begun["room"], &begun["device"]["device"]), (&"inline".into(), &"GPU-1".into()));
-    assert!(begun["device"]["capacity"].as_u64().unwrap() >= index_off);
+    assert_eq!(ask(&mut raw, 19, &long, b"")["failed"]["kind"], "invalid");
+    let begin = begin_on_gpu(len, index_off, "memory");
+    let bring = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
     let commit = |begun: &serde_json::Value| {
         let contribution = &begun["contribution"];
         format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{digest}"}}"#)
     };
-    raw.send(&frame(1, 21, &commit(begun), &shell));
-    let reply = raw.receive().unwrap().1;
+    // Without its memory it is no archive.
+    let begun = ask(&mut raw, 20, &begin, b"")["begun"].clone();
+    assert_eq!((&begun["room"], &begun["device"]["device"]), (&"inline".into(), &"GPU-1".into()));
+    assert!(begun["device"]["capacity"].as_u64().unwrap() >= index_off);
+    let reply = ask(&mut raw, 21, &commit(&begun), &shell);
     assert!(reply["failed"]["text"].as_str().unwrap().contains("has not come"), "{reply}");
     // It comes as one descriptor, for what was lent; who was interrupted brings it again.
-    let begun = raw.ask(22, &begin_on_gpu(len, index_off, "memory"))["begun"].clone();
-    let segment = &begun["device"]["segment"];
-    let bring = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
-    assert_eq!(raw.ask(23, &bring(segment))["failed"]["kind"], "invalid");
+    let first = ask(&mut raw, 22, &begin, b"")["begun"].clone();
+    let lent = &first["device"]["segment"];
+    assert_eq!(ask(&mut raw, 23, &bring(lent), b"")["failed"]["kind"], "invalid");
     for (number, segment, is_taken) in
-        [(24, &999.into(), false), (25, segment, true), (26, segment, true)]
+        [(24, &999.into(), false), (25, lent, true), (26, lent, true)]
     {
         assert!(raw.send_with(&with_descriptors(number, &bring(segment), 1), &[memory()]));
-        let (_, reply) = raw.receive().unwrap();
-        assert_eq!(reply == "done", is_taken, "{number}: {reply}");
+        assert_eq!(answer(&mut raw, number) == "done", is_taken, "{number}");
     }
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-    assert!(raw.send_with(&with_descriptors(18, &bring(segment), 1), &[socket]));
-    assert_eq!(raw.receive().unwrap().1["failed"]["kind"], "invalid");
-    let extend =
-        format!(r#"{{"op":"extend","contribution":{},"file_len":100}}"#, begun["contribution"]);
-    assert_eq!(raw.ask(27, &extend)["failed"]["kind"], "invalid");
-    // The next one has the same memory.
-    let begun = raw.ask(28, &begin_on_gpu(len, index_off, "memory"))["begun"].clone();
-    assert_eq!(&begun["device"]["segment"], segment);
-    raw.send(&frame(1, 29, &commit(&begun), &shell[1..]));
-    assert_eq!(raw.receive().unwrap().1["failed"]["kind"], "invalid");
-    let begun = raw.ask(30, &begin_on_gpu(len, index_off, "memory"))["begun"].clone();
-    raw.send(&frame(1, 31, &commit(&begun), &shell));
-    assert_eq!(raw.receive().unwrap().1["progress"]["visible"], true);
+    assert!(raw.send_with(&with_descriptors(18, &bring(lent), 1), &[socket]));
+    assert_eq!(answer(&mut raw, 18)["failed"]["kind"], "invalid");
+    assert_eq!(ask(&mut raw, 29, &commit(&first), &shell[1..])["failed"]["kind"], "invalid");
+    // What was given up is not lent again: who was interrupted may not know what has become of it.
+    let begun = ask(&mut raw, 30, &begin, b"")["begun"].clone();
+    let segment = &begun["device"]["segment"];
+    assert_ne!(segment, lent);
+    assert!(raw.send_with(&with_descriptors(31, &bring(segment), 1), &[memory()]));
+    assert_eq!(answer(&mut raw, 31), "done");
+    assert_eq!(ask(&mut raw, 32, &commit(&begun), &shell)["progress"]["visible"], true);
     // Who knows of such memory gets it, nobody else does, and nobody here can look at it.
     let locate = r#"{"op":"locate","key":"policy","selector":"newest""#;
     let mut reader = Raw::greet(&served.socket());
@@ -483,12 +487,8 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
     reader.send_with(&with_descriptors(9, &bring(segment), 2), &fds);
     assert!(reader.is_ended());
     // Who was lost while it read may look at it still: it is not lent again.
-    let answer = |raw: &mut Raw, number: u64| {
-        std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
-    };
     for number in [40, 50, 60] {
-        raw.send(&frame(1, number, &begin_on_gpu(len, index_off, "memory"), b""));
-        let begun = answer(&mut raw, number)["begun"].clone();
+        let begun = ask(&mut raw, number, &begin, b"")["begun"].clone();
         let lent = &begun["device"]["segment"];
         assert_ne!(lent, segment);
         // The third one has the memory of the first.
@@ -497,8 +497,7 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
             assert!(raw.send_with(&bytes, &[memory()]));
             assert_eq!(answer(&mut raw, number + 1), "done");
         }
-        raw.send(&frame(1, number + 2, &commit(&begun), &shell));
-        assert_eq!(answer(&mut raw, number + 2)["progress"]["visible"], true);
+        assert_eq!(ask(&mut raw, number + 2, &commit(&begun), &shell)["progress"]["visible"], true);
     }
 }
 

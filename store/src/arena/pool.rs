@@ -54,8 +54,8 @@ const PAGE: u64 = 4096;
 /// Segments of writers are multiples of this many bytes, so that archives that grow a little still fit.
 const STEP: u64 = 2 << 20;
 
-/// A writer has at most so many segments of a GPU: each is a descriptor of the daemon.
-const MAX_DEVICE: usize = 128;
+/// A writer has at most so many segments of GPUs: each is a descriptor of the daemon.
+const MAX_DEVICE: usize = 4096;
 
 /// Segments of writers and of the daemon, within a limit.
 pub(crate) struct Pool {
@@ -100,6 +100,8 @@ struct Segment {
     readers: BTreeSet<PeerId>,
     /// Whether somebody who read it was lost.
     is_suspect: bool,
+    /// Whether it was warm, of a GPU, and not what was wanted, since it was lent last.
+    is_unfit: bool,
     /// The daemon's own map.
     map: Option<Arc<ReadMap>>,
 }
@@ -284,20 +286,24 @@ impl Pool {
         let id = if let Some(warm) = inner.warm(len, capacity, is_own) {
             warm
         } else {
-            // What does not fit any more makes room for what does.
-            let unfit = |segment: &Segment| is_own(segment) && segment.is_warm();
-            let unfit = inner.segments.iter().filter(|(_, segment)| unfit(segment));
-            for id in unfit.map(|(id, _)| *id).collect::<Vec<_>>() {
+            // What did not fit twice makes room for what does. Once is no reason: versions of several sizes take turns.
+            let unfit = inner.segments.iter_mut().map(|(id, segment)| (*id, segment));
+            let unfit = unfit.filter(|(_, segment)| is_own(segment) && segment.is_warm());
+            let twice = unfit.filter_map(|(id, segment)| {
+                std::mem::replace(&mut segment.is_unfit, true).then_some(id)
+            });
+            for id in twice.collect::<Vec<_>>() {
                 inner.retire(id);
             }
-            if inner.segments.values().filter(|segment| is_own(segment)).count() >= MAX_DEVICE {
+            let all = inner.segments.values().filter(|it| it.is_of(peer) && it.device().is_some());
+            if all.count() >= MAX_DEVICE {
                 return None;
             }
             let memory = Backing::Device { uuid: uuid.into(), memory: None };
             inner.add(Segment::new(memory, capacity, Writer::Peer(peer)))
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
-        segment.is_lent = true;
+        (segment.is_lent, segment.is_unfit) = (true, false);
         Some(Lent { segment: id, capacity: segment.capacity, memory: None })
     }
 
@@ -396,8 +402,9 @@ impl Pool {
         let mut inner = self.inner();
         if let Some(segment) = inner.segments.get_mut(&id).filter(|each| each.is_lent_to(peer)) {
             segment.is_lent = false;
-            if matches!(segment.memory, Backing::Device { memory: None, .. }) {
-                inner.segments.remove(&id);
+            // Whether its memory has come, and whether the writer knows that, only the writer can tell: it makes new.
+            if segment.device().is_some() {
+                inner.retire(id);
             }
         }
         drop(inner);
@@ -828,6 +835,7 @@ impl Segment {
             is_lent: false,
             readers: BTreeSet::new(),
             is_suspect: false,
+            is_unfit: false,
             map: None,
         }
     }

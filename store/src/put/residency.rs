@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::btree_map::{BTreeMap, Entry};
+use std::ops::Range;
 use std::sync::Arc;
 
-use tssd_format::{Layout, Result as FormatResult, StateDict, Storage, Tensor, Value};
+use tssd_format::{Blob, Layout, Result as FormatResult, StateDict, Storage, Tensor, Value};
 
 use super::{PutOptions, leaves};
 use crate::controller::{Controller, OnDevice, digest};
@@ -91,22 +92,106 @@ pub(crate) async fn beside<'a>(
     Ok(Cow::Owned(seen.await?))
 }
 
-/// The same with all plain tensors in this process's memory; those of one storage have one there.
+/// The same with all plain tensors in this process's memory: what tensors of a storage span together is copied once.
 fn seen(dict: &StateDict) -> FormatResult<StateDict> {
-    let mut storages: BTreeMap<usize, Storage> = BTreeMap::new();
+    let mut spans: BTreeMap<usize, Vec<Range<u64>>> = BTreeMap::new();
+    for (_, leaf) in dict.leaves() {
+        if let Some((blob, span)) = unseen_span(leaf) {
+            spans.entry(Arc::as_ptr(blob).addr()).or_default().push(span);
+        }
+    }
+    for spans in spans.values_mut() {
+        spans.sort_unstable_by_key(|span| span.start);
+        spans.dedup_by(|next, span| {
+            let touches = next.start < span.end;
+            if touches {
+                span.end = span.end.max(next.end);
+            }
+            touches
+        });
+    }
+    let mut storages: BTreeMap<(usize, u64), Storage> = BTreeMap::new();
     leaves::map(dict, |leaf| {
-        let Value::Tensor(tensor) = leaf else { return Ok(leaf.clone()) };
-        let Some(blob) = tensor.storage().blob() else { return Ok(leaf.clone()) };
-        let storage = match storages.entry(Arc::as_ptr(blob).addr()) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(blob.stable(0..blob.size()?)?.into()),
+        let (Value::Tensor(tensor), Some((blob, span))) = (leaf, unseen_span(leaf)) else {
+            return Ok(leaf.clone());
         };
-        let (meta, offset) = (tensor.meta().clone(), tensor.byte_offset());
+        let at = Arc::as_ptr(blob).addr();
+        let known = &spans[&at];
+        let whole = &known[known.partition_point(|whole| whole.start <= span.start) - 1];
+        let storage = match storages.entry((at, whole.start)) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(blob.stable(whole.clone())?.into()),
+        };
+        let (meta, offset) = (tensor.meta().clone(), span.start - whole.start);
         Ok(Value::Tensor(Tensor::new(meta, storage.clone(), offset)?))
     })
+}
+
+/// What a plain tensor spans of memory that is not this process's.
+fn unseen_span(leaf: &Value) -> Option<(&Arc<dyn Blob>, Range<u64>)> {
+    let Value::Tensor(tensor) = leaf else { return None };
+    let (blob, start) = (tensor.storage().blob()?, tensor.byte_offset());
+    let has_elements = tensor.meta().numel() > 0;
+    has_elements.then(|| (blob, start..start + tensor.meta().span_bytes()))
 }
 
 /// The digest of an archive that has bytes that nobody has seen: no other version has it.
 pub(crate) fn unseen(of_shell: Digest, id: VersionId) -> Digest {
     digest(&[of_shell.0, id.0.to_le_bytes()].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use tssd_format::{Dtype, TensorMeta};
+
+    use super::*;
+
+    /// Bytes that are in no memory.
+    struct Far(Vec<u8>, std::sync::Mutex<u64>);
+
+    impl Blob for Far {
+        fn size(&self) -> std::io::Result<u64> {
+            self.0.as_slice().len().try_into().map_err(std::io::Error::other)
+        }
+
+        fn read_exact_at(&self, target: &mut [u8], offset: u64) -> std::io::Result<()> {
+            let start = usize::try_from(offset).unwrap();
+            target.copy_from_slice(&self.0[start..start + target.len()]);
+            *self.1.lock().unwrap() += u64::try_from(target.len()).unwrap();
+            Ok(())
+        }
+
+        fn bytes(&self) -> Option<&bytes::Bytes> {
+            None
+        }
+    }
+
+    #[test]
+    fn what_is_seen_stays_tied_and_is_no_more_than_is_put() {
+        let far = Arc::new(Far((0..=255).cycle().take(1000).collect(), 0.into()));
+        let storage = Storage::elsewhere(far.clone()).unwrap();
+        let tensor = |offset: u64, len: u64| {
+            let meta = TensorMeta::new(Dtype::Uint8, &[len]).unwrap();
+            Tensor::new(meta, storage.clone(), offset).unwrap()
+        };
+        let mut dict = StateDict::new();
+        let parts = [(500, 100), (500, 100), (550, 90), (700, 7), (0, 0), (10, 5), (640, 3)];
+        for (number, (offset, len)) in parts.into_iter().enumerate() {
+            dict.insert(format!("{number}"), tensor(offset, len));
+        }
+        let seen = seen(&dict).unwrap();
+        let of = |number: usize| {
+            let Value::Tensor(tensor) = seen.leaf(&number.to_string()).unwrap() else { panic!() };
+            tensor.clone()
+        };
+        for (number, (offset, len)) in
+            parts.into_iter().enumerate().filter(|(_, (_, len))| *len > 0)
+        {
+            let [start, end] = [offset, offset + len].map(|at| usize::try_from(at).unwrap());
+            assert_eq!(of(number).view().span(), &far.0[start..end], "{number}");
+        }
+        let place = |number: usize| of(number).view().span().as_ptr().addr();
+        assert_eq!((place(0), place(2) - place(0)), (place(1), 50));
+        assert_eq!(*far.1.lock().unwrap(), 140 + 7 + 5 + 3);
+    }
 }

@@ -128,7 +128,10 @@ impl Maps {
         // Until it is mapped its descriptor stays: whoever asks again is told the same, or finds it.
         let map = DeviceSegment::import(&uuid, &memory, capacity)?;
         let mut inner = self.inner();
-        inner.brought.remove(&segment);
+        // It may have been let go of meanwhile: then nobody says so again.
+        if inner.brought.remove(&segment).is_none() {
+            return Err(broken("it has let go of a segment of a GPU that it names"));
+        }
         inner.device_read.insert(segment, map.clone());
         Ok(map)
     }

@@ -120,12 +120,8 @@ impl Session {
         if let Some(keeper) = keeper {
             open.memory = Memory::Kept(keeper);
         }
-        let (room, fds) = match self.room(&mut open, deadline).await {
-            Ok(room) => room,
-            Err(error) => return Err(self.cancel(open, error).await),
-        };
-        let device = match self.room_on_device(&mut open) {
-            Ok(device) => device,
+        let (room, fds, device) = match self.rooms(&mut open, deadline).await {
+            Ok(rooms) => rooms,
             Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
@@ -133,6 +129,18 @@ impl Session {
         let begun = Begun { contribution, id, epoch, number, committed, room, device, stem };
         let reply = Reply::Begun(begun);
         Ok(Answer { fds, ..reply.into() })
+    }
+
+    /// Room for the last archive of a contribution: what is to be in the memory of a GPU first, since the memory of the host
+    /// comes with the reply alone.
+    async fn rooms(
+        &self,
+        open: &mut Contribution,
+        deadline: Instant,
+    ) -> Result<(Room, Vec<OwnedFd>, Option<SharedSegment>)> {
+        let device = self.room_on_device(open)?;
+        let (room, fds) = self.room(open, deadline).await?;
+        Ok((room, fds, device))
     }
 
     /// Room for the last archive of a contribution, and its memory if the client does not have it yet.
@@ -172,6 +180,8 @@ impl Session {
             "no GPU is called so, or has so much memory"
         } else if !self.origin.is_near() {
             "only processes of this host put to the memory of its GPUs"
+        } else if self.house.registry.is_elsewhere() {
+            "whoever decides elsewhere cannot look at what is in the memory of a GPU here"
         } else if durability != Durability::Memory {
             "what must last does not stay in the memory of a GPU"
         } else if *len < HEAD_BYTES || *len > file_len {
@@ -187,7 +197,7 @@ impl Session {
         let device = open.device.as_ref().filter(|_| open.committed.is_none());
         let Some(OnDevice { uuid, len }) = device else { return Ok(None) };
         let lent = self.house.pool.lend_device(self.peer, uuid, *len).ok_or_else(|| {
-            let text = "this process has as many segments of GPUs as a daemon keeps for one: put larger archives, \
+            let text = "this process has as many segments of GPUs as a daemon keeps for one: put larger buckets, \
                         or keep fewer versions";
             Error::new(ErrorKind::Busy, text)
         })?;
@@ -271,8 +281,7 @@ impl Session {
             open.lens.push(file_len);
             (open.device, open.on_device) = (device, None);
             let deadline = Instant::now() + open.timeout;
-            let (room, fds) = self.room(&mut open, deadline).await?;
-            Ok((room, fds, self.room_on_device(&mut open)?))
+            self.rooms(&mut open, deadline).await
         };
         let error = match extended.await {
             Ok((room, fds, device)) => match self.contributions().get_mut(&contribution) {

@@ -1,4 +1,4 @@
-use crate::step::Step;
+use crate::step::{Step, Worth};
 use crate::tool::Tool;
 use crate::workspace::Workspace;
 
@@ -8,6 +8,8 @@ const CARGO_DENY: Tool =
 /// That what comes from others is what `deny.toml` lets in.
 pub(crate) fn checks(workspace: &Workspace) -> Vec<Step> {
     let mut steps: Vec<Step> = CARGO_DENY.installation(workspace).into_iter().collect();
+    // It looks at those of all platforms, of which building brings only this one's.
+    steps.push(Step::cargo("crates of all platforms", "fetch --locked").worth(Worth::Nothing));
     let program = CARGO_DENY.program(workspace);
     let arguments = "--offline check --hide-inclusion-graph bans licenses sources";
     steps.push(Step::program("licences, bans, sources", program, arguments));

@@ -253,6 +253,10 @@ fn keeping(keep: u32) -> State {
 
 #[cfg(feature = "etcd")]
 mod etcd_alone {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::sync::watch;
+
     use super::*;
     use crate::meta::EtcdMeta;
     use crate::meta::server::Etcd;
@@ -312,6 +316,95 @@ mod etcd_alone {
             etcd.wait();
         }
         drop(session);
+    }
+
+    /// A way to a member of etcd on which answers are lost from a moment on, until it is cut.
+    struct Deaf {
+        url: String,
+        is_deaf: watch::Sender<bool>,
+        cut: watch::Sender<u32>,
+    }
+
+    impl Deaf {
+        async fn before(etcd: &Etcd) -> Self {
+            let address = etcd.url().replace("etcd://", "");
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let url = format!("etcd://{}/tssd", listener.local_addr().unwrap());
+            let (is_deaf, cut) = (watch::Sender::new(false), watch::Sender::new(0));
+            let (hears, mut ends) = (is_deaf.subscribe(), cut.subscribe());
+            tokio::spawn(async move {
+                while let Ok((client, _)) = listener.accept().await {
+                    let server = TcpStream::connect(&address).await.unwrap();
+                    ends.mark_unchanged();
+                    tokio::spawn(pass(client, server, hears.clone(), ends.clone()));
+                }
+            });
+            Self { url, is_deaf, cut }
+        }
+    }
+
+    /// Passes on what both say, but no answer to who is deaf, until the way is cut.
+    async fn pass(
+        client: TcpStream,
+        server: TcpStream,
+        is_deaf: watch::Receiver<bool>,
+        mut ends: watch::Receiver<u32>,
+    ) {
+        let ((mut asked, mut answer), (mut answers, mut ask)) =
+            (client.into_split(), server.into_split());
+        let answered = async {
+            let mut block = vec![0; 4096];
+            while let Ok(len @ 1..) = answers.read(&mut block).await {
+                if !*is_deaf.borrow() && answer.write_all(&block[..len]).await.is_err() {
+                    break;
+                }
+            }
+        };
+        tokio::select! {
+            _ = tokio::io::copy(&mut asked, &mut ask) => {}
+            () = answered => {}
+            _ = ends.changed() => {}
+        }
+    }
+
+    /// What is created by a request whose answer is lost is ours as long as it is there. Once others have followed it
+    /// so often that it is deleted, nobody can tell: neither that it was created nor that it was not.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn who_has_not_heard_an_answer_and_asks_again_is_told_no_lie() {
+        let etcd = Etcd::start(1);
+        let other = connect(&etcd).await;
+        let way = Deaf::before(&etcd).await;
+        let own = Arc::new(EtcdMeta::connect(&way.url).await.unwrap());
+        let record = || b"{}".to_vec();
+        for (folder, follows, expected) in
+            [("a", 0, Some(true)), ("b", 1, Some(true)), ("c", 2, None), ("d", 5, None)]
+        {
+            assert!(own.follow(folder, None, "1", record()).await.unwrap());
+            way.is_deaf.send_replace(true);
+            let asking = {
+                let own = own.clone();
+                tokio::spawn(async move { own.follow(folder, Some("1"), "2", record()).await })
+            };
+            while other.get(&format!("{folder}/2")).await.unwrap().is_none() {
+                tokio::task::yield_now().await;
+            }
+            for number in 2..2 + follows {
+                let (last, next) = (number.to_string(), (number + 1).to_string());
+                assert!(other.follow(folder, Some(&last), &next, record()).await.unwrap());
+            }
+            way.is_deaf.send_replace(false);
+            way.cut.send_modify(|times| *times += 1);
+            let told = asking.await.unwrap();
+            match expected {
+                Some(created) => assert_eq!(told.unwrap(), created, "{folder}"),
+                None => {
+                    let error = told.unwrap_err();
+                    assert_eq!(error.kind(), crate::ErrorKind::Unreachable, "{folder}: {error}");
+                }
+            }
+        }
+        // Who has asked once knows: somebody else was quicker.
+        assert!(!own.follow("c", Some("1"), "2", record()).await.unwrap());
     }
 
     #[tokio::test(flavor = "multi_thread")]

@@ -157,20 +157,27 @@ impl EtcdMeta {
             .when(condition.into_iter().chain([is_new]).collect::<Vec<_>>())
             .and_then(besides.into_iter().chain([put]).collect::<Vec<_>>())
             .or_else([TxnOp::get(key, None)]);
+        let mut requests = 0;
         let answer = self
             .ask(|mut client| {
+                requests += 1;
                 let create = create.clone();
                 async move { client.txn(create).await }
             })
             .await?;
+        if answer.succeeded() {
+            return Ok(true);
+        }
         // An earlier request of this call may have been done and not answered: the token tells.
-        let is_ours = |response: TxnOpResponse| match response {
-            TxnOpResponse::Get(found) => {
-                found.kvs().first().is_some_and(|found| found.value().ends_with(&token))
-            }
-            _ => false,
-        };
-        Ok(answer.succeeded() || answer.op_responses().into_iter().any(is_ours))
+        let there = answer.op_responses().into_iter().find_map(|response| match response {
+            TxnOpResponse::Get(found) => found.kvs().first().map(|it| it.value().ends_with(&token)),
+            _ => None,
+        });
+        there.or((requests == 1).then_some(false)).ok_or_else(|| {
+            // It was followed so often since then that it is deleted, or it never was.
+            let text = format_args!("`{}`: nobody knows whether `{name}` was ours", self.shown);
+            Error::new(ErrorKind::Unreachable, text)
+        })
     }
 }
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use tokio::net::UnixStream;
 
 use crate::net::AsyncDuplex;
@@ -22,6 +23,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// How much is received at once: at least, so that a frame comes in one call mostly, and at most. An
 /// idle connection holds no more than the first.
 const BLOCKS: std::ops::RangeInclusive<usize> = 4 << 10..=64 << 10;
+
+/// Of how many pieces bytes are sent at once: the system takes no more than 1024.
+const MAX_PARTS: usize = 256;
 
 /// Where bytes go out.
 #[async_trait]
@@ -82,7 +86,9 @@ impl Sender {
 
     /// Sends a frame without descriptors if the system takes it at once. Says whether it has.
     pub(crate) fn send_now(&self, frame: &Frame) -> bool {
-        self.0.send_now(&[&frame.header().to_bytes()[..], &frame.head, &frame.data].concat())
+        let mut bytes = [&frame.header().to_bytes()[..], &frame.head].concat();
+        frame.data.pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
+        self.0.send_now(&bytes)
     }
 
     /// Ends the connection, both ways.
@@ -93,11 +99,13 @@ impl Sender {
     async fn send_all(&mut self, frame: &Frame) -> io::Result<()> {
         let header = frame.header().to_bytes();
         let mut fds: Vec<_> = frame.fds.iter().map(AsFd::as_fd).collect();
-        let mut sent = 0;
-        let len = header.len() + frame.head.len() + frame.data.len();
-        while sent < len {
-            let rest = skip([&header[..], &frame.head, &frame.data], sent);
-            sent += self.0.send(&rest.map(IoSlice::new), &fds).await?;
+        let pieces = frame.data.pieces().iter().map(|piece| &piece[..]);
+        let parts = [&header[..], &frame.head].into_iter().chain(pieces);
+        let mut parts: Vec<IoSlice<'_>> = parts.map(IoSlice::new).collect();
+        let mut rest = &mut parts[..];
+        while !rest.is_empty() {
+            let sent = self.0.send(&rest[..rest.len().min(MAX_PARTS)], &fds).await?;
+            IoSlice::advance_slices(&mut rest, sent);
             // They have gone with the first bytes.
             fds.clear();
         }
@@ -147,7 +155,8 @@ impl Receiver {
         if self.bytes.is_empty() && !self.fds.is_empty() {
             return Err(invalid("more descriptors have come than frames say"));
         }
-        Ok(Frame { kind: header.kind, number: header.number, head, data: data.into(), fds })
+        let data = Bytes::from(data).into();
+        Ok(Frame { kind: header.kind, number: header.number, head, data, fds })
     }
 
     async fn fill_to(&mut self, len: usize) -> io::Result<()> {
@@ -172,15 +181,6 @@ impl Receiver {
         }
         received
     }
-}
-
-/// What is left of these parts after so many bytes.
-fn skip(parts: [&[u8]; 3], mut bytes: usize) -> [&[u8]; 3] {
-    parts.map(|part| {
-        let skipped = bytes.min(part.len());
-        bytes -= skipped;
-        &part[skipped..]
-    })
 }
 
 async fn deadline<T>(
@@ -209,7 +209,13 @@ mod tests {
     }
 
     fn frame(data: usize) -> Frame {
-        let (head, data) = (b"{}".to_vec(), vec![7; data].into());
+        // In pieces, some of which are empty.
+        let mut rest = Bytes::from(vec![7; data]);
+        let mut data = Vec::new();
+        while !rest.is_empty() {
+            data.extend([rest.split_to(rest.len().min(100_001)), Bytes::new()]);
+        }
+        let (head, data) = (b"{}".to_vec(), data.into());
         Frame { kind: FrameKind::Reply, number: 9, head, data, fds: Vec::new() }
     }
 
@@ -260,7 +266,7 @@ mod tests {
                         (come.number, come.head, come.data.len()),
                         (9, b"{}".to_vec(), size)
                     );
-                    assert!(come.data.iter().all(|byte| *byte == 7));
+                    assert!(come.data.into_bytes().iter().all(|byte| *byte == 7));
                 }
                 assert!(receiver.receive().await.unwrap().is_none());
             };

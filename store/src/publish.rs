@@ -14,8 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{
-    PutOptions, PutPhases, PutReport, Residency, Role, arrange, call, proposal, residency, stored,
-    write,
+    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, residency, stored, write,
 };
 use crate::route::Route;
 use crate::store::Store;
@@ -68,10 +67,7 @@ impl Publisher {
             return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
         }
         let call = call(store.calls(), key, options)?;
-        let route = store.controller().route();
-        if options.residency == Residency::Host {
-            route.admit(options.require)?;
-        }
+        let route = residency::admit(store.controller(), options)?;
         let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
         Ok(Self {
             store,
@@ -174,9 +170,9 @@ impl Publisher {
             Some(open) => open.is_alone,
             None => Role::of(dict, &self.options)?.is_alone(),
         };
-        let seen = residency::beside(dict, is_alone, &self.options).await?;
-        let layout = arrange(&self.key, &seen, &self.options).await?;
         let controller = self.store.controller();
+        let seen = residency::beside(controller, dict, is_alone, &self.options).await?;
+        let layout = arrange(&self.key, &seen, &self.options).await?;
         let (device, route) = residency::choose(controller, &layout, &self.options)?;
         // What is of this process's memory alone may go to the host's, whatever is required of the rest.
         if device.is_some() || layout.elsewhere().next().is_some() {

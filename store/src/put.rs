@@ -184,8 +184,9 @@ impl Staged {
         let started = Instant::now();
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
+        residency::admit(controller, options)?;
         let role = Role::of(dict, options)?;
-        let dict = residency::beside(dict, role.is_alone(), options).await?;
+        let dict = residency::beside(controller, dict, role.is_alone(), options).await?;
         let layout = arrange(key, &dict, options).await?;
         let (device, route) = residency::choose(controller, &layout, options)?;
         route.admit(options.require)?;

@@ -6,7 +6,7 @@ mod message;
 mod range;
 
 pub(crate) use frame::{
-    Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS, MAX_WRITE,
+    Data, Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS, MAX_WRITE,
 };
 pub(crate) use message::{
     Archives, Begin, Begun, Failure, Hello, Keys, Leased, Location, Notice, Prefetched, Protocol,

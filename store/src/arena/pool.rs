@@ -386,8 +386,7 @@ impl Pool {
         if !inner.blobs.contains_key(name) || inner.hollow.contains_key(name) {
             return Err(io::Error::other("it is no shell"));
         }
-        let segment = inner.segments.get_mut(&id).filter(|segment| segment.is_lent_to(peer));
-        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
+        let segment = inner.lent(id, |segment| segment.is_lent_to(peer))?;
         if !matches!(segment.memory, Backing::Device { memory: Some(_), .. }) {
             return Err(io::Error::other("the memory of the GPU has not come"));
         }
@@ -721,6 +720,16 @@ impl Inner {
         Some(id)
     }
 
+    /// A segment that a writer fills.
+    fn lent(
+        &mut self,
+        id: SegmentId,
+        is_lent: impl Fn(&Segment) -> bool,
+    ) -> io::Result<&mut Segment> {
+        let segment = self.segments.get_mut(&id).filter(|segment| is_lent(segment));
+        segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))
+    }
+
     /// Gives the blob a name that a writer has filled a segment with.
     fn publish(
         &mut self,
@@ -729,13 +738,12 @@ impl Inner {
         len: u64,
         is_lent: impl Fn(&Segment) -> bool,
     ) -> io::Result<()> {
-        let segment = self.segments.get_mut(&id).filter(|segment| is_lent(segment));
-        let segment = segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))?;
-        if len > segment.capacity {
-            return Err(io::Error::other("the segment is shorter"));
-        }
         if self.blobs.contains_key(name) {
             return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let segment = self.lent(id, is_lent)?;
+        if len > segment.capacity {
+            return Err(io::Error::other("the segment is shorter"));
         }
         segment::seal(segment.host()?)?;
         segment.is_lent = false;

@@ -9,10 +9,13 @@ use tssd_format::{Archive, Blob, StorageReference};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{Mutex, MutexGuard};
-use crate::wire::{MAX_READ, Range};
+use crate::wire::{Data, MAX_READ, Range};
 
 /// Of how many archives it is known which chunks are whole.
 const MAX_KNOWN: usize = 1024;
+
+/// Runs of so many bytes are sent from where they lie; shorter ones are sooner copied than listed.
+const LONG: u64 = 16 << 10;
 
 /// What is known of the archives that are read, by their names.
 #[derive(Default)]
@@ -43,31 +46,35 @@ pub(super) fn total(ranges: &[Range], blob_len: u64) -> Result<u64> {
     })
 }
 
-/// The bytes of ranges, one after the other: a view if they are one piece in memory.
-pub(super) fn gather(blob: &dyn Blob, ranges: &[Range], bytes: u64) -> Result<Bytes> {
-    let failed = |error| Error::io("archive", error);
-    if let (Some(mapped), [only]) = (blob.bytes(), ranges)
-        && only.2.is_empty()
-    {
-        return Ok(mapped.slice(place(only.0)..place(only.0 + only.1)));
-    }
-    if let Some(mapped) = blob.bytes() {
-        return Ok(collect(mapped, ranges, bytes));
-    }
-    let mut gathered = BytesMut::with_capacity(place(bytes));
-    let mut done = Ok(());
+/// How many bytes of ranges are copied to be sent: none that lie in memory and are long.
+pub(super) fn copied(blob: &dyn Blob, ranges: &[Range]) -> u64 {
+    let is_copied = |range: &&Range| blob.bytes().is_none() || range.1 < LONG;
+    ranges.iter().filter(is_copied).filter_map(|range| range.bytes_in(u64::MAX)).sum()
+}
+
+/// The bytes of ranges, one after the other: where they lie, if that is in memory and they are long.
+pub(super) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
+    let mut copies = BytesMut::with_capacity(place(copied(blob, ranges)));
+    let (mut pieces, mut done) = (Vec::new(), Ok(()));
     for range in ranges {
         let len = place(range.1);
-        range.for_each(|at| {
-            if done.is_ok() {
-                let start = gathered.len();
-                gathered.resize(start + len, 0);
-                done = blob.read_exact_at(&mut gathered[start..], at);
+        range.for_each(|at| match blob.bytes() {
+            Some(mapped) if range.1 >= LONG => {
+                pieces.extend(Some(copies.split().freeze()).filter(|copied| !copied.is_empty()));
+                pieces.push(mapped.slice(place(at)..place(at) + len));
             }
+            Some(mapped) => copies.extend_from_slice(&mapped[place(at)..][..len]),
+            None if done.is_ok() => {
+                let start = copies.len();
+                copies.resize(start + len, 0);
+                done = blob.read_exact_at(&mut copies[start..], at);
+            }
+            None => {}
         });
     }
-    done.map_err(failed)?;
-    Ok(gathered.freeze())
+    done.map_err(|error| Error::io("archive", error))?;
+    pieces.extend(Some(copies.freeze()).filter(|copied| !copied.is_empty()));
+    Ok(pieces.into())
 }
 
 /// A copy of the bytes of ranges, one after the other.
@@ -173,7 +180,7 @@ impl Storage {
         }
         let place = self.reference.stored_chunk(chunk);
         let len = place.end - place.start;
-        let bytes = gather(blob, &[Range::plain(place.start, len)], len)?;
+        let bytes = gather(blob, &[Range::plain(place.start, len)])?.into_bytes();
         if crc32fast::hash(&bytes) != self.reference.crcs[number] {
             let (start, end) = (place.start, place.end);
             let text = format_args!("`{name}`: bytes {start}..{end} do not have their checksum");
@@ -181,5 +188,69 @@ impl Storage {
         }
         known.store(true, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Bytes that are in no memory.
+    struct Stored(Bytes);
+
+    impl Blob for Stored {
+        fn size(&self) -> io::Result<u64> {
+            u64::try_from(self.0.len()).map_err(io::Error::other)
+        }
+
+        fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
+            target.copy_from_slice(&self.0[place(offset)..][..target.len()]);
+            Ok(())
+        }
+
+        fn bytes(&self) -> Option<&Bytes> {
+            None
+        }
+    }
+
+    const SIZE: u64 = 1 << 20;
+
+    /// Runs on both sides of what is sent from where it lies.
+    fn ranges() -> impl Strategy<Value = Vec<Range>> {
+        let len = prop_oneof![1..100_u64, LONG - 1..LONG + 2, LONG..2 * LONG];
+        let range = (0..SIZE / 4, len, 1..4_u64, 0..3 * LONG, any::<bool>());
+        let range = range.prop_map(|(base, len, count, gap, is_plain)| {
+            let loops = if is_plain { Vec::new() } else { vec![(count, len + gap)] };
+            Range(base, len, loops)
+        });
+        proptest::collection::vec(range, 1..8)
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_gathered_is_there_and_what_is_long_lies_where_it_lay(ranges in ranges()) {
+            let bytes: Bytes = (0..SIZE).map(|at| (at % 251).to_le_bytes()[0]).collect();
+            let mut expected = Vec::new();
+            for range in &ranges {
+                range.for_each(|at| expected.extend_from_slice(&bytes[place(at)..][..place(range.1)]));
+            }
+            prop_assert_eq!(total(&ranges, SIZE).unwrap(), expected.len() as u64);
+            let gathered = gather(&bytes, &ranges).unwrap();
+            let memory = bytes.as_ptr_range();
+            let lies_there = |piece: &&Bytes| memory.contains(&piece.as_ptr());
+            let shared: usize = gathered.pieces().iter().filter(lies_there).map(Bytes::len).sum();
+            prop_assert_eq!((expected.len() - shared) as u64, copied(&bytes, &ranges));
+            let short = |range: &&Range| range.1 < LONG;
+            let short = ranges.iter().filter(short).filter_map(|range| range.bytes_in(SIZE));
+            prop_assert_eq!(copied(&bytes, &ranges), short.sum::<u64>());
+            prop_assert_eq!(gathered.into_bytes(), &expected);
+            let stored = Stored(bytes);
+            prop_assert_eq!(copied(&stored, &ranges), expected.len() as u64);
+            prop_assert_eq!(gather(&stored, &ranges).unwrap().into_bytes(), &expected);
+        }
     }
 }

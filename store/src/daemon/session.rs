@@ -9,7 +9,6 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
@@ -19,7 +18,7 @@ use self::writing::Contributions;
 use super::DaemonOptions;
 use super::house::{House, Leased};
 use super::mirror::Storing;
-use super::reading::{gather, total};
+use super::reading::{copied, gather, total};
 use super::tiers::Place;
 use crate::arena::{PeerId, SegmentId, Shared};
 use crate::environment::wait;
@@ -29,7 +28,7 @@ use crate::ledger::Selector;
 use crate::link::Receiver;
 use crate::status::DaemonStatus;
 use crate::wire::{
-    self, Archives, Begin, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
+    self, Archives, Begin, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
 
@@ -73,7 +72,7 @@ struct Session {
 /// What a request is answered with.
 struct Answer<'a> {
     reply: Reply,
-    data: Bytes,
+    data: Data,
     fds: Vec<OwnedFd>,
     /// The right to send memory of segments, kept until it is sent.
     sharing: Option<tokio::sync::MutexGuard<'a, ()>>,
@@ -83,7 +82,7 @@ struct Answer<'a> {
 impl From<Reply> for Answer<'_> {
     fn from(reply: Reply) -> Self {
         let (fds, credits) = (Vec::new(), Vec::new());
-        Self { reply, data: Bytes::new(), fds, sharing: None, credits }
+        Self { reply, data: Data::default(), fds, sharing: None, credits }
     }
 }
 
@@ -241,11 +240,12 @@ impl Session {
 
     async fn answer(&self, frame: Frame) {
         let started = Instant::now();
-        let (number, bytes) = (frame.number, frame.data.len());
+        let (number, data) = (frame.number, frame.data.into_bytes());
+        let bytes = data.len();
         let request = serde_json::from_slice::<Request>(&frame.head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
-            Ok(request) => self.handle(number, request, &frame.data, frame.fds).await,
+            Ok(request) => self.handle(number, request, &data, frame.fds).await,
             Err(error) => Err(not_understood(&error)),
         };
         let failed = answered.as_ref().err().map(Error::kind);
@@ -492,17 +492,21 @@ impl Session {
         let blob = house.open_blob(&name)?;
         let size = blob.size().map_err(|error| Error::io(&name, error))?;
         let bytes = total(&ranges, size)?;
-        let is_copied = ranges.len() > 1 || ranges.iter().any(|range| !range.2.is_empty());
-        let credits = self.credits(bytes, is_copied).await?;
+        let copied = copied(&*blob, &ranges);
+        let credits = self.credits(bytes, copied).await?;
         let read = move || {
             if prove {
                 house.reading.prove(&name, &blob, &ranges)?;
             }
-            let data = gather(&*blob, &ranges, bytes)?;
-            let crc32 = prove.then(|| crc32fast::hash(&data));
+            let data = gather(&*blob, &ranges)?;
+            let crc32 = prove.then(|| {
+                let mut all = crc32fast::Hasher::new();
+                data.pieces().iter().for_each(|piece| all.update(piece));
+                all.finalize()
+            });
             Ok((data, Sum { crc32 }))
         };
-        let (data, sum) = if is_copied || prove { wait(read).await? } else { read()? };
+        let (data, sum) = if copied > 0 || prove { wait(read).await? } else { read()? };
         self.house.counters.count().bytes_read += bytes;
         Ok(Answer { data, credits, ..Reply::Read(sum).into() })
     }
@@ -516,20 +520,20 @@ impl Session {
         len: u64,
     ) -> Result<Option<Answer<'_>>> {
         let bytes = total(ranges, len)?;
-        let credits = self.credits(bytes, false).await?;
+        let credits = self.credits(bytes, 0).await?;
         let replicas = &self.house.tiers.replicas;
         replicas.make(name, len, &*self.house.registry).await;
         let read = replicas.read(name, ranges, prove).await?;
-        Ok(read.map(|(data, sum)| Answer { data, credits, ..Reply::Read(sum).into() }))
+        Ok(read.map(|(data, sum)| Answer { data: data.into(), credits, ..Reply::Read(sum).into() }))
     }
 
-    /// The right to send so many bytes, here and, if they are a copy, of all.
-    async fn credits(&self, bytes: u64, is_copied: bool) -> Result<Vec<OwnedSemaphorePermit>> {
-        let kilobytes = u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
-        let own = self.reading.clone().acquire_many_owned(kilobytes).await;
+    /// The right to send so many bytes here, and of all to copy so many of them.
+    async fn credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
+        let kilobytes = |bytes: u64| u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        let own = self.reading.clone().acquire_many_owned(kilobytes(bytes)).await;
         let mut credits = vec![own.map_err(closed)?];
-        if is_copied {
-            let copies = self.house.copies.clone().acquire_many_owned(kilobytes).await;
+        if copied > 0 {
+            let copies = self.house.copies.clone().acquire_many_owned(kilobytes(copied)).await;
             credits.push(copies.map_err(closed)?);
         }
         Ok(credits)
@@ -579,7 +583,7 @@ fn reply(number: u64, answer: Answer<'_>) -> Outgoing {
         let text = format_args!("the answer has {len} bytes, too many for one: ask for less");
         let failed = Reply::Failed(Error::new(ErrorKind::Invalid, text).into());
         frame.head = serde_json::to_vec(&failed).expect("a reply is JSON");
-        (frame.data, frame.fds) = (Bytes::new(), Vec::new());
+        (frame.data, frame.fds) = (Data::default(), Vec::new());
     }
     Outgoing { frame, _credits: credits }
 }
@@ -587,7 +591,7 @@ fn reply(number: u64, answer: Answer<'_>) -> Outgoing {
 fn unmap(segment: SegmentId) -> Outgoing {
     let notice = Notice::Unmap { segments: vec![segment] };
     let head = serde_json::to_vec(&notice).expect("a notice is JSON");
-    let (data, fds) = (Bytes::new(), Vec::new());
+    let (data, fds) = (Data::default(), Vec::new());
     let frame = Frame { kind: FrameKind::Notice, number: 0, head, data, fds };
     Outgoing { frame, _credits: Vec::new() }
 }

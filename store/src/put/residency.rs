@@ -28,6 +28,15 @@ pub enum Residency {
     Device,
 }
 
+/// How bytes go to the host's memory; an error at once, if that is where they go, and another way is required.
+pub(crate) fn admit(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
+    let host = controller.route();
+    if options.residency == Residency::Host {
+        host.admit(options.require)?;
+    }
+    Ok(host)
+}
+
 /// The GPU that an archive stays on, if it does, and how its bytes go.
 pub(crate) fn choose(
     controller: &dyn Controller,
@@ -80,11 +89,13 @@ fn home(
 
 /// What is put beside that: plain tensors that several writers put are compared by their checksums, so they are seen.
 pub(crate) async fn beside<'a>(
+    controller: &dyn Controller,
     dict: &'a StateDict,
     is_alone: bool,
     options: &PutOptions,
 ) -> Result<Cow<'a, StateDict>> {
-    if options.residency == Residency::Host || is_alone {
+    let may_stay = options.residency == Residency::Device && controller.takes_devices();
+    if is_alone || !may_stay {
         return Ok(Cow::Borrowed(dict));
     }
     let dict = dict.clone();

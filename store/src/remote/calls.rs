@@ -285,7 +285,7 @@ fn frame(
 ) -> Result<Frame> {
     let head = serde_json::to_vec(head)
         .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
-    let frame = Frame { kind, number, head, data, fds: Vec::new() };
+    let frame = Frame { kind, number, head, data: data.into(), fds: Vec::new() };
     if frame.is_within(limits) {
         return Ok(frame);
     }

@@ -32,6 +32,9 @@ const WINDOW: u64 = 2 * MAX_READ;
 /// What is received at once: small enough to be in the cache still when it is summed.
 const BLOCK: usize = 256 << 10;
 
+/// What is read ahead when an answer begins; data that is longer goes where it belongs at once.
+const HEAD: usize = 4 << 10;
+
 /// The ranges of a request have at most so many bytes of JSON; a range without loops, and each loop, has
 /// at most so many.
 const MAX_TEXT: usize = 60_000;
@@ -265,7 +268,7 @@ impl Line {
     /// Says hello.
     fn open(stream: Box<dyn Duplex>) -> Result<Self> {
         let mut line = Self {
-            stream: BufReader::with_capacity(64 << 10, Timed { stream, until: Instant::now() }),
+            stream: BufReader::with_capacity(HEAD, Timed { stream, until: Instant::now() }),
             next: 1,
         };
         match line.call(&Request::Hello(hello()))?.0 {

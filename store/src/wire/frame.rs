@@ -158,13 +158,48 @@ impl Header {
     }
 }
 
+/// Data of a frame: memory that goes out piece by piece, from where it lies. What comes in is one piece.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Data(Vec<Bytes>);
+
+impl Data {
+    /// How many bytes they have together.
+    pub(crate) fn len(&self) -> usize {
+        self.0.iter().map(Bytes::len).sum()
+    }
+
+    pub(crate) fn pieces(&self) -> &[Bytes] {
+        &self.0
+    }
+
+    /// All bytes in one piece.
+    pub(crate) fn into_bytes(mut self) -> Bytes {
+        match self.0.len() {
+            0 | 1 => self.0.pop().unwrap_or_default(),
+            _ => self.0.concat().into(),
+        }
+    }
+}
+
+impl From<Bytes> for Data {
+    fn from(bytes: Bytes) -> Self {
+        Self(if bytes.is_empty() { Vec::new() } else { vec![bytes] })
+    }
+}
+
+impl From<Vec<Bytes>> for Data {
+    fn from(pieces: Vec<Bytes>) -> Self {
+        Self(pieces)
+    }
+}
+
 /// A frame, with the descriptors that come with it.
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub(crate) kind: FrameKind,
     pub(crate) number: u64,
     pub(crate) head: Vec<u8>,
-    pub(crate) data: Bytes,
+    pub(crate) data: Data,
     pub(crate) fds: Vec<OwnedFd>,
 }
 

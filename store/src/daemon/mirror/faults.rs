@@ -29,7 +29,7 @@ use crate::put::{PutOptions, PutReport};
 use crate::route::Route;
 use crate::store::Store;
 use crate::volume::{Archived, Near, Reservation, Volume};
-use crate::wire::{Frame, FrameKind, Hello, Limits, Protocol, Request};
+use crate::wire::{Data, Frame, FrameKind, Hello, Limits, Protocol, Request};
 
 fn key() -> Key {
     Key::new("policy").unwrap()
@@ -199,7 +199,7 @@ async fn ask(
     number: u64,
     request: &Request,
 ) -> Frame {
-    let (head, data) = (serde_json::to_vec(request).unwrap(), bytes::Bytes::new());
+    let (head, data) = (serde_json::to_vec(request).unwrap(), Data::default());
     let frame = Frame { kind: FrameKind::Request, number, head, data, fds: Vec::new() };
     sender.send(&frame).await.unwrap();
     receiver.receive().await.unwrap().unwrap()

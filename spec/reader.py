@@ -652,8 +652,8 @@ DTYPES: dict[int, dict] = {
 TENSOR_FLAGS = ("requires_grad", "parameter", "ndarray", "scalar")
 MAX_RANK = 64
 OVERFLOW = 1 << 63
-CHUNK_LOG2 = 20
-CHUNK = 1 << CHUNK_LOG2
+CHUNK_LOG2 = 12, 20  # the smallest chunks, and the largest, which compressed ones always are
+CHUNK = 1 << CHUNK_LOG2[1]
 RAW, ZSTD = range(2)  # codecs, of storages as of chunks
 SHUFFLES = (0, 2, 4, 8, 16)
 MOST_PER_BYTE = 32_768  # decoded bytes for each stored byte of a chunk
@@ -746,8 +746,10 @@ def check_storages(file: Archive) -> None:
 
 
 def check_codec(storage: Record, where: str) -> None:
-    fields = storage.chunk_log2, storage.reserved
-    require("F-063", storage.codec in (RAW, ZSTD) and fields == (CHUNK_LOG2, 0), where)
+    smallest, largest = CHUNK_LOG2
+    require("F-063", storage.codec in (RAW, ZSTD) and storage.reserved == 0, where)
+    least = smallest if storage.codec == RAW else largest
+    require("F-063", least <= storage.chunk_log2 <= largest, where)
     if storage.codec == RAW:
         require("F-063", storage.shuffle == 0 and storage.chunks == NONE, where)
         require("F-063", storage.stored_len == storage.raw_len, where)
@@ -772,12 +774,12 @@ def check_place(file: Archive, storage: Record, start: int, shard: int, where: s
 
 
 def chunk_count(storage: Record) -> int:
-    return align_up(storage.raw_len, CHUNK) >> CHUNK_LOG2
+    return align_up(storage.raw_len, 1 << storage.chunk_log2) >> storage.chunk_log2
 
 
 def chunk_len(storage: Record, number: int) -> int:
     """How many bytes a chunk decodes to."""
-    return min(CHUNK, storage.raw_len - (number << CHUNK_LOG2))
+    return min(1 << storage.chunk_log2, storage.raw_len - (number << storage.chunk_log2))
 
 
 def check_chunks(file: Archive, storage: Record, where: str) -> None:
@@ -995,7 +997,7 @@ def stored_chunk(file: Archive, storage: Record, number: int) -> tuple[bytes, in
     blob = blob_of(file, storage)
     assert blob is not None, "who decodes has looked whether there is a blob"
     if storage.codec == RAW:
-        start, codec = storage.offset + (number << CHUNK_LOG2), RAW
+        start, codec = storage.offset + (number << storage.chunk_log2), RAW
         return blob[start : start + chunk_len(storage, number)], codec
     chunk = file.chunks[storage.chunks + number]
     start = storage.offset + chunk.offset
@@ -1036,9 +1038,10 @@ def raw_bytes(file: Archive, i: int, start: int = 0, end: int | None = None) -> 
         blob = blob_of(file, storage)
         assert blob is not None, "who decodes has looked whether there is a blob"
         return blob[storage.offset + start : storage.offset + end]
-    first, last = start >> CHUNK_LOG2, align_up(end, CHUNK) >> CHUNK_LOG2
+    log2 = storage.chunk_log2
+    first, last = start >> log2, align_up(end, 1 << log2) >> log2
     content = b"".join(decoded_chunk(file, i, number) for number in range(first, last))
-    return content[start - (first << CHUNK_LOG2) : end - (first << CHUNK_LOG2)]
+    return content[start - (first << log2) : end - (first << log2)]
 
 
 def unshuffle(shuffled: bytes, width: int) -> bytes:
@@ -1374,7 +1377,7 @@ def what_is_stored(file: Archive, i: int) -> tuple:
     count = chunk_count(storage)
     chunks = file.chunks[storage.chunks : storage.chunks + count]
     crcs = file.crcs[storage.crcs : storage.crcs + count]
-    fields = "offset stored_len raw_len crc32 codec align_log2 shuffle"
+    fields = "offset stored_len raw_len crc32 codec align_log2 chunk_log2 shuffle"
     return *pick(storage, fields).values(), crcs, chunks
 
 
@@ -1476,6 +1479,8 @@ def pick(record: Record, fields: str) -> dict[str, int]:
 def view_storage(file: Archive, i: int, storage: Record) -> Json:
     fields = "offset stored_len raw_len align_log2 crc32" + " shard" * bool(file.shards)
     seen: dict[str, Json] = pick(storage, fields)
+    if storage.chunk_log2 != CHUNK_LOG2[1]:
+        seen["chunk_log2"] = storage.chunk_log2
     if storage.codec == ZSTD:
         chunks = file.chunks[storage.chunks : storage.chunks + chunk_count(storage)]
         seen["zstd"] = {"shuffle": storage.shuffle, "chunks": [list(chunk) for chunk in chunks]}

@@ -5,6 +5,7 @@ mod torch;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use serde_json::json;
 use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR};
 use tssd_store::VERSION_ATTRS;
@@ -20,7 +21,7 @@ use crate::pattern::Pattern;
 use crate::size::{Size, count};
 use crate::verify;
 
-/// Store an archive otherwise: compress it, align it, give it digests, or join a shard set into one.
+/// Store an archive otherwise: compress it, align it, cut it finer, give it digests, or join a shard set into one.
 ///
 /// What is not asked for stays as it is. An archive is proven first: damage is not copied. Files of
 /// torch.save and directories of torch.distributed.checkpoint are read by Python, with the package
@@ -66,6 +67,16 @@ pub(crate) struct Args {
     /// Align all storages to this many bytes: a power of two from 64 to 2MiB
     #[arg(long, value_name = "BYTES")]
     align: Option<Size>,
+    /// What storages that are not compressed are proven in: `large` chunks, of 1MiB, or `fine` ones, so that slices are
+    /// read from a bucket with little beside them
+    #[arg(long, value_name = "SIZE")]
+    chunks: Option<Chunks>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Chunks {
+    Fine,
+    Large,
 }
 
 /// The levels of zstd, fast ones among them.
@@ -142,6 +153,11 @@ impl Args {
             let usage = |error| Failure::new(Exit::Usage, format_args!("--align: {error}"));
             options = options.align(bytes).map_err(usage)?;
         }
+        options = match self.chunks {
+            Some(Chunks::Fine) => options.fine_chunks(),
+            Some(Chunks::Large) => options.large_chunks(),
+            None => options,
+        };
         if self.raw {
             // Nothing has a level any more.
             return Ok(options.without_attr(ZSTD_LEVEL_ATTR).compress(Compression::None));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -222,11 +222,14 @@ impl Arranger {
         // Sums are found out on the way into the file.
         let storage = StorageReference {
             len,
+            chunk_size: options.chunk_size(len),
             align_log2: options.align_log2(len),
             digest: options.digests.then_some([0; 32]),
             ..StorageReference::default()
         };
-        self.append(storage, Body::Raw { bytes: raw, digest: options.digests })
+        let body =
+            Body::Raw { bytes: raw, chunk_size: storage.chunk_size, digest: options.digests };
+        self.append(storage, body)
     }
 
     fn append_packed(
@@ -236,23 +239,22 @@ impl Arranger {
         chunks: Vec<StoredChunk>,
         options: &Options,
     ) -> Result<()> {
-        let len = raw.len();
-        if u64::try_from(chunks.len()) != Ok(len.div_ceil(CHUNK_BYTES)) {
+        let (len, chunk_size) = (raw.len(), ChunkSize::default());
+        if u64::try_from(chunks.len()) != Ok(chunk_size.count(len)) {
             return Err(Error::new(ErrorKind::Unfilled));
         }
         if chunks.iter().all(|chunk| chunk.frame.is_none()) {
             return self.append_raw(raw, options);
         }
-        let crc32 = combine(len, chunks.iter().map(|chunk| chunk.crc));
+        let crc32 = combine((len, chunk_size), chunks.iter().map(|chunk| chunk.crc));
         let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
-        let digest = digests.map(|digests| digest::merge(len, &digests));
+        let digest = digests.map(|digests| digest::merge((len, chunk_size), &digests));
         let mut packing = Packing { shuffle, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;
         for (number, chunk) in (0..).zip(chunks) {
-            let start = number * CHUNK_BYTES;
             let is_zstd = chunk.frame.is_some();
-            let raw = || raw.part(&(start..(start + CHUNK_BYTES).min(len)));
+            let raw = || raw.part(&chunk_size.range(number, len));
             let part = chunk.frame.map_or_else(raw, RawBytes::from);
             let len = u32::try_from(part.len()).expect("at most 1 MiB");
             packing.chunks.push(PackedChunk { offset, len, is_zstd });

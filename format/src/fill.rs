@@ -9,7 +9,7 @@ use bytes::Bytes;
 use crc32fast::Hasher;
 
 use crate::blob::Blob;
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::{Error, ErrorKind, Result};
@@ -126,8 +126,8 @@ pub(crate) struct Source {
 /// The stored bytes of a storage.
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
-    /// Its raw bytes, with or without a digest of them.
-    Raw { bytes: RawBytes, digest: bool },
+    /// Its raw bytes, in chunks of what size, with or without a digest of them.
+    Raw { bytes: RawBytes, chunk_size: ChunkSize, digest: bool },
     /// Chunks that are compressed, or not worth it.
     Packed(Vec<RawBytes>),
 }
@@ -504,8 +504,8 @@ impl Source {
     /// How many stored chunks it has.
     fn chunks(&self) -> usize {
         match &self.body {
-            Body::Raw { bytes, .. } => {
-                usize::try_from(bytes.len().div_ceil(CHUNK_BYTES)).expect("it is in memory")
+            Body::Raw { bytes, chunk_size, .. } => {
+                usize::try_from(chunk_size.count(bytes.len())).expect("it is in memory")
             }
             Body::Packed(chunks) => chunks.len(),
         }
@@ -514,9 +514,8 @@ impl Source {
     /// A stored chunk, as a range of bytes.
     fn chunk(&self, number: usize) -> (&RawBytes, Range<u64>) {
         match &self.body {
-            Body::Raw { bytes, .. } => {
-                let start = wide(number) * CHUNK_BYTES;
-                (bytes, start..(start + CHUNK_BYTES).min(bytes.len()))
+            Body::Raw { bytes, chunk_size, .. } => {
+                (bytes, chunk_size.range(wide(number), bytes.len()))
             }
             Body::Packed(chunks) => (&chunks[number], 0..chunks[number].len()),
         }
@@ -525,8 +524,8 @@ impl Source {
     /// What is wanted to be known of a stored chunk.
     fn summing(&self, chunk: usize) -> Summing {
         let digest = match &self.body {
-            Body::Raw { bytes, digest: true } => {
-                Some(ChunkHasher::new(wide(chunk), bytes.len()).into())
+            Body::Raw { bytes, chunk_size, digest: true } => {
+                Some(ChunkHasher::new(wide(chunk), (bytes.len(), *chunk_size)).into())
             }
             _ => None,
         };

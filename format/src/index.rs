@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use bytes::Bytes;
 
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::decode::{decode, value};
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -99,7 +99,8 @@ impl Index {
         let storage = &views.storages[native(number)];
         let first = native(storage.crcs.to_native());
         let len = storage.raw_len.to_native();
-        let count = usize::try_from(len.div_ceil(CHUNK_BYTES)).expect("proven to be in crcs");
+        let chunk_size = ChunkSize::from_log2(storage.chunk_log2).expect("proven to be one");
+        let count = usize::try_from(chunk_size.count(len)).expect("proven to be in crcs");
         let packing = (storage.codec != 0).then(|| {
             let first = native(storage.chunks.to_native());
             let chunk = |chunk: &record::Chunk| PackedChunk {
@@ -114,6 +115,7 @@ impl Index {
             offset: storage.offset.to_native(),
             len,
             crc32: storage.crc32.to_native(),
+            chunk_size,
             crcs: views.crcs[first..first + count].iter().map(|crc| crc.to_native()).collect(),
             align_log2: storage.align_log2,
             shard: storage.shard.to_native(),

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use crate::archive::Archive;
+use crate::chunk::ChunkSize;
 use crate::encode::AttrValue;
 use crate::error::Result;
 use crate::key::{Key, Step};
@@ -64,6 +65,9 @@ fn view_of(archive: &Archive, elements: Elements) -> Result<Json> {
             "align_log2": storage.align_log2,
             "crc32": storage.crc32,
         });
+        if storage.chunk_size != ChunkSize::default() {
+            view["chunk_log2"] = json!(storage.chunk_size.log2());
+        }
         if !shards.is_empty() {
             view["shard"] = json!(storage.shard);
         }

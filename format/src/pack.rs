@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::codec::Encoder;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
@@ -53,7 +53,7 @@ impl Pack {
         level: i32,
         digest: bool,
     ) -> impl Iterator<Item = Self> {
-        let count = raw.len().div_ceil(CHUNK_BYTES);
+        let count = ChunkSize::default().count(raw.len());
         (0..count).step_by(usize::try_from(JOB_CHUNKS).expect("4")).map(move |first| Self {
             storage,
             raw: raw.clone(),
@@ -66,8 +66,8 @@ impl Pack {
 
     /// How many raw bytes the job reads.
     pub fn len(&self) -> u64 {
-        let end = (self.chunks.end * CHUNK_BYTES).min(self.raw.len());
-        end - self.chunks.start * CHUNK_BYTES
+        let start = |chunk: u64| ChunkSize::default().range(chunk, self.raw.len()).start;
+        start(self.chunks.end) - start(self.chunks.start)
     }
 
     /// True if the job reads nothing; no job does.
@@ -85,11 +85,11 @@ impl Pack {
         let mut gathered = Vec::new();
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
-            let start = number * CHUNK_BYTES;
-            let range = start..(start + CHUNK_BYTES).min(self.raw.len());
+            let (size, len) = (ChunkSize::default(), self.raw.len());
+            let range = size.range(number, len);
             let raw = self.raw.contiguous(&range, &mut gathered)?;
             let digest = self.digest.then(|| {
-                let mut hasher = ChunkHasher::new(number, self.raw.len());
+                let mut hasher = ChunkHasher::new(number, (len, size));
                 hasher.update(raw);
                 hasher.finish()
             });

@@ -3,7 +3,7 @@
 use crc32fast::Hasher;
 use rend::u32_le;
 
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::digest::{self, Digest};
 use crate::error::Result;
 use crate::fill::Sum;
@@ -42,7 +42,7 @@ impl StorageTables {
     pub(crate) fn push(&mut self, storage: &StorageReference) -> Result<()> {
         let crcs = number(self.crcs.len())?;
         let first_chunk = number(self.chunks.len())?;
-        self.crcs.resize(self.crcs.len() + chunk_count(storage.len), 0.into());
+        self.crcs.resize(self.crcs.len() + chunk_count(storage.len, storage.chunk_size), 0.into());
         let packing = storage.packing.as_ref();
         let chunk = |chunk: &PackedChunk| record::Chunk {
             offset: chunk.offset.into(),
@@ -61,7 +61,7 @@ impl StorageTables {
             crc32: storage.crc32.into(),
             codec: packing.is_some().into(),
             align_log2: storage.align_log2,
-            chunk_log2: 20,
+            chunk_log2: storage.chunk_size.log2(),
             shuffle: packing.map_or(0, |packing| packing.shuffle),
             reserved: 0.into(),
         });
@@ -98,11 +98,12 @@ impl StorageTables {
             }
             let len = storage.raw_len.to_native();
             let first = native(storage.crcs.to_native());
-            let own = &sums[first..first + chunk_count(len)];
-            storage.crc32 = combine(len, own.iter().map(|sum| sum.crc)).into();
+            let size = ChunkSize::from_log2(storage.chunk_log2).expect("it was one");
+            let own = &sums[first..first + chunk_count(len, size)];
+            storage.crc32 = combine((len, size), own.iter().map(|sum| sum.crc)).into();
             if let Some(digest) = self.digests.get_mut(number) {
                 let parts = own.iter().filter_map(|sum| sum.digest.as_deref().copied());
-                *digest = digest::merge(len, &parts.collect::<Vec<_>>());
+                *digest = digest::merge((len, size), &parts.collect::<Vec<_>>());
             }
         }
     }
@@ -115,14 +116,14 @@ impl StorageTables {
 }
 
 /// The number of chunks of a storage that is in memory, or in tables that are.
-fn chunk_count(len: u64) -> usize {
-    usize::try_from(len.div_ceil(CHUNK_BYTES)).expect("it is in memory")
+fn chunk_count(len: u64, size: ChunkSize) -> usize {
+    usize::try_from(size.count(len)).expect("it is in memory")
 }
 
-/// The CRC-32 of `len` bytes, given that of each of their chunks.
-pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
+/// The CRC-32 of `len` bytes, given that of each of their chunks of this size.
+pub(crate) fn combine((len, size): (u64, ChunkSize), crcs: impl IntoIterator<Item = u32>) -> u32 {
     let mut crcs = crcs.into_iter();
-    let first_len = len.min(CHUNK_BYTES);
+    let first_len = len.min(size.bytes());
     let Some(first) = crcs.next() else { return 0 };
     if first_len == len {
         return first;
@@ -130,7 +131,7 @@ pub(crate) fn combine(len: u64, crcs: impl IntoIterator<Item = u32>) -> u32 {
     let mut whole = Hasher::new_with_initial_len(first, first_len);
     let mut rest = len - first_len;
     for crc in crcs {
-        let chunk = rest.min(CHUNK_BYTES);
+        let chunk = rest.min(size.bytes());
         whole.combine(&Hasher::new_with_initial_len(crc, chunk));
         rest -= chunk;
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::ChunkSize;
 use crate::codec::Decoder;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
@@ -18,6 +18,8 @@ pub struct StorageReference {
     pub len: u64,
     /// The CRC-32 of the raw bytes.
     pub crc32: u32,
+    /// How many raw bytes its chunks have.
+    pub chunk_size: ChunkSize,
     /// The CRC-32 of each stored chunk.
     pub crcs: Vec<u32>,
     /// log2 of its alignment.
@@ -88,13 +90,12 @@ impl StorageReference {
 
     /// Where a chunk lies in the raw bytes.
     pub fn chunk(&self, number: u64) -> Range<u64> {
-        let start = number.saturating_mul(CHUNK_BYTES).min(self.len);
-        start..start.saturating_add(CHUNK_BYTES).min(self.len)
+        self.chunk_size.range(number, self.len)
     }
 
     /// The chunks that these raw bytes touch.
     pub fn chunks(&self, range: &Range<u64>) -> Range<u64> {
-        range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES)
+        range.start >> self.chunk_size.log2()..self.chunk_size.count(range.end)
     }
 
     /// Where a chunk is in the file of the storage.

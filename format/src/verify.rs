@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::archive::Archive;
 use crate::blob::Blob;
+use crate::chunk::ChunkSize;
 use crate::digest::{self, ChunkHasher};
 use crate::encode::ShardFile;
 use crate::error::{Error, ErrorKind, Result};
@@ -218,7 +219,9 @@ fn prove_storage(
             let crc = archive.crc_of(storage.shard, place.clone())?;
             storage.prove_chunk(chunk, crc).map_err(|error| error.byte(place.start))
         }
-        Check::Checksum => check_crc(storage, combine(storage.len, storage.crcs.iter().copied())),
+        Check::Checksum => {
+            check_crc(storage, combine(extent(storage), storage.crcs.iter().copied()))
+        }
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::NotText)),
         Check::Meaning => {
@@ -227,18 +230,23 @@ fn prove_storage(
             for chunk in storage.chunks(&(0..storage.len)) {
                 let raw = archive.storage_range(number, storage.chunk(chunk))?;
                 crc.update(&raw);
-                let mut hasher = ChunkHasher::new(chunk, storage.len);
+                let mut hasher = ChunkHasher::new(chunk, extent(storage));
                 hasher.update(&raw);
                 digests.push(hasher.finish());
             }
             check_crc(storage, crc.finalize())?;
-            let digest = digest::merge(storage.len, &digests);
+            let digest = digest::merge(extent(storage), &digests);
             match storage.digest {
                 Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
                 _ => Ok(()),
             }
         }
     }
+}
+
+/// How many raw bytes it has, and how they are cut.
+fn extent(storage: &StorageReference) -> (u64, ChunkSize) {
+    (storage.len, storage.chunk_size)
 }
 
 fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {

@@ -197,7 +197,9 @@ class Archive:
 
     def storage(self, content, **fields):
         """Adds a storage and, in a file without shards, its bytes."""
-        return self.place(content, content, [content], {"chunks": NONE, **fields})
+        size = 1 << fields.get("chunk_log2", 20)
+        pieces = [content[at : at + size] for at in range(0, len(content), size)]
+        return self.place(content, content, pieces, {"chunks": NONE, **fields})
 
     def compressed(self, content, shuffle=0, frames=None, raw=(), **fields):
         """Adds a storage of zstd chunks. Those in `raw` stay raw, those in `frames` are given."""
@@ -539,6 +541,13 @@ def compressed(shuffle=4, content=FLOATS, **fields):
     """A float32 tensor in a compressed storage of one chunk."""
     archive = runs(1).compressed(content, shuffle, **fields)
     return archive.tensor((len(content) // 4,), FLOAT32)
+
+
+def fine(**fields):
+    """A tensor in a storage of three chunks of 4 KiB, the last one shorter."""
+    content = bytes(number % 251 for number in range(9000))
+    archive = runs(1).storage(content, chunk_log2=12).tensor((9000,))
+    return archive.edit("storages", 0, **fields) if fields else archive
 
 
 def three_chunks():

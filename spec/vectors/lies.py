@@ -491,7 +491,7 @@ def of_storages():
         ("F-065", "codec", "codec 1 without chunks", first(codec=1)),
         ("F-061", "align_log2", "an alignment of 32", first(align_log2=5)),
         ("F-060", "align_log2", "an alignment of 2 MiB at 4096", first(align_log2=21)),
-        ("F-063", "chunk_log2", "chunks of 512 KiB", first(chunk_log2=19)),
+        ("F-063", "chunk_log2", "chunks of 2 KiB", first(chunk_log2=11)),
         ("F-063", "shuffle", "width 5", first(compressed, shuffle=5)),
         ("F-091", "shuffle", "width 2 in place of 4", first(compressed, shuffle=2).only("deep")),
         ("F-063", "reserved", "reserved", first(reserved=1 << 31)),

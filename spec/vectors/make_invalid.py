@@ -65,6 +65,7 @@ from builder import (
     blocks,
     compressed,
     divergent,
+    fine,
     frame,
     frame_head,
     framed,
@@ -536,6 +537,7 @@ def of_storages():
         ("codec-2", "codec 2", {"codec": 2}),
         ("vendor", "codec 128, without a vendor bit", {"codec": 128}),
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
+        ("chunk-log2-small", "chunks of 2 KiB", {"chunk_log2": 11}),
         ("shuffle", "a byte shuffle", {"shuffle": 4}),
         ("reserved", "reserved is 1", {"reserved": 1}),
         ("chunks", "a first chunk", {"chunks": 0}),
@@ -602,6 +604,8 @@ def of_storages():
         ("zstd-too-few", "three chunks and two CRCs", three_chunks().set("crcs", (1, 2))),
         ("zstd-by-stored", "a CRC for each MiB of the stored bytes", by_stored_bytes()),
         ("tebibyte", "a storage of 1 TiB with one CRC", large),
+        ("fine", "chunks of 4 KiB, and one CRC for more", fine().set("crcs", (1,))),
+        ("fine-by-mib", "three CRCs, and chunks of 1 MiB", fine(chunk_log2=20)),
     ):
         yield f"064-{name}", about, archive
 
@@ -801,6 +805,8 @@ def of_payload():
     wrong = tensors().edit("storages", 0, crc32=1)
     wrong.set("crcs", [1] + wrong.tables["crcs"][1:])
     yield "090-crc", "the CRCs agree, but not with the bytes", wrong
+    fine_hurt = fine().patch(4096 + 8999, b"\xff")
+    yield "090-fine", "the last byte of a storage in chunks of 4 KiB", fine_hurt
     frame_hurt = three_chunks().patch(4096 + 60, b"\xff")
     yield "090-frame", "a byte of the second frame of a storage", frame_hurt
     raw_hurt = three_chunks().patch(4096 + 82, b"\xff")
@@ -976,6 +982,7 @@ def of_shards_that_differ():
     for name, about, files in (
         ("longer", "a byte longer", longer),
         ("alignment", "another alignment", differing(align_log2=6)),
+        ("chunks", "other chunks", differing(chunk_log2=12)),
         ("raw-len", "compressed, with another raw_len", differing(compress=True, raw_len=101)),
         ("crc", "compressed, with another crc32", differing(compress=True, crc32=1)),
         ("shuffle", "compressed, with another shuffle", differing(compress=True, shuffle=2)),

@@ -172,7 +172,7 @@ impl Publisher {
         };
         let controller = self.store.controller();
         let seen = residency::beside(controller, dict, is_alone, &self.options).await?;
-        let layout = arrange(&self.key, &seen, &self.options).await?;
+        let layout = arrange(controller, &self.key, &seen, &self.options).await?;
         let (device, route) = residency::choose(controller, &layout, &self.options)?;
         // What is of this process's memory alone may go to the host's, whatever is required of the rest.
         if device.is_some() || layout.elsewhere().next().is_some() {

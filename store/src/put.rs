@@ -187,7 +187,7 @@ impl Staged {
         residency::admit(controller, options)?;
         let role = Role::of(dict, options)?;
         let dict = residency::beside(controller, dict, role.is_alone(), options).await?;
-        let layout = arrange(key, &dict, options).await?;
+        let layout = arrange(controller, key, &dict, options).await?;
         let (device, route) = residency::choose(controller, &layout, options)?;
         route.admit(options.require)?;
         let Route { transport, why } = route;
@@ -358,9 +358,17 @@ pub(crate) fn proposal(
 }
 
 /// Arranges what this writer stores, and compresses what is to be compressed.
-pub(crate) async fn arrange(key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Layout> {
-    let draft =
-        draft(dict, options).map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+pub(crate) async fn arrange(
+    controller: &dyn Controller,
+    key: &Key,
+    dict: &StateDict,
+    options: &PutOptions,
+) -> Result<Layout> {
+    // Slices are read from there, and each byte beside them is one that is transferred.
+    let is_far = options.durability == Durability::Object
+        || controller.route().transport == Transport::Object;
+    let draft = draft(dict, options, is_far)
+        .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
     let jobs = draft.jobs();
     if jobs.is_empty() { place(draft, jobs) } else { wait(move || place(draft, jobs)).await }
 }
@@ -379,8 +387,11 @@ pub(crate) async fn write(
     .await
 }
 
-fn draft(dict: &StateDict, options: &PutOptions) -> tssd_format::Result<Draft> {
+fn draft(dict: &StateDict, options: &PutOptions, is_far: bool) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
+    if is_far {
+        format = format.fine_chunks();
+    }
     if options.digests {
         format = format.digests();
     }

@@ -11,8 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, CHUNK_BYTES, Error as FormatError, Runs, StorageReference, Unpack, copy,
-    copy_and_checksum,
+    Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_checksum,
 };
 
 use crate::controller::Located;
@@ -237,13 +236,13 @@ impl OpenVersion {
             ));
         }
         // Whole chunks are read, because only they can be proven.
-        let first = chunks.start * CHUNK_BYTES;
-        let last = (chunks.end * CHUNK_BYTES).min(reference.len);
+        let (first, last) =
+            (reference.chunk(chunks.start).start, reference.chunk(chunks.end).start);
         let mut read = vec![0; native(last - first)];
         blob.read_exact_at(&mut read, reference.offset + first)
             .map_err(|error| Error::io(self.name(), error))?;
         if self.archive(reference).is_summed() {
-            for (chunk, bytes) in chunks.zip(read.chunks(native(CHUNK_BYTES))) {
+            for (chunk, bytes) in chunks.zip(read.chunks(native(reference.chunk_size.bytes()))) {
                 self.prove(storage, chunk, bytes)?;
             }
         }

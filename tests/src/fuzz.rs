@@ -9,8 +9,8 @@ mod set;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, Compression, Layout, Options, PackedChunk, Packing, StateDict, StorageReference,
-    Unpack,
+    Archive, ChunkSize, Compression, Layout, Options, PackedChunk, Packing, StateDict,
+    StorageReference, Unpack,
 };
 
 pub use self::compact::{compacted, expanded};
@@ -101,6 +101,7 @@ pub fn chunk(data: &[u8]) {
         offset: 0,
         len,
         crc32: 0,
+        chunk_size: ChunkSize::default(),
         crcs: vec![0],
         align_log2: 8,
         shard: 0,

@@ -68,7 +68,9 @@ fn ask() -> impl Strategy<Value = String> {
     ];
     let digest = prop_oneof![Just(""), Just("--digest"), Just("--no-digest")];
     let align = prop_oneof![Just(""), Just("--align 64"), Just("--align 8KiB")];
-    (zstd, digest, align).prop_map(|(zstd, digest, align)| format!("{zstd} {digest} {align}"))
+    let chunks = prop_oneof![Just(""), Just("--chunks fine"), Just("--chunks large")];
+    (zstd, digest, align, chunks)
+        .prop_map(|(zstd, digest, align, chunks)| format!("{zstd} {digest} {align} {chunks}"))
 }
 
 fn before() -> impl Strategy<Value = Options> {
@@ -77,11 +79,14 @@ fn before() -> impl Strategy<Value = Options> {
         Just(Compression::Zstd),
         Just(Compression::ShuffledZstd)
     ];
-    (compression, any::<bool>(), prop::option::of(6_u32..13)).prop_map(
-        |(compression, digests, align)| {
+    (compression, any::<[bool; 2]>(), prop::option::of(6_u32..13)).prop_map(
+        |(compression, [digests, fine], align)| {
             let mut options = Options::new().compress(compression).zstd_level(2);
             if digests {
                 options = options.digests();
+            }
+            if fine {
+                options = options.fine_chunks();
             }
             match align {
                 Some(log2) => options.align(1 << log2).unwrap(),
@@ -121,6 +126,37 @@ proptest! {
         place.expect(0, "convert out.tssd -o again.tssd");
         prop_assert_eq!(place.read("again.tssd"), place.read("out.tssd"));
     }
+}
+
+#[test]
+fn raw_storages_are_cut_as_is_asked_for() {
+    let place = Place::new();
+    let mut dict = model();
+    dict.insert("large", Tensor::from_slice(&vec![0.5_f32; 1 << 20], &[1 << 20]).unwrap());
+    place.write(
+        "in.tssd",
+        &encoded(
+            &dict,
+            &Options::new().compress_leaves(|path, _| {
+                if path.fqn() == "a" { Compression::Zstd } else { Compression::None }
+            }),
+        ),
+    );
+    let sizes = |name: &str| -> Vec<u64> {
+        let archive = open(&place, name);
+        archive.verify_deep().unwrap();
+        let storages = (0..archive.storage_count()).map(|number| archive.storage(number));
+        let raw = storages.filter(|storage| storage.packing.is_none());
+        raw.map(|storage| storage.chunk_size.bytes()).collect()
+    };
+    assert!(sizes("in.tssd").iter().all(|bytes| *bytes == 1 << 20));
+    place.expect(0, "convert in.tssd -o fine.tssd --chunks fine");
+    let fine = sizes("fine.tssd");
+    assert!(fine.contains(&(8 << 10)) && fine.contains(&(4 << 10)), "{fine:?}");
+    place.expect(0, "convert fine.tssd -o same.tssd");
+    assert_eq!(place.read("same.tssd"), place.read("fine.tssd"));
+    place.expect(0, "convert fine.tssd -o large.tssd --chunks large");
+    assert_eq!(place.read("large.tssd"), place.read("in.tssd"));
 }
 
 #[test]

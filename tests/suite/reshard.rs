@@ -14,7 +14,7 @@ use tssd_store::plan::{Wanted, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 use tssd_tests::command::quick_folder;
 use tssd_tests::served::Served;
-use tssd_tests::sharding::{counting, elements_of, numbers, places_of, shards_of, spread};
+use tssd_tests::sharding::{counting, elements_of, meta_of, numbers, places_of, shards_of, spread};
 
 /// A mesh, and how a tensor lies on it.
 #[derive(Clone, Debug)]
@@ -295,4 +295,61 @@ fn an_unchanged_layout_is_planned_once() {
     }
     // Another layout under the same key is planned anew, even for those who want the same.
     assert!(layouts[0] == layouts[1] && layouts[1] == layouts[2] && layouts[2] != layouts[3]);
+}
+
+/// Each of 20 readers takes a twentieth of what four writers have put, by rows: of matrices as models have them, and of
+/// tensors so small that they hardly count. What proves their bytes comes along.
+#[cfg(feature = "object")]
+#[test]
+fn a_slice_out_of_a_bucket_is_little_more_than_its_bytes() {
+    let bucket = std::sync::Arc::new(object_store::memory::InMemory::new());
+    let store = Store::in_bucket(bucket, "").unwrap();
+    let [writers, readers] = [4, 20].map(|ranks| DeviceMesh::from_shape(&[ranks]).unwrap());
+    let (rows, key) = ([Placement::Shard { dim: 0 }], Key::new("model").unwrap());
+    let shapes =
+        [("down", [1020, 1024]), ("up", [3071, 512]), ("embed", [8003, 1024]), ("bias", [77, 1])];
+    let global = |[rows, columns]: [u64; 2]| counting(&[rows, columns], 1);
+    for rank in 0..4 {
+        let mut dict = StateDict::new();
+        for (name, shape) in shapes {
+            for shard in shards_of(&global(shape), &shape, &writers, rank, &rows) {
+                dict.insert(name, shard);
+            }
+        }
+        let options = PutOptions {
+            version: Some(1),
+            writer: Some(rank),
+            job: Some(JobId("training".into())),
+            ..PutOptions::default()
+        };
+        store.put_state_dict(&key, &dict, &options).unwrap();
+    }
+    for rank in 0..20 {
+        let wanted = shapes.iter().flat_map(|(name, shape)| {
+            let places = places_of(shape, &readers, rank, &rows).into_iter();
+            places.map(move |place| (*name, meta_of(Dtype::Uint32, &place), place))
+        });
+        let wanted: Vec<_> = wanted.collect();
+        let mut memory: Vec<Vec<u8>> =
+            wanted.iter().map(|(_, meta, _)| vec![0; meta.nbytes() as usize]).collect();
+        let mut targets: Vec<Target<'_>> = wanted
+            .iter()
+            .zip(&mut memory)
+            .map(|((name, meta, place), bytes)| Target {
+                fqn: (*name).into(),
+                place: Some(place.clone()),
+                meta: meta.clone(),
+                memory: bytes.into(),
+            })
+            .collect();
+        let report = store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
+        let expected = shapes
+            .iter()
+            .flat_map(|(_, shape)| shards_of(&global(*shape), shape, &readers, rank, &rows));
+        for (shard, bytes) in expected.zip(&memory) {
+            assert!(shard.tensor().view().contiguous().unwrap() == bytes, "rank {rank}");
+        }
+        let (received, needed) = (report.bytes_received, report.bytes_needed);
+        assert!(received * 10 <= needed * 11, "rank {rank}: {received} bytes for {needed}");
+    }
 }

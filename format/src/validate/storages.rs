@@ -2,7 +2,7 @@
 
 use super::claims::Claims;
 use super::{Use, Validator, narrow};
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::{CHUNK_BYTES, ChunkSize};
 use crate::codec::is_width;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
@@ -21,7 +21,7 @@ impl Validator<'_> {
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
-            let check = || -> Result<u64> {
+            let check = || -> Result<(u64, ChunkSize)> {
                 let wrong = |kind| Err(Error::new(kind).byte(storage.offset.to_native()));
                 if !matches!(storage.align_log2, 6..=21) {
                     return wrong(ErrorKind::Alignment);
@@ -37,9 +37,11 @@ impl Validator<'_> {
                     1 => storage.shuffle == 0 || is_width(storage.shuffle),
                     _ => false,
                 };
-                if !codec_fits || storage.chunk_log2 != 20 || storage.reserved != 0 {
+                let size = ChunkSize::from_log2(storage.chunk_log2);
+                let size = size.filter(|it| storage.codec == 0 || *it == ChunkSize::default());
+                let Some(size) = size.filter(|_| codec_fits && storage.reserved == 0) else {
                     return wrong(ErrorKind::UnknownCodec);
-                }
+                };
                 let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
                 let from = if storage.shard == last_shard { end } else { DATA_START };
                 let next = offset.checked_add(len).filter(|_| len > 0);
@@ -52,11 +54,15 @@ impl Validator<'_> {
                     let place = from.checked_add(below).map(|end| end & !below);
                     place == Some(offset) && storage.shard == 0
                 };
-                next.filter(|_| tiles).map_or_else(|| wrong(ErrorKind::StorageLayout), Ok)
+                match next.filter(|_| tiles) {
+                    Some(next) => Ok((next, size)),
+                    None => wrong(ErrorKind::StorageLayout),
+                }
             };
-            end = check().map_err(|error| error.at(format_args!("storage {number}")))?;
+            let size;
+            (end, size) = check().map_err(|error| error.at(format_args!("storage {number}")))?;
             last_shard = storage.shard.to_native();
-            let count = storage.raw_len.to_native().div_ceil(CHUNK_BYTES);
+            let count = size.count(storage.raw_len.to_native());
             if !checksums.once(u64::from(storage.crcs.to_native()), count) {
                 return Err(Error::new(ErrorKind::CrcTable).at(format_args!("storage {number}")));
             }

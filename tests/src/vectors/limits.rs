@@ -1,9 +1,9 @@
 //! What is exactly as large as the limits of spec section 3 allow, where no other vector is.
 
 use tssd_format::{
-    Attrs, Container, DeviceMesh, Dtype, Int, Key, Node, Options, PackedChunk, Packing, Placement,
-    Shard, ShardFile, ShardPlace, StateDict, Step, Storage, StorageReference, Tensor, TensorMeta,
-    TensorReference, TensorSlice, Value,
+    Attrs, ChunkSize, Container, DeviceMesh, Dtype, Int, Key, Node, Options, PackedChunk, Packing,
+    Placement, Shard, ShardFile, ShardPlace, StateDict, Step, Storage, StorageReference, Tensor,
+    TensorMeta, TensorReference, TensorSlice, Value,
 };
 
 use super::{Vector, counting, dict_of, encode, file, plain};
@@ -113,6 +113,7 @@ fn manifest() -> Vec<u8> {
         offset: ALIGNED,
         len: u64::from(CHUNK) + 32_769,
         crc32: 1,
+        chunk_size: ChunkSize::default(),
         crcs: vec![2, 3],
         align_log2: 21,
         shard: 1,

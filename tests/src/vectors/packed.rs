@@ -91,6 +91,16 @@ pub(super) fn vectors() -> Vec<Vector> {
             "a compressed shard with a digest",
             encode(&shard(), &shuffled.digests()),
         ),
+        file(
+            "076-fine-chunks",
+            "raw storages in chunks of 4 and of 8 KiB, one of one chunk, with digests",
+            encode(&fine_storages(), &digests.fine_chunks()),
+        ),
+        file(
+            "077-fine-and-zstd",
+            "fine chunks beside a compressed storage, whose chunks have 1 MiB",
+            encode(&moments(), &mixed.fine_chunks()),
+        ),
     ]
 }
 
@@ -159,6 +169,13 @@ fn raw_storages() -> StateDict {
         ),
         ("same as small".into(), f32s(&[1.0, 2.0], &[2]).into()),
     ])
+}
+
+fn fine_storages() -> StateDict {
+    let tensor = |len: u64| of_bytes(Dtype::Uint8, &[len], |at| (at % 251).to_le_bytes()[0]);
+    let lens = [("small", 100), ("one", 4096), ("three", 9000), ("wider", (2 << 20) + 1)];
+    let tensors = lens.map(|(name, len)| (name.into(), tensor(len).into()));
+    dict_of(tensors.into_iter().collect())
 }
 
 fn moments() -> StateDict {

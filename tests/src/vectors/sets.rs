@@ -1,8 +1,8 @@
 //! Manifests, alone and with the archives that they name.
 
 use tssd_format::{
-    Archive, Attrs, Compression, Container, Dtype, Key, Node, Options, ShardFile, ShardPlace,
-    StateDict, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, Value,
+    Archive, Attrs, ChunkSize, Compression, Container, Dtype, Key, Node, Options, ShardFile,
+    ShardPlace, StateDict, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, Value,
 };
 
 use super::{Content, Vector, dict_of, encode, f32s, file, of_bytes};
@@ -62,6 +62,7 @@ fn manifest_alone() -> Vec<u8> {
         offset: 4096,
         len: 8,
         crc32: crc32fast::hash(&[0; 8]),
+        chunk_size: ChunkSize::default(),
         crcs: vec![crc32fast::hash(&[0; 8])],
         align_log2: 8,
         shard,

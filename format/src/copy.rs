@@ -26,7 +26,7 @@ const STREAM_MIN: usize = 32 << 10;
 ///
 /// If the lengths differ.
 pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
-    copy_seen(source, target, |block| crc.update(block));
+    copy_and_see(source, target, |block| crc.update(block));
 }
 
 /// Copies bytes to memory of the same length; long copies go past the cache.
@@ -35,7 +35,7 @@ pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
 ///
 /// If the lengths differ.
 pub fn copy(source: &[u8], target: &mut [u8]) {
-    copy_seen(source, target, |_| {});
+    copy_and_see(source, target, |_| {});
 }
 
 /// Shorter runs are not worth it to go past the cache: their first and last lines do not.
@@ -102,8 +102,13 @@ fn part(start: u64, bytes: u64) -> Range<usize> {
     place(start)..place(start + bytes)
 }
 
-/// Copies in blocks, each of which is seen before.
-fn copy_seen(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
+/// Copies bytes to memory of the same length, in blocks, each of which is shown to `see` before it is copied, when it
+/// is about to be in the cache. Long copies go past the cache.
+///
+/// # Panics
+///
+/// If the lengths differ.
+pub fn copy_and_see(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
     assert_eq!(source.len(), target.len(), "a copy is as long as its source");
     #[cfg(target_arch = "x86_64")]
     if source.len() >= STREAM_MIN {

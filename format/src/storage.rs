@@ -98,6 +98,23 @@ impl StorageReference {
         range.start >> self.chunk_size.log2()..self.chunk_size.count(range.end)
     }
 
+    /// The part of these raw bytes that is whole chunks; nothing, from their end on, if they have none.
+    ///
+    /// ```
+    /// use tssd_format::{CHUNK_BYTES, StorageReference};
+    ///
+    /// let storage = StorageReference { len: 2 * CHUNK_BYTES + 5, ..StorageReference::default() };
+    /// assert_eq!(storage.whole_chunks(&(7..storage.len)), CHUNK_BYTES..storage.len);
+    /// assert_eq!(storage.whole_chunks(&(0..CHUNK_BYTES + 1)), 0..CHUNK_BYTES);
+    /// assert_eq!(storage.whole_chunks(&(7..9)), 9..9);
+    /// ```
+    pub fn whole_chunks(&self, range: &Range<u64>) -> Range<u64> {
+        let within = self.chunk_size.bytes() - 1;
+        let start = range.start.checked_add(within).map_or(range.end, |start| start & !within);
+        let end = if range.end == self.len { range.end } else { range.end & !within };
+        if start < end { start..end } else { range.end..range.end }
+    }
+
     /// Where a chunk is in the file of the storage.
     ///
     /// # Panics

@@ -10,16 +10,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use tssd_format::{
-    Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_checksum,
-};
+use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see};
 
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::Copy;
 use crate::private::{Held, Private};
 use crate::route::Route;
-use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof};
+use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof, Summing};
 
 use self::contents::Stored;
 pub use self::contents::VERSION_ATTRS;
@@ -132,13 +130,17 @@ impl OpenVersion {
             return;
         }
         let range = copy.source..copy.source + copy.runs.run_bytes();
-        for chunk in reference.chunks(&range) {
-            let whole = reference.chunk(chunk);
-            let wanted = whole.start.max(range.start)..whole.end.min(range.end);
-            let proof =
-                if wanted == whole { Proof::Chunk(reference.crcs[native(chunk)]) } else { part() };
-            let target = copy.target + (wanted.start - range.start);
-            boxes.push(boxed(wanted.start, target, Runs::run(wanted.end - wanted.start), proof));
+        let whole = reference.whole_chunks(&range);
+        for (wanted, proof) in [
+            (range.start..whole.start, part()),
+            (whole.clone(), Proof::Whole(reference.clone())),
+            (whole.end..range.end, part()),
+        ] {
+            let (target, len) =
+                (copy.target + (wanted.start - range.start), wanted.end - wanted.start);
+            if len > 0 {
+                boxes.push(boxed(wanted.start, target, Runs::run(len), proof));
+            }
         }
     }
 
@@ -287,23 +289,39 @@ impl OpenVersion {
             copy(&mapped[place(range.start)..place(range.end)], target);
             return Ok(());
         }
-        let mut rest = target;
-        for chunk in reference.chunks(&range) {
-            let whole = reference.chunk(chunk);
-            let part = whole.start.max(range.start)..whole.end.min(range.end);
-            let (target, tail) = rest.split_at_mut(native(part.end - part.start));
+        let chunks = reference.chunks(&range);
+        let whole = reference.whole_chunks(&range);
+        // What is proven on the way: not what is proven already, or of which the range has a part.
+        let is_open = |chunk: u64| {
+            let place = reference.chunk(chunk);
+            let is_whole = whole.start <= place.start && place.end <= whole.end;
+            is_whole && !verified[native(chunk)].load(Ordering::Relaxed)
+        };
+        let (mut rest, mut next) = (target, chunks.start);
+        while next < chunks.end {
+            let (first, is_open_first) = (next, is_open(next));
+            next =
+                (first..chunks.end).find(|it| is_open(*it) != is_open_first).unwrap_or(chunks.end);
+            let [start, end] = [reference.chunk(first).start, reference.chunk(next - 1).end]
+                .map(|at| at.clamp(range.start, range.end));
+            let (target, tail) = rest.split_at_mut(native(end - start));
             rest = tail;
-            let source = &mapped[place(part.start)..place(part.end)];
-            let known = &verified[native(chunk)];
-            if part == whole && !known.load(Ordering::Relaxed) {
-                let mut crc = crc32fast::Hasher::new();
-                copy_and_checksum(source, target, &mut crc);
-                self.check(storage, chunk, crc.finalize(), part.end - part.start)?;
-                known.store(true, Ordering::Relaxed);
-            } else {
-                self.proven(storage, chunk)?;
+            let source = &mapped[place(start)..place(end)];
+            if !is_open_first {
+                self.prove_chunks(storage, first..next)?;
                 copy(source, target);
+                continue;
             }
+            let mut checked = Ok(());
+            let mut summing = Summing::new(reference, start, |chunk, crc| {
+                let place = reference.chunk(chunk);
+                match self.check(storage, chunk, crc, place.end - place.start) {
+                    Ok(()) => verified[native(chunk)].store(true, Ordering::Relaxed),
+                    wrong => checked = std::mem::replace(&mut checked, Ok(())).and(wrong),
+                }
+            });
+            copy_and_see(source, target, |block| summing.add(block));
+            checked?;
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ mod hollow;
 mod memory;
 #[cfg(feature = "object")]
 mod object;
+mod summing;
 
 use std::sync::Arc;
 
@@ -24,6 +25,7 @@ pub(crate) use hollow::{HEAD_BYTES, HEAD_LEN, HollowBlob};
 pub(crate) use memory::MemoryVolume;
 #[cfg(feature = "object")]
 pub(crate) use object::{ObjectVolume, alone};
+pub(crate) use summing::Summing;
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
 ///

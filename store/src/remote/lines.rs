@@ -10,12 +10,13 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tssd_format::CHUNK_BYTES;
 
 use super::{hello, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Duplex;
 use crate::parallel::{self, cores};
-use crate::volume::{Boxed, Holder, Job, Proof};
+use crate::volume::{Boxed, Holder, Job, Proof, Summing};
 use crate::wire::{
     FrameKind, HEADER_BYTES, Header, Limits, MAX_READ, Piece, Protocol, Range, Reply, Request, Sum,
 };
@@ -220,7 +221,9 @@ impl<'a, 'n> Pulling<'a, 'n> {
                 self.take(job);
             }
             let (_, first) = &self.boxes[0];
-            self.pieces = Piece::cut(first.source, first.target, &first.runs, MAX_READ).into();
+            // Pieces that are smaller than requests fill them; chunks are not cut.
+            let most = if first.runs.loops().is_empty() { CHUNK_BYTES } else { MAX_READ };
+            self.pieces = Piece::cut(first.source, first.target, &first.runs, most).into();
             if self.pieces.is_empty() {
                 self.boxes.pop_front();
             }
@@ -346,13 +349,25 @@ impl Line {
         for (place, piece, proof) in &batch.pieces {
             let target = &mut *targets[*place];
             let len = usize::try_from(piece.range.1).expect("it fits the target");
-            let mut own = crc32fast::Hasher::new();
+            let mut wrong = None;
+            let mut summing = match proof {
+                Proof::Whole(storage) => {
+                    let check = |chunk: u64, crc| {
+                        let expected = usize::try_from(chunk).map(|chunk| storage.crcs[chunk]);
+                        if expected != Ok(crc) {
+                            wrong.get_or_insert(storage.stored_chunk(chunk));
+                        }
+                    };
+                    Some(Summing::new(storage, piece.range.0 - storage.offset, check))
+                }
+                Proof::Part(_) | Proof::None => None,
+            };
             piece.for_each_target(|at| {
                 let at = usize::try_from(at).expect("it lies in the target");
                 for block in target[at..at + len].chunks_mut(BLOCK) {
                     self.stream.read_exact(block).map_err(|error| lost(&error))?;
-                    if matches!(proof, Proof::Chunk(_)) {
-                        own.update(block);
+                    if let Some(summing) = &mut summing {
+                        summing.add(block);
                     }
                     if batch.prove {
                         all.update(block);
@@ -360,10 +375,7 @@ impl Line {
                 }
                 Ok::<_, Error>(())
             })?;
-            if let Proof::Chunk(crc32) = proof
-                && own.finalize() != *crc32
-            {
-                let (start, end) = (piece.range.0, piece.range.0 + piece.range.span());
+            if let Some(std::ops::Range { start, end }) = wrong {
                 return Err(corrupt(&format_args!("bytes {start}..{end} of an archive")));
             }
         }

@@ -36,8 +36,8 @@ pub(crate) struct Boxed {
 /// How it is known that the bytes of a box are those that were put.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Proof {
-    /// They are a whole chunk, which has this checksum.
-    Chunk(u32),
+    /// They are whole chunks of this storage, which has their checksums.
+    Whole(Arc<StorageReference>),
     /// They are of chunks of this storage, which has the checksums: the holder proves the chunks and sums what it
     /// sends, or gets them whole and proves them itself.
     Part(Arc<StorageReference>),

@@ -52,7 +52,8 @@ impl Range {
     }
 
     /// How many bytes there are from its first to its last.
-    pub(crate) fn span(&self) -> u64 {
+    #[cfg(test)]
+    fn span(&self) -> u64 {
         self.2.iter().fold(self.1, |span, (count, stride)| {
             span.saturating_add(count.saturating_sub(1).saturating_mul(*stride))
         })

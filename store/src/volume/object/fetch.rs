@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, mpsc};
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use tssd_format::{Loop, Runs, copy_and_checksum, copy_runs};
+use tssd_format::{Loop, Runs, copy_and_see, copy_runs};
 
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
 use crate::parallel;
-use crate::volume::{Boxed, Holder, Job, Proof};
+use crate::volume::{Boxed, Holder, Job, Proof, Summing};
 
 /// A request asks for at most so many bytes, unless one chunk or run has more.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -129,12 +129,17 @@ impl Fetcher {
             let mut target = targets[want.job].lock().expect("nobody panics while copying");
             let target = &mut target[native(want.target)..];
             match &want.proof {
-                Proof::Chunk(crc32) => {
-                    let mut crc = crc32fast::Hasher::new();
-                    let bytes = within(source.clone());
-                    copy_and_checksum(bytes, &mut target[..bytes.len()], &mut crc);
-                    if crc.finalize() != *crc32 {
-                        return Err(self.corrupt(&want.blob, &source));
+                Proof::Whole(storage) => {
+                    let (bytes, mut wrong) = (within(source.clone()), None);
+                    let mut summing =
+                        Summing::new(storage, source.start - storage.offset, |chunk, crc| {
+                            if storage.crcs[native(chunk)] != crc {
+                                wrong.get_or_insert(chunk);
+                            }
+                        });
+                    copy_and_see(bytes, &mut target[..bytes.len()], |block| summing.add(block));
+                    if let Some(chunk) = wrong {
+                        return Err(self.corrupt(&want.blob, &storage.stored_chunk(chunk)));
                     }
                     continue;
                 }
@@ -217,7 +222,7 @@ fn add(job: usize, each: Boxed, wants: &mut Vec<Want>) {
                 let chunks = storage.chunks(&(source - storage.offset..end - storage.offset));
                 storage.stored_chunk(chunks.start).start..storage.stored_chunk(chunks.end - 1).end
             }
-            Proof::Chunk(_) | Proof::None => source..end,
+            Proof::Whole(_) | Proof::None => source..end,
         };
         let (blob, proof) = (blob.clone(), proof.clone());
         wants.push(Want { blob, need, source, job, target, runs, proof });

@@ -171,9 +171,10 @@ impl Publisher {
             None => Role::of(dict, &self.options)?.is_alone(),
         };
         let controller = self.store.controller();
+        let host = controller.route();
         let seen = residency::beside(controller, dict, is_alone, &self.options).await?;
-        let layout = arrange(controller, &self.key, &seen, &self.options).await?;
-        let (device, route) = residency::choose(controller, &layout, &self.options)?;
+        let layout = arrange(&self.key, &seen, &self.options, host.transport).await?;
+        let (device, route) = residency::choose(controller, host, &layout, &self.options)?;
         // What is of this process's memory alone may go to the host's, whatever is required of the rest.
         if device.is_some() || layout.elsewhere().next().is_some() {
             route.admit(self.options.require)?;

@@ -184,11 +184,11 @@ impl Staged {
         let started = Instant::now();
         // Counted first: a put that fails is a call all the same.
         let call = call(calls, key, options)?;
-        residency::admit(controller, options)?;
+        let host = residency::admit(controller, options)?;
         let role = Role::of(dict, options)?;
         let dict = residency::beside(controller, dict, role.is_alone(), options).await?;
-        let layout = arrange(controller, key, &dict, options).await?;
-        let (device, route) = residency::choose(controller, &layout, options)?;
+        let layout = arrange(key, &dict, options, host.transport).await?;
+        let (device, route) = residency::choose(controller, host, &layout, options)?;
         route.admit(options.require)?;
         let Route { transport, why } = route;
         let bytes = layout.file_len();
@@ -359,14 +359,13 @@ pub(crate) fn proposal(
 
 /// Arranges what this writer stores, and compresses what is to be compressed.
 pub(crate) async fn arrange(
-    controller: &dyn Controller,
     key: &Key,
     dict: &StateDict,
     options: &PutOptions,
+    host: Transport,
 ) -> Result<Layout> {
     // Slices are read from there, and each byte beside them is one that is transferred.
-    let is_far = options.durability == Durability::Object
-        || controller.route().transport == Transport::Object;
+    let is_far = options.durability == Durability::Object || host == Transport::Object;
     let draft = draft(dict, options, is_far)
         .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
     let jobs = draft.jobs();

@@ -37,13 +37,13 @@ pub(crate) fn admit(controller: &dyn Controller, options: &PutOptions) -> Result
     Ok(host)
 }
 
-/// The GPU that an archive stays on, if it does, and how its bytes go.
+/// The GPU that an archive stays on, if it does, and how its bytes go: to the `host`'s memory if not.
 pub(crate) fn choose(
     controller: &dyn Controller,
+    host: Route,
     layout: &Layout,
     options: &PutOptions,
 ) -> Result<(Option<OnDevice>, Route)> {
-    let host = controller.route();
     if options.residency == Residency::Host {
         return Ok((None, host));
     }

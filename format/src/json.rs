@@ -65,11 +65,11 @@ fn view_of(archive: &Archive, elements: Elements) -> Result<Json> {
             "align_log2": storage.align_log2,
             "crc32": storage.crc32,
         });
-        if storage.chunk_size != ChunkSize::default() {
-            view["chunk_log2"] = json!(storage.chunk_size.log2());
-        }
         if !shards.is_empty() {
             view["shard"] = json!(storage.shard);
+        }
+        if storage.chunk_size != ChunkSize::default() {
+            view["chunk_log2"] = json!(storage.chunk_size.log2());
         }
         if let Some(packing) = &storage.packing {
             let chunk =

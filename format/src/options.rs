@@ -194,7 +194,8 @@ impl Options {
     }
 
     /// Cuts storages that are not compressed into [fine chunks](ChunkSize::fine), so that who reads a slice from far
-    /// away reads little beside it to prove it. The index is longer: by 1 to 2 KiB for each storage of 2 MiB or more.
+    /// away reads little beside it to prove it. Chunks of other sizes, which other writers may have chosen, are cut anew. The
+    /// index is longer: by 1 to 2 KiB for each storage of 2 MiB or more.
     #[must_use]
     pub fn fine_chunks(mut self) -> Self {
         self.fine = true;

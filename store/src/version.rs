@@ -300,8 +300,9 @@ impl OpenVersion {
         let (mut rest, mut next) = (target, chunks.start);
         while next < chunks.end {
             let (first, is_open_first) = (next, is_open(next));
-            next =
-                (first..chunks.end).find(|it| is_open(*it) != is_open_first).unwrap_or(chunks.end);
+            next = (first + 1..chunks.end)
+                .find(|it| is_open(*it) != is_open_first)
+                .unwrap_or(chunks.end);
             let [start, end] = [reference.chunk(first).start, reference.chunk(next - 1).end]
                 .map(|at| at.clamp(range.start, range.end));
             let (target, tail) = rest.split_at_mut(native(end - start));

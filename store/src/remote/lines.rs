@@ -34,7 +34,7 @@ const WINDOW: u64 = 2 * MAX_READ;
 const BLOCK: usize = 256 << 10;
 
 /// What is read ahead when an answer begins; data that is longer goes where it belongs at once.
-const HEAD: usize = 4 << 10;
+const HEAD: usize = 16 << 10;
 
 /// The ranges of a request have at most so many bytes of JSON; a range without loops, and each loop, has
 /// at most so many.

@@ -81,9 +81,10 @@ fn repair_storage(file: &mut [u8], record: usize, chunks: usize, crcs: usize) ->
         |at: usize| usize::try_from(u32::from_le_bytes(bytes[at..at + 4].try_into().ok()?)).ok();
     let (offset, stored_len, raw_len) = (wide(0)?, wide(8)?, wide(16)?);
     let (first_chunk, first_crc, is_raw) = (narrow(28)?, narrow(32)?, bytes[40] == 0);
-    for number in 0..raw_len.div_ceil(1 << 20).min(16) {
+    let log2 = if is_raw { bytes[42].clamp(12, 20) } else { 20 };
+    for number in 0..raw_len.div_ceil(1 << log2).min(512) {
         let (start, len) = if is_raw {
-            (number << 20, stored_len.checked_sub(number << 20)?.min(1 << 20))
+            (number << log2, stored_len.checked_sub(number << log2)?.min(1 << log2))
         } else {
             let chunk = chunks.checked_add(first_chunk.checked_add(number)?.checked_mul(16)?)?;
             let chunk = file.get(chunk..chunk.checked_add(12)?)?;

@@ -35,6 +35,7 @@ pub(super) fn vectors() -> Vec<Vector> {
             4,
         ),
         set("084-shard-set-of-one", "a version of one writer", &Options::new(), 1),
+        set("085-shard-set-fine", "archives in fine chunks", &Options::new().fine_chunks(), 2),
     ]
 }
 

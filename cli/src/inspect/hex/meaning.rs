@@ -131,7 +131,10 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
         ("Storage" | "Chunk", "codec") => called(at(&["raw", "zstd"], value)),
         ("Storage", "align_log2") => called(&format!("aligned to {}", power(value))),
-        ("Storage", "chunk_log2") => called(&format!("chunks of {} MiB", power(value) >> 20)),
+        ("Storage", "chunk_log2") => match power(value) >> 10 {
+            bytes @ 1..1024 => called(&format!("chunks of {bytes} KiB")),
+            bytes => called(&format!("chunks of {} MiB", bytes >> 10)),
+        },
         ("Storage", "shuffle") if value != 0 => called("elements of as many bytes"),
 
         ("Slice", "mesh") => of_none("no mesh", format!("{field}: dims offset {value}")),

@@ -1004,34 +1004,3 @@ fn a_record_that_has_rotted_is_found() {
     std::fs::write(&newest, good).unwrap();
     assert_eq!(got(&store), of);
 }
-
-/// What one thread proves on the way, the other may have proven in between: each gets all of it.
-#[test]
-fn two_that_prove_the_same_chunks_at_once_get_them() {
-    let store = Store::memory().unwrap();
-    let values: Vec<f32> = (0..16_u8).map(f32::from).collect();
-    let names: Vec<String> = (0..2000).map(|number| format!("w{number}")).collect();
-    let dict = dict(names.iter().map(|name| (&**name, tensor(&values).into())).collect());
-    let meta = TensorMeta::new(Dtype::Float32, &[16]).unwrap();
-    for _ in 0..20 {
-        put(&store, &dict, &PutOptions::default()).unwrap();
-        let start = std::sync::Barrier::new(2);
-        let read = || {
-            let mut memory = vec![[0_u8; 64]; names.len()];
-            let targets = names.iter().zip(&mut memory).map(|(fqn, bytes)| Target {
-                fqn: fqn.clone(),
-                place: None,
-                meta: meta.clone(),
-                memory: bytes.into(),
-            });
-            let mut targets: Vec<_> = targets.collect();
-            start.wait();
-            store.get_state_dict_into(&key(), &mut targets, &GetOptions::default()).unwrap();
-            memory
-        };
-        std::thread::scope(|scope| {
-            let others = scope.spawn(read);
-            assert!(read() == others.join().unwrap());
-        });
-    }
-}

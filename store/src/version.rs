@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::plan::Copy;
 use crate::private::{Held, Private};
 use crate::route::Route;
-use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof, Summing};
+use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof, Proving};
 
 use self::contents::Stored;
 pub use self::contents::VERSION_ATTRS;
@@ -313,16 +313,13 @@ impl OpenVersion {
                 copy(source, target);
                 continue;
             }
-            let mut checked = Ok(());
-            let mut summing = Summing::new(reference, start, |chunk, crc| {
-                let place = reference.chunk(chunk);
-                match self.check(storage, chunk, crc, place.end - place.start) {
-                    Ok(()) => verified[native(chunk)].store(true, Ordering::Relaxed),
-                    wrong => checked = std::mem::replace(&mut checked, Ok(())).and(wrong),
-                }
-            });
-            copy_and_see(source, target, |block| summing.add(block));
-            checked?;
+            let mut proving = Proving::new(reference, start);
+            copy_and_see(source, target, |block| proving.add(block));
+            self.count(Tally { verified: end - start, received: 0 });
+            proving.finish().map_err(|chunk| self.corrupt(storage, chunk))?;
+            verified[native(first)..native(next)]
+                .iter()
+                .for_each(|known| known.store(true, Ordering::Relaxed));
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ mod hollow;
 mod memory;
 #[cfg(feature = "object")]
 mod object;
-mod summing;
+mod proving;
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(crate) use hollow::{HEAD_BYTES, HEAD_LEN, HollowBlob};
 pub(crate) use memory::MemoryVolume;
 #[cfg(feature = "object")]
 pub(crate) use object::{ObjectVolume, alone};
-pub(crate) use summing::Summing;
+pub(crate) use proving::Proving;
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
 ///

@@ -16,7 +16,7 @@ use super::{hello, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Duplex;
 use crate::parallel::{self, cores};
-use crate::volume::{Boxed, Holder, Job, Proof, Summing};
+use crate::volume::{Boxed, Holder, Job, Proof, Proving};
 use crate::wire::{
     FrameKind, HEADER_BYTES, Header, Limits, MAX_READ, Piece, Protocol, Range, Reply, Request, Sum,
 };
@@ -349,16 +349,9 @@ impl Line {
         for (place, piece, proof) in &batch.pieces {
             let target = &mut *targets[*place];
             let len = usize::try_from(piece.range.1).expect("it fits the target");
-            let mut wrong = None;
-            let mut summing = match proof {
+            let mut whole = match proof {
                 Proof::Whole(storage) => {
-                    let check = |chunk: u64, crc| {
-                        let expected = usize::try_from(chunk).map(|chunk| storage.crcs[chunk]);
-                        if expected != Ok(crc) {
-                            wrong.get_or_insert(storage.stored_chunk(chunk));
-                        }
-                    };
-                    Some(Summing::new(storage, piece.range.0 - storage.offset, check))
+                    Some((storage, Proving::new(storage, piece.range.0 - storage.offset)))
                 }
                 Proof::Part(_) | Proof::None => None,
             };
@@ -366,8 +359,8 @@ impl Line {
                 let at = usize::try_from(at).expect("it lies in the target");
                 for block in target[at..at + len].chunks_mut(BLOCK) {
                     self.stream.read_exact(block).map_err(|error| lost(&error))?;
-                    if let Some(summing) = &mut summing {
-                        summing.add(block);
+                    if let Some((_, proving)) = &mut whole {
+                        proving.add(block);
                     }
                     if batch.prove {
                         all.update(block);
@@ -375,8 +368,11 @@ impl Line {
                 }
                 Ok::<_, Error>(())
             })?;
-            if let Some(std::ops::Range { start, end }) = wrong {
-                return Err(corrupt(&format_args!("bytes {start}..{end} of an archive")));
+            if let Some((storage, proving)) = whole {
+                proving.finish().map_err(|chunk| {
+                    let place = storage.stored_chunk(chunk);
+                    corrupt(&format_args!("bytes {place:?} of an archive"))
+                })?;
             }
         }
         if batch.prove && sum.crc32 != Some(all.finalize()) {

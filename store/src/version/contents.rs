@@ -177,22 +177,22 @@ impl Contents {
         self.received.fetch_add(more.received, Ordering::Relaxed);
     }
 
+    /// Compares the checksum of the stored bytes of a chunk.
     pub(super) fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
-        self.check(storage, chunk, crc32fast::hash(bytes), wide(bytes.len()))
+        self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
+        let proven = self.stored(storage).reference.prove_chunk(chunk, crc32fast::hash(bytes));
+        proven.map_err(|_| self.corrupt(storage, chunk))
     }
 
-    /// Compares the checksum of the stored bytes of a chunk.
-    pub(super) fn check(&self, storage: u32, chunk: u64, crc: u32, len: u64) -> Result<()> {
-        self.verified.fetch_add(len, Ordering::Relaxed);
+    /// A chunk is not what was put.
+    pub(super) fn corrupt(&self, storage: u32, chunk: u64) -> Error {
         let reference = &self.stored(storage).reference;
-        if crc == reference.crcs[native(chunk)] {
-            return Ok(());
-        }
+        let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
-            .byte(reference.stored_chunk(chunk).start)
-            .note(format_args!("{len} bytes of shard {}", reference.shard))
+            .byte(place.start)
+            .note(format_args!("{} bytes of shard {}", place.end - place.start, reference.shard))
             .at(self.manifest.leaf_in(storage));
-        Err(Error::format(self.name(), error))
+        Error::format(self.name(), error)
     }
 }
 

@@ -15,7 +15,7 @@ use tssd_format::{Loop, Runs, copy_and_see, copy_runs};
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
 use crate::parallel;
-use crate::volume::{Boxed, Holder, Job, Proof, Summing};
+use crate::volume::{Boxed, Holder, Job, Proof, Proving};
 
 /// A request asks for at most so many bytes, unless one chunk or run has more.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -130,17 +130,12 @@ impl Fetcher {
             let target = &mut target[native(want.target)..];
             match &want.proof {
                 Proof::Whole(storage) => {
-                    let (bytes, mut wrong) = (within(source.clone()), None);
-                    let mut summing =
-                        Summing::new(storage, source.start - storage.offset, |chunk, crc| {
-                            if storage.crcs[native(chunk)] != crc {
-                                wrong.get_or_insert(chunk);
-                            }
-                        });
-                    copy_and_see(bytes, &mut target[..bytes.len()], |block| summing.add(block));
-                    if let Some(chunk) = wrong {
-                        return Err(self.corrupt(&want.blob, &storage.stored_chunk(chunk)));
-                    }
+                    let mut proving = Proving::new(storage, source.start - storage.offset);
+                    let bytes = within(source);
+                    copy_and_see(bytes, &mut target[..bytes.len()], |block| proving.add(block));
+                    proving
+                        .finish()
+                        .map_err(|chunk| self.corrupt(&want.blob, &storage.stored_chunk(chunk)))?;
                     continue;
                 }
                 Proof::Part(storage) => {

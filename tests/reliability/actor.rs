@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rustix::process::Signal;
 use tssd_format::StateDict;
 use tssd_store::blocking::Store;
+use tssd_store::ledger::Reason;
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Result, VersionInfo,
 };
@@ -157,6 +158,13 @@ fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
             ErrorKind::Unreachable => store = connect(url),
             // The other writer is a version ahead, or was killed: look again.
             ErrorKind::Busy | ErrorKind::Overtaken => {}
+            // It was put before by whoever was killed, and its host has ended with it.
+            ErrorKind::NotFound => match error.refusal().unwrap() {
+                Refusal::Dropped { reason: Reason::Lost { .. }, number } => {
+                    highest = highest.max(*number);
+                }
+                refusal => panic!("{name} of {rank}: {refusal:?}: {error}"),
+            },
             ErrorKind::Refused => match error.refusal().unwrap() {
                 Refusal::VersionNotNewer { highest: seen, .. } => highest = *seen,
                 Refusal::Dropped { .. } => {}

@@ -122,17 +122,21 @@ impl BlobMut for Window {
         self.memory.write_all_at(bytes, self.offset + offset)
     }
 
+    fn takes(&self, source: &dyn Blob) -> bool {
+        self.memory.takes(source)
+    }
+
     fn begin_copy<'a>(
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
+    ) -> io::Result<Box<dyn Coming + 'a>> {
         let is_within = |copy: &BlobCopy<'_>| {
             let end = copy.target.checked_add(copy.runs.target_span());
             end.is_some_and(|end| end <= self.len)
         };
         if !copies.iter().all(is_within) {
-            return Some(Err(io::ErrorKind::UnexpectedEof.into()));
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
         let copies = copies.iter().map(|copy| {
             let target = self.offset + copy.target;

@@ -122,11 +122,17 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
             vec![directory.clone()],
             vec![served.connect(), served.connect()],
         ];
-        let gets = [vec![memory], vec![directory], vec![served.connect(), served.connect_far()]];
+        // Whether what is got lies in memory that the driver has pinned.
+        let near = (served.connect(), true);
+        let gets = [
+            vec![(memory, false)],
+            vec![(directory, false)],
+            vec![near, (served.connect_far(), false)],
+        ];
         for (writers, readers) in puts.iter().zip(&gets) {
             for step in 1..4 {
                 publish(writers, step);
-                for store in readers {
+                for (store, is_pinned) in readers {
                     let wanted = [
                         // As it was put; over two of the parts; columns; with gaps; all of it; one element.
                         ([400, 0, 400, COLUMNS], COLUMNS),
@@ -157,6 +163,14 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
                     for wanted in &wanted {
                         let found = caller.read(&wanted.allocation);
                         assert!(found == wanted.expected(step), "{:?}, step {step}", wanted.part);
+                        // Whatever its strides are: no byte went through other memory.
+                        let copied = wanted.target.copied();
+                        let bytes = wanted.part[2] * wanted.part[3] * 2;
+                        if *is_pinned {
+                            assert_eq!((copied.pinned, copied.pageable), (bytes, 0), "{copied:?}");
+                        } else {
+                            assert_eq!(copied.pinned, 0, "{copied:?}");
+                        }
                     }
                     assert!(host == cut(&matrix(step), part));
                 }

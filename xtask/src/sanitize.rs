@@ -131,12 +131,15 @@ impl Sanitizer {
         let arguments = format!("{command} {PACKAGES} --target {TARGET} {standard} --target-dir");
         let reports = folder.join("reports/report");
         let (variable, options) = match self {
-            // What cannot be allocated is an error, which tests look at.
-            Self::Address => {
-                ("ASAN_OPTIONS", ":allocator_may_return_null=1:detect_stack_use_after_return=1")
+            Self::Address => ("ASAN_OPTIONS", "detect_stack_use_after_return=1".to_owned()),
+            Self::Thread => {
+                let unseen = workspace.root.join("tests/thread_sanitizer.txt");
+                ("TSAN_OPTIONS", format!("suppressions={}", unseen.display()))
             }
-            Self::Thread => ("TSAN_OPTIONS", ""),
         };
+        // What cannot be allocated is an error, which tests look at.
+        let options =
+            format!("log_path={}:allocator_may_return_null=1:{options}", reports.display());
         let step = Step::cargo(name, &arguments).argument(&folder);
         what.split_whitespace()
             .fold(step, Step::argument)
@@ -145,7 +148,7 @@ impl Sanitizer {
             .env("RUSTFLAGS", format!("-Zsanitizer={}", self.flag()))
             // The C compiler has one of its own, which does not know this one.
             .env("CFLAGS", "-fno-sanitize=all")
-            .env(variable, format!("log_path={}{options}", reports.display()))
+            .env(variable, options)
             .env("TSSD_BIN", folder.join(TARGET).join("debug/tssd"))
     }
 }

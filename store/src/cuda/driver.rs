@@ -219,13 +219,13 @@ impl Lane {
 
 /// Work that is begun and not waited for. What it reads and writes must be there until [`Lane::finish`] has returned.
 impl Lane {
-    /// Begins to copy runs of bytes from one memory of a device to another, or within one.
+    /// Begins to copy runs of bytes to the memory of a device.
     ///
     /// # Safety
     ///
-    /// All runs, counted from `source` and from `target` on, must be memory of devices, which is not freed before
-    /// [`Lane::finish`] has returned; and until then nobody may write what is read, nor use what is written.
-    pub(super) unsafe fn start_runs(&self, target: u64, source: u64, runs: &Runs) -> Result<()> {
+    /// All runs, counted from `target` on, must be memory of devices, and from `source` on what that says; none of it may be
+    /// freed before [`Lane::finish`] has returned, and until then nobody may write what is read, nor use what is written.
+    pub(super) unsafe fn start_runs(&self, target: u64, source: Source, runs: &Runs) -> Result<()> {
         let _entered = self.context.enter()?;
         let mut begun = sys::CUresult::CUDA_SUCCESS;
         let mut begin = |begin: &dyn Fn() -> sys::CUresult| {
@@ -235,7 +235,7 @@ impl Lane {
         };
         let run = runs.run_bytes();
         runs.for_each_rows(|source_at, target_at, rows| {
-            let (source, target) = (source + source_at, target + target_at);
+            let (source, target) = (source.after(source_at), target + target_at);
             let is_pitch = |stride: u64| (run..=MAX_PITCH).contains(&stride);
             if rows.count > 1 && is_pitch(rows.source_stride) && is_pitch(rows.target_stride) {
                 let copy = rows_of(target, source, run, rows);
@@ -249,10 +249,15 @@ impl Lane {
             }
             for row in 0..rows.count {
                 let target = target + row * rows.target_stride;
-                let source = source + row * rows.source_stride;
                 // SAFETY: as above.
-                begin(&|| unsafe {
-                    sys::cuMemcpyDtoDAsync_v2(target, source, native(run), self.raw)
+                begin(&|| match source.after(row * rows.source_stride) {
+                    Source::Device(source) => unsafe {
+                        sys::cuMemcpyDtoDAsync_v2(target, source, native(run), self.raw)
+                    },
+                    // SAFETY: as above.
+                    Source::Host(source) => unsafe {
+                        sys::cuMemcpyHtoDAsync_v2(target, source.cast(), native(run), self.raw)
+                    },
                 });
             }
         });
@@ -293,14 +298,36 @@ impl Drop for Lane {
 /// Rows are not farther apart than this for the driver, in bytes (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
 const MAX_PITCH: u64 = i32::MAX as u64;
 
+/// What is copied from, by where it begins.
+#[derive(Clone, Copy)]
+pub(super) enum Source {
+    /// Memory of a device.
+    Device(u64),
+    /// Memory of the host.
+    Host(*const u8),
+}
+
+impl Source {
+    fn after(self, offset: u64) -> Self {
+        match self {
+            Self::Device(start) => Self::Device(start + offset),
+            Self::Host(start) => Self::Host(start.wrapping_add(native(offset))),
+        }
+    }
+}
+
 /// Rows of so many bytes, as the driver is told of them.
-fn rows_of(target: u64, source: u64, run: u64, rows: Loop) -> sys::CUDA_MEMCPY2D {
+fn rows_of(target: u64, source: Source, run: u64, rows: Loop) -> sys::CUDA_MEMCPY2D {
+    let (kind, host, device) = match source {
+        Source::Device(start) => (sys::CUmemorytype::CU_MEMORYTYPE_DEVICE, std::ptr::null(), start),
+        Source::Host(start) => (sys::CUmemorytype::CU_MEMORYTYPE_HOST, start.cast(), 0),
+    };
     sys::CUDA_MEMCPY2D {
         srcXInBytes: 0,
         srcY: 0,
-        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-        srcHost: std::ptr::null(),
-        srcDevice: source,
+        srcMemoryType: kind,
+        srcHost: host,
+        srcDevice: device,
         srcArray: std::ptr::null_mut(),
         srcPitch: native(rows.source_stride),
         dstXInBytes: 0,

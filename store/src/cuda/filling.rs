@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Blob, Fill, Filled, Layout, Piece, Runs};
 
-use super::driver::Lane;
+use super::driver::{Lane, Source};
 use super::memory::DeviceMemory;
 use super::segment::DeviceSegment;
 use super::virtual_memory;
@@ -91,7 +91,9 @@ impl Filling {
                 if let Some(memory) = memory {
                     let source = memory.begin_read(lane, offset, len)?;
                     // SAFETY: as above; nobody writes to the memory as long as the job holds it, as its maker has said.
-                    return unsafe { lane.start_runs(target, source, &Runs::run(len)) };
+                    return unsafe {
+                        lane.start_runs(target, Source::Device(source), &Runs::run(len))
+                    };
                 }
                 // By way of this process's memory, which is gone when this returns.
                 let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tssd_format::Blob;
 
 use super::device::{Device, Stream};
-use super::driver::{Event, Lane};
+use super::driver::{Event, Lane, Source};
 use super::pinned;
 use super::segment::DeviceSegment;
 use crate::error::{Error, Result};
@@ -159,11 +159,45 @@ impl DeviceMemory {
     }
 }
 
+/// What a device copies from by itself.
+#[derive(Clone, Copy)]
+enum Straight<'a> {
+    /// Memory of its own.
+    Device(&'a DeviceSegment),
+    /// Memory of the host that is pinned.
+    Pinned(&'a [u8]),
+}
+
+impl<'a> Straight<'a> {
+    /// So many bytes from an offset on.
+    fn at(self, offset: u64, len: u64) -> Result<Source> {
+        match self {
+            Self::Device(segment) => segment.place(offset, len).map(Source::Device),
+            Self::Pinned(bytes) => {
+                let end = offset.checked_add(len).and_then(|end| usize::try_from(end).ok());
+                let start = usize::try_from(offset).unwrap_or(usize::MAX);
+                let found = end.and_then(|end| bytes.get(start..end));
+                let error = || Error::io("memory of the host", io::ErrorKind::UnexpectedEof.into());
+                found.map(|bytes| Source::Host(bytes.as_ptr())).ok_or_else(error)
+            }
+        }
+    }
+}
+
 impl DeviceMemory {
-    /// Begins to copy from a segment of the same device.
+    fn straight<'a>(&self, source: &'a dyn Blob) -> Option<Straight<'a>> {
+        if let Some(hollow) = source.kind().and_then(|kind| kind.downcast_ref::<HollowBlob>()) {
+            let segment = hollow.segment().filter(|segment| *segment.device() == self.device);
+            return segment.map(Straight::Device);
+        }
+        let bytes = source.bytes()?;
+        let is_pinned = pinned::pin(self.device.context().ok()?, addresses(bytes)).is_ok();
+        is_pinned.then_some(Straight::Pinned(bytes))
+    }
+
     fn begin_from<'a>(
         &'a self,
-        segment: &'a DeviceSegment,
+        source: Straight<'a>,
         copies: &[BlobCopy<'_>],
     ) -> Result<Box<dyn Coming + 'a>> {
         let lane = self.device.lane()?;
@@ -171,15 +205,19 @@ impl DeviceMemory {
         let coming = OnLane { device: &self.device, lane: Some(lane) };
         let lane = coming.lane.as_ref().expect("it is not done");
         lane.wait(&self.ready)?;
-        for BlobCopy { source, target, runs } in copies {
-            let from = segment.place(*source, runs.source_span())?;
+        for BlobCopy { source: offset, target, runs } in copies {
+            let from = source.at(*offset, runs.source_span())?;
             let span = usize::try_from(runs.target_span()).map_err(io::Error::other);
             let to = span.and_then(|span| self.place(*target, span));
             let to = to.map_err(|error| Error::io("memory of a GPU", error))?;
             // SAFETY: both are there, as proven, as long as they are borrowed, which is until the copies are done. Nobody
-            // writes the segment: a lease holds what is read. Nobody else uses the target, as its maker has said.
+            // writes the source: a lease holds what is read. Nobody else uses the target, as its maker has said.
             unsafe { lane.start_runs(to, from, runs)? };
-            self.counts().device += runs.total_bytes();
+            let mut counts = self.counts();
+            match source {
+                Straight::Device(_) => counts.device += runs.total_bytes(),
+                Straight::Pinned(_) => counts.pinned += runs.total_bytes(),
+            }
         }
         Ok(Box::new(coming))
     }
@@ -260,13 +298,16 @@ impl BlobMut for DeviceMemory {
         })
     }
 
+    fn takes(&self, source: &dyn Blob) -> bool {
+        self.straight(source).is_some()
+    }
+
     fn begin_copy<'a>(
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
-        let hollow = source.kind()?.downcast_ref::<HollowBlob>()?;
-        let segment = hollow.segment().filter(|segment| *segment.device() == self.device)?;
-        Some(self.begin_from(segment, copies).map_err(io::Error::other))
+    ) -> io::Result<Box<dyn Coming + 'a>> {
+        let source = self.straight(source).ok_or(io::ErrorKind::Unsupported)?;
+        self.begin_from(source, copies).map_err(io::Error::other)
     }
 }

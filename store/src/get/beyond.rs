@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Mutex;
 
 use tssd_format::{Blob, Runs};
 
@@ -73,37 +74,47 @@ impl Read<'_> {
     }
 }
 
+/// Copies that have begun, each with the number of the target that they fill.
+type Begun<'a> = (usize, Vec<Box<dyn Coming + 'a>>);
+
 impl Read<'_> {
-    /// Fills what takes its bytes straight from where they are. Gives what does not.
+    /// Fills what takes its bytes straight from where they are, while what comes next is proven. Gives what does not.
     fn straight<'p, 't>(
         &self,
         requests: &[Request<'_>],
         parts: Vec<Beyond<'p, 't>>,
     ) -> Result<Vec<Beyond<'p, 't>>> {
-        let mut coming: VecDeque<(usize, Vec<Box<dyn Coming + '_>>)> = VecDeque::new();
-        let mut others = Vec::new();
-        let wait = |(number, all): (usize, Vec<Box<dyn Coming + '_>>)| {
+        let coming: Mutex<VecDeque<Begun<'_>>> = Mutex::default();
+        let under_way = || coming.lock().expect("nobody panics while holding what is coming");
+        let wait = |(number, all): Begun<'_>| {
             let waited = all.into_iter().try_for_each(Coming::wait);
             waited.map_err(|error| failed(requests, number, error))
         };
-        for part in parts {
-            match self.begin(&part).map_err(|error| failed(requests, part.number, error))? {
-                Some(begun) => coming.push_back((part.number, begun)),
-                None => others.push(part),
-            }
-            if coming.len() > PARTS_UNDER_WAY {
-                coming.pop_front().map_or(Ok(()), wait)?;
-            }
-        }
-        coming.into_iter().try_for_each(wait)?;
-        Ok(others)
+        let others = parallel::map(parts, |part| {
+            let Some(begun) = self.begin(requests, &part)? else { return Ok(Some(part)) };
+            let oldest = {
+                let mut coming = under_way();
+                coming.push_back((part.number, begun));
+                if coming.len() > PARTS_UNDER_WAY { coming.pop_front() } else { None }
+            };
+            oldest.map_or(Ok(()), wait).map(|()| None)
+        })?;
+        under_way().drain(..).try_for_each(wait)?;
+        Ok(others.into_iter().flatten().collect())
     }
 
     /// Begins to copy a part straight from the archives that it comes from; none if that cannot be for one of them.
-    fn begin<'a>(&'a self, part: &Beyond<'_, 'a>) -> io::Result<Option<Vec<Box<dyn Coming + 'a>>>> {
+    fn begin<'a>(
+        &'a self,
+        requests: &[Request<'_>],
+        part: &Beyond<'_, 'a>,
+    ) -> Result<Option<Vec<Box<dyn Coming + 'a>>>> {
         let mut sources: Vec<(&dyn Blob, Vec<BlobCopy<'_>>)> = Vec::new();
         for copy in part.copies {
             let Some((blob, offset)) = self.version.raw(copy.storage) else { return Ok(None) };
+            if !part.blob.takes(blob) {
+                return Ok(None);
+            }
             let (source, target) = (offset + copy.source, part.start + copy.target);
             let copy = BlobCopy { source, target, runs: &copy.runs };
             match sources.iter_mut().find(|(known, _)| std::ptr::addr_eq(*known, blob)) {
@@ -111,8 +122,27 @@ impl Read<'_> {
                 None => sources.push((blob, vec![copy])),
             }
         }
+        part.copies.iter().try_for_each(|copy| self.prove(copy))?;
         let begin = |(blob, copies): (&'a dyn Blob, Vec<_>)| part.blob.begin_copy(blob, &copies);
-        sources.into_iter().map(begin).map(Option::transpose).collect()
+        let begun: io::Result<Vec<_>> = sources.into_iter().map(begin).collect();
+        begun.map(Some).map_err(|error| failed(requests, part.number, error))
+    }
+
+    /// Proves what a copy reads, if this process sees it: whoever copies it does not look.
+    fn prove(&self, copy: &Copy) -> Result<()> {
+        let sees = |(blob, _): (&dyn Blob, u64)| blob.bytes().is_some();
+        if self.unverified || !self.version.raw(copy.storage).is_some_and(sees) {
+            return Ok(());
+        }
+        let range = copy.source..copy.source + copy.runs.source_span();
+        let mut window = self.version.window(copy.storage, range, false)?;
+        let mut proven = Ok(());
+        Runs::for_each(&copy.runs, |source, _, len| {
+            if proven.is_ok() {
+                proven = window.prove(&(source..source + len));
+            }
+        });
+        proven
     }
 }
 

@@ -40,19 +40,25 @@ pub trait BlobMut: fmt::Debug + Send + Sync {
     /// Whatever the system says; `UnexpectedEof` if there is no room for so many bytes.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Begins to copy straight from a blob, if both are of a kind that this process need not see the bytes for, such as
-    /// of one GPU; none if not.
+    /// Whether bytes can be copied straight from a blob, such as within one GPU, or to it from memory that its driver has
+    /// pinned.
+    fn takes(&self, source: &dyn Blob) -> bool {
+        let _ = source;
+        false
+    }
+
+    /// Begins to copy straight from a blob that it [`takes`](Self::takes).
     ///
     /// # Errors
     ///
-    /// Whatever the system says.
+    /// Whatever the system says; `Unsupported` if it does not take it.
     fn begin_copy<'a>(
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> Option<io::Result<Box<dyn Coming + 'a>>> {
+    ) -> io::Result<Box<dyn Coming + 'a>> {
         let _ = (source, copies);
-        None
+        Err(io::ErrorKind::Unsupported.into())
     }
 }
 

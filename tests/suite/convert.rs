@@ -138,7 +138,8 @@ fn raw_storages_are_cut_as_is_asked_for() {
         &encoded(
             &dict,
             &Options::new().compress_leaves(|path, _| {
-                if path.fqn() == "a" { Compression::Zstd } else { Compression::None }
+                let is_packed = path.fqn() == "optimizer.exp_avg";
+                if is_packed { Compression::Zstd } else { Compression::None }
             }),
         ),
     );
@@ -155,6 +156,13 @@ fn raw_storages_are_cut_as_is_asked_for() {
     assert!(fine.contains(&(8 << 10)) && fine.contains(&(4 << 10)), "{fine:?}");
     place.expect(0, "convert fine.tssd -o same.tssd");
     assert_eq!(place.read("same.tssd"), place.read("fine.tssd"));
+    // The one that is compressed has its own.
+    let said = place.expect(0, "diff in.tssd fine.tssd");
+    assert!(said.ends_with("stored otherwise: chunk size of 5 leaves\n"), "{said}");
+    assert_eq!(
+        json_of(&place.expect(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
+        5
+    );
     place.expect(0, "convert fine.tssd -o large.tssd --chunks large");
     assert_eq!(place.read("large.tssd"), place.read("in.tssd"));
 }

@@ -31,7 +31,7 @@ fn sample() -> Vec<u8> {
 /// The small vectors: each kind of table, storage and chunk is in one of them.
 fn small_vectors() -> Vec<(&'static str, Vec<u8>)> {
     let of = |vector: tssd_tests::vectors::Vector| match vector.content {
-        Content::File(bytes) if bytes.len() <= 9000 => Some((vector.name, bytes)),
+        Content::File(bytes) if bytes.len() <= 16_000 => Some((vector.name, bytes)),
         _ => None,
     };
     tssd_tests::vectors::vectors().into_iter().filter_map(of).collect()
@@ -170,13 +170,17 @@ fn chunk_damage(archive: &Archive, good: &[u8]) -> Vec<Vec<u8>> {
 
 #[test]
 fn chunks_of_a_large_storage_cannot_be_swapped() {
-    let noise =
-        |chunk: u8| (0..1_u32 << 20).map(move |at| at.wrapping_mul(77).to_le_bytes()[1] ^ chunk);
-    let bytes: Vec<u8> = (0..3).flat_map(noise).collect();
-    for compression in [Compression::None, Compression::Zstd] {
+    for (chunk_bytes, options) in [
+        (1_u32 << 20, Options::new()),
+        (1 << 20, Options::new().compress(Compression::Zstd)),
+        (4 << 10, Options::new().fine_chunks()),
+    ] {
+        let noise = |chunk: u8| {
+            (0..chunk_bytes).map(move |at| at.wrapping_mul(77).to_le_bytes()[1] ^ chunk)
+        };
+        let bytes: Vec<u8> = (0..3).flat_map(noise).collect();
         let mut dict = StateDict::new();
-        dict.insert("value", Tensor::from_slice(&bytes, &[3 << 20]).unwrap());
-        let options = Options::new().compress(compression);
+        dict.insert("value", Tensor::from_slice(&bytes, &[3 * u64::from(chunk_bytes)]).unwrap());
         let encoded = TorchStoreStateDict::with_options(&dict, &options).unwrap();
         let damaged = chunk_damage(encoded.archive(), encoded.as_bytes());
         assert_eq!(damaged.len(), 6, "three zeroed, three pairs");

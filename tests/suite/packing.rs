@@ -20,13 +20,16 @@ fn compression() -> impl Strategy<Value = Compression> {
 /// Options of every kind; a leaf is compressed or not by the length of its path.
 fn options() -> impl Strategy<Value = Options> {
     let align = prop::option::of((6_u32..15).prop_map(|log2| 1_u64 << log2));
-    (compression(), compression(), any::<bool>(), align, -3_i32..6).prop_map(
-        |(even, odd, digests, align, level)| {
+    (compression(), compression(), any::<[bool; 2]>(), align, -3_i32..6).prop_map(
+        |(even, odd, [digests, fine], align, level)| {
             let mut options = Options::new()
                 .zstd_level(level)
                 .compress_leaves(move |path, _| if path.fqn().len() % 2 == 0 { even } else { odd });
             if digests {
                 options = options.digests();
+            }
+            if fine {
+                options = options.fine_chunks();
             }
             match align {
                 Some(bytes) => options.align(bytes).unwrap(),

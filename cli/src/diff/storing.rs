@@ -1,4 +1,4 @@
-//! How files store the same differently: what compression, alignment and digests they have.
+//! How files store the same differently: what compression, chunks, alignment and digests they have.
 
 use serde_json::{Value as Json, json};
 use tssd_format::{Archive, Packing, StorageReference, ZSTD_LEVEL_ATTR};
@@ -10,6 +10,7 @@ use crate::value::of_attr;
 #[derive(Debug, Default)]
 pub(super) struct Storing {
     codec: u64,
+    chunks: u64,
     alignment: u64,
     digest: u64,
     /// The levels, if both have one.
@@ -30,13 +31,18 @@ impl Storing {
             each.packing.as_ref().map(|packing: &Packing| packing.shuffle)
         };
         self.codec += u64::from(codec(a) != codec(b));
+        self.chunks += u64::from(a.chunk_size != b.chunk_size);
         self.alignment += u64::from(a.align_log2 != b.align_log2);
         self.digest += u64::from(a.digest.is_some() != b.digest.is_some());
     }
 
     pub(super) fn describe(&self) -> Option<String> {
-        let counts =
-            [("codec", self.codec), ("alignment", self.alignment), ("digest", self.digest)];
+        let counts = [
+            ("codec", self.codec),
+            ("chunk size", self.chunks),
+            ("alignment", self.alignment),
+            ("digest", self.digest),
+        ];
         let mut parts = Vec::new();
         for (what, leaves) in counts.into_iter().filter(|(_, leaves)| *leaves > 0) {
             parts.push(format!("{what} of {}", count(leaves, "leaf")));
@@ -47,8 +53,8 @@ impl Storing {
 
     pub(super) fn json(&self) -> Json {
         json!({
-            "codec": self.codec, "alignment": self.alignment, "digest": self.digest,
-            "zstd_level": self.level,
+            "codec": self.codec, "chunk_size": self.chunks, "alignment": self.alignment,
+            "digest": self.digest, "zstd_level": self.level,
         })
     }
 }

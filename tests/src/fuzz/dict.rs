@@ -30,8 +30,16 @@ impl Maker<'_> {
             1 => options.compress(Compression::ShuffledZstd),
             _ => options,
         };
-        if self.u.arbitrary()? {
+        let [digests, fine, aligned] = self.u.arbitrary()?;
+        if digests {
             options = options.digests();
+        }
+        if fine {
+            options = options.fine_chunks();
+        }
+        if aligned {
+            let bytes = 1 << self.u.int_in_range(6..=12)?;
+            options = options.align(bytes).expect("a power of two of that range");
         }
         Ok(options)
     }

@@ -109,12 +109,14 @@ fn every_rule_of_resharding_and_of_the_protocol_names_a_test() {
     }
 }
 
+/// The tests that a text names, each with its file.
+fn tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    code(text).filter_map(|name| name.split_once("::"))
+}
+
 #[test]
 fn every_promise_names_tests_that_are_there() {
     let text = read("docs/guarantees.md");
-    fn tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
-        code(text).filter_map(|name| name.split_once("::"))
-    }
     for (file, test) in tests(&text) {
         let lines = [format!("fn {test}("), format!("def {test}(")];
         let source = read(file);

@@ -249,8 +249,8 @@ impl Lane {
             }
             for row in 0..rows.count {
                 let target = target + row * rows.target_stride;
-                // SAFETY: as above.
                 begin(&|| match source.after(row * rows.source_stride) {
+                    // SAFETY: as above.
                     Source::Device(source) => unsafe {
                         sys::cuMemcpyDtoDAsync_v2(target, source, native(run), self.raw)
                     },

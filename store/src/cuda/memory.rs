@@ -168,7 +168,7 @@ enum Straight<'a> {
     Pinned(&'a [u8]),
 }
 
-impl<'a> Straight<'a> {
+impl Straight<'_> {
     /// So many bytes from an offset on.
     fn at(self, offset: u64, len: u64) -> Result<Source> {
         match self {

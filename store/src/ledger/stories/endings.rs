@@ -18,6 +18,11 @@ fn a_version_is_visible_when_all_have_committed_and_the_proof_has_come() {
     assert!(ledger.state.head().is_none());
     ledger.prove(id).unwrap();
     assert_eq!(ledger.state.head().unwrap().id, id);
+    // The same one again, whoever keeps it.
+    let (name, digest, keeper) = (format!("{id}"), Digest([1; 16]), Some(SessionId(3)));
+    let manifest = ManifestReference { name, digest, file_len: 1, keeper };
+    let again = Command::Proved { id, manifest, now: Timestamp(0) };
+    assert_eq!(ledger.give(again), Ok(Outcome::Done));
     let other = ManifestReference {
         name: "other".to_owned(),
         digest: Digest([2; 16]),
@@ -207,4 +212,34 @@ fn what_a_process_kept_alone_is_lost_with_it() {
     }
     ledger.settle();
     assert_eq!(ledger.state.found(Selector::Number(5)).err(), Some(lost));
+}
+
+#[test]
+fn what_is_abandoned_by_name_is_that_and_nothing_else() {
+    let mut ledger = Ledger::default();
+    let [given_up, other] = [5, 6].map(|number| ledger.begin(step_of("a", 0, number)).unwrap());
+    ledger.give(Command::Abandon { id: given_up }).unwrap();
+    assert_eq!(ledger.reason(given_up), Reason::Abandoned { missing: writers("0-1") });
+    let open: Vec<VersionId> = ledger.state.open().map(|version| version.id).collect();
+    assert_eq!(open, [other]);
+}
+
+/// Those that have begun something, that keep something, and that read something.
+#[test]
+fn a_ledger_knows_the_processes_that_matter_to_it() {
+    let mut ledger = Ledger { keeper: Some(SessionId(1)), ..Ledger::default() };
+    let sessions = |ledger: &Ledger| Vec::from_iter(ledger.state.sessions());
+    ledger.put(alone(Some(1))).unwrap();
+    ledger.settle();
+    assert_eq!(sessions(&ledger), [SessionId(1)]);
+    ledger.begin(Put { session: Some(2), ..alone(Some(2)) }).unwrap();
+    assert_eq!(sessions(&ledger), [1, 2].map(SessionId));
+    for (lease, holder) in [(1, SessionId(3).to_string()), (2, "somebody".to_owned())] {
+        let (selector, ttl) = (Selector::Newest, Duration::from_mins(1));
+        let (lease, now) = (LeaseId(lease), Timestamp(0));
+        ledger.give(Command::Lease { selector, lease, holder, ttl, now }).unwrap();
+    }
+    assert_eq!(sessions(&ledger), [1, 2, 3].map(SessionId));
+    ledger.end(2);
+    assert_eq!(sessions(&ledger), [1, 3].map(SessionId));
 }

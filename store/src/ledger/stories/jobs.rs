@@ -35,6 +35,12 @@ fn jobs_and_writer_sets_never_mix_in_one_version() {
         ledger.begin(alone(Some(5))),
         Err(Refusal::JobsDisagree { number: 5, declared, expected })
     );
+    let refusal =
+        ledger.begin(Put { durability: Durability::Object, ..step_of("a", 1, 5) }).unwrap_err();
+    let (declared, expected) = (Durability::Object, Durability::Memory);
+    assert_eq!(refusal, Refusal::DurabilityDisagrees { number: 5, declared, expected });
+    let said = "version 5 is to be kept in memory, not in object";
+    assert!(refusal.to_string().starts_with(said), "{refusal}");
 }
 
 #[test]

@@ -145,3 +145,27 @@ fn a_restart_knows_what_is_on_disk_and_what_is_said_of_the_key() {
     let again = ledger.begin_outcome(call_of("a", 0, 1)).unwrap();
     assert!(matches!(again, Outcome::Begun { number: 2, .. }), "{again:?}");
 }
+
+#[test]
+fn what_is_kept_is_what_was_asked_for() {
+    let mut ledger = Ledger::default();
+    assert_eq!(ledger.state.retention(), (NonZeroU32::MIN, None));
+    let (keep, ttl) = (NonZeroU32::new(3).unwrap(), Some(Duration::from_mins(2)));
+    ledger.give(Command::Retain { keep, ttl }).unwrap();
+    assert_eq!(ledger.state.retention(), (keep, ttl));
+}
+
+/// Such a step needs no record of its own.
+#[test]
+fn a_step_of_readers_alone_is_told_from_others() {
+    let mut ledger = Ledger::default();
+    ledger.put(alone(Some(1))).unwrap();
+    ledger.settle();
+    let before = ledger.state.clone();
+    assert!(!before.differs_in_leases_alone(&before));
+    ledger.lease(1, Selector::Newest).unwrap();
+    assert!(before.differs_in_leases_alone(&ledger.state));
+    assert!(ledger.state.differs_in_leases_alone(&before));
+    ledger.give(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
+    assert!(!before.differs_in_leases_alone(&ledger.state));
+}

@@ -99,6 +99,12 @@ fn a_copy_has_the_place_of_what_it_is_a_copy_of() {
     // Another version that is open with its number is none of its own.
     let other = ledger.begin(Put { writer: 1, writers: "1", ..alone(Some(6)) }).unwrap();
     assert_eq!(ledger.begin_outcome(copy(6, 3)), Ok(Outcome::Wait { on: vec![other] }));
+    // A copy takes the time that it takes.
+    let id = ledger.begin(copy(9, 3)).unwrap();
+    ledger.now = 10 * MINUTE;
+    ledger.expire();
+    let open: Vec<VersionId> = ledger.state.open().map(|version| version.id).collect();
+    assert_eq!((open, ledger.visible()), (vec![id], vec![4, 5]));
 }
 
 #[test]

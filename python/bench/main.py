@@ -147,7 +147,7 @@ def in_both(
             tiny.store(rounds, peer)
         if "fits" in chosen:
             # Four points each: fewer rounds are enough.
-            fits.fits(at, Rounds(min(3, rounds.iterations), rounds.warmup), peer, options.size)
+            fits.fits(at, rounds.at_most(3), peer, options.size)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import records
@@ -29,6 +29,10 @@ class Rounds:
 
     iterations: int
     warmup: int
+
+    def at_most(self, iterations: int) -> Rounds:
+        """The same, but not more often than that."""
+        return replace(self, iterations=min(self.iterations, iterations))
 
 
 @dataclass(frozen=True)

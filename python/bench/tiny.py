@@ -48,7 +48,7 @@ def files(folder: Path, rounds: Rounds) -> None:
                 for each in others
             ),
             model=model,
-            rounds=Rounds(min(rounds.iterations, ROUNDS.get(count, rounds.iterations)), rounds.warmup),
+            rounds=rounds.at_most(ROUNDS.get(count, rounds.iterations)),
             milliseconds=MILLISECONDS.get(count),
         )
         clear(folder)

@@ -98,8 +98,8 @@ impl Store {
     /// allow, with the way out; `Rejected` if this was the last contribution and they do not fit
     /// together; `Busy` after the timeout; `Io` if the disk fails or is full; `NotFound` if a host that kept another
     /// writer's contribution, or an earlier attempt of this one, has ended before the answer: put again in every
-    /// writer. What was visible before stays so. A version that is visible and cannot be brought to the bucket stays so in memory; one that is late is
-    /// brought there all the same.
+    /// writer. What was visible before stays so. A version that is visible and cannot be brought to the bucket stays so
+    /// in memory; one that is late is brought there all the same.
     pub async fn put_state_dict(
         &self,
         key: &Key,

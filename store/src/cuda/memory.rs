@@ -185,6 +185,7 @@ impl Straight<'_> {
 }
 
 impl DeviceMemory {
+    /// What it can copy from by itself, if a blob is that.
     fn straight<'a>(&self, source: &'a dyn Blob) -> Option<Straight<'a>> {
         if let Some(hollow) = source.kind().and_then(|kind| kind.downcast_ref::<HollowBlob>()) {
             let segment = hollow.segment().filter(|segment| *segment.device() == self.device);
@@ -195,6 +196,7 @@ impl DeviceMemory {
         is_pinned.then_some(Straight::Pinned(bytes))
     }
 
+    /// Begins to copy from there.
     fn begin_from<'a>(
         &'a self,
         source: Straight<'a>,

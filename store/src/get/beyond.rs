@@ -112,14 +112,12 @@ impl Read<'_> {
         let mut sources: Vec<(&dyn Blob, Vec<BlobCopy<'_>>)> = Vec::new();
         for copy in part.copies {
             let Some((blob, offset)) = self.version.raw(copy.storage) else { return Ok(None) };
-            if !part.blob.takes(blob) {
-                return Ok(None);
-            }
             let (source, target) = (offset + copy.source, part.start + copy.target);
             let copy = BlobCopy { source, target, runs: &copy.runs };
             match sources.iter_mut().find(|(known, _)| std::ptr::addr_eq(*known, blob)) {
                 Some((_, copies)) => copies.push(copy),
-                None => sources.push((blob, vec![copy])),
+                None if part.blob.takes(blob) => sources.push((blob, vec![copy])),
+                None => return Ok(None),
             }
         }
         part.copies.iter().try_for_each(|copy| self.prove(copy))?;

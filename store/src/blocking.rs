@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::get::{GetOptions, GetReport, Target};
 use crate::key::Key;
 use crate::put::{PutOptions, PutReport};
+use crate::ring::ReceiveReport;
 use crate::status::DaemonStatus;
 use crate::store::{ConnectOptions, PrefetchReport};
 
@@ -290,6 +291,70 @@ impl Store {
     /// See [`crate::Store::subscribe`].
     pub fn subscribe(&self, key: &Key) -> Subscription {
         Subscription { subscription: self.store.subscribe(key), runtime: self.runtime.clone() }
+    }
+}
+
+impl Store {
+    /// See [`crate::Store::follow`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn follow(&self, key: &Key) -> Result<Follower> {
+        let follower = self.runtime.block_on(self.store.follow(key))?;
+        Ok(Follower { follower, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::receiver`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn receiver(&self, key: &Key, device: Option<&str>) -> Result<Receiver> {
+        let receiver = self.runtime.block_on(self.store.receiver(key, device))?;
+        Ok(Receiver { receiver, runtime: self.runtime.clone() })
+    }
+}
+
+/// [`crate::Follower`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Follower {
+    follower: crate::Follower,
+    runtime: Arc<Runtime>,
+}
+
+impl Follower {
+    /// See [`crate::Follower::next`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn next(&mut self, options: &GetOptions, timeout: Duration) -> Result<Option<Opened>> {
+        let opened = self.runtime.block_on(self.follower.next(options, timeout))?;
+        Ok(opened.map(|opened| Opened { opened, runtime: self.runtime.clone() }))
+    }
+}
+
+/// [`crate::Receiver`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Receiver {
+    receiver: crate::Receiver,
+    runtime: Arc<Runtime>,
+}
+
+impl Receiver {
+    /// See [`crate::Receiver::receive`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn receive(
+        &mut self,
+        targets: &mut [Target<'_>],
+        options: &GetOptions,
+        timeout: Duration,
+    ) -> Result<ReceiveReport> {
+        self.runtime.block_on(self.receiver.receive(targets, options, timeout))
     }
 }
 

@@ -21,7 +21,7 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use tssd_format::Blob;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
     Digest, Durability, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
@@ -89,6 +89,17 @@ pub(crate) trait Controller: Catalog {
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)>;
 
+    /// From now on every version of a key that becomes visible is held until it has been read.
+    async fn follow(&self, _key: &Key) -> Result<Box<dyn Following>> {
+        Err(nobody_to_ask())
+    }
+
+    /// Waits until not more than so many versions of a key are held for those who follow it, for so long at most. Says how
+    /// many follow it, and how many versions are held for them.
+    async fn unread(&self, _key: &Key, _at_most: u64, _patience: Duration) -> Result<(u64, u64)> {
+        Err(nobody_to_ask())
+    }
+
     /// How the bytes of what is put travel.
     fn route(&self) -> Route;
 
@@ -107,6 +118,19 @@ pub(crate) trait Controller: Catalog {
 
     /// How the daemon is, if there is one.
     async fn status(&self) -> Result<DaemonStatus>;
+}
+
+/// Every version of a key, one after the other. Dropped, it follows the key no longer.
+#[async_trait]
+pub(crate) trait Following: Send {
+    /// The next one; none after so long.
+    async fn next(&mut self, patience: Duration) -> Result<Option<Located>>;
+}
+
+fn nobody_to_ask() -> Error {
+    let text =
+        "versions are held for those who follow a key by a daemon of this host: connect to one";
+    Error::new(ErrorKind::Unsupported, text)
 }
 
 /// What a read has come to, in bytes: of what was asked for, of what was copied or is seen, of what was

@@ -9,7 +9,7 @@ mod segment;
 mod virtual_memory;
 
 pub use self::device::{Device, Stream};
-pub(crate) use self::filling::{Filling, home};
+pub(crate) use self::filling::{Filling, home, homes};
 pub use self::memory::{Copied, DeviceMemory};
 pub(crate) use self::pinned::{mapped, unmapped};
 pub(crate) use self::segment::DeviceSegment;

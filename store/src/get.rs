@@ -19,7 +19,7 @@ use tssd_format::{
 };
 
 pub(crate) use self::plans::PlanCache;
-use self::plans::{Box, Leaf, Plan, Request};
+use self::plans::{Box, Cover, Leaf, Plan, Request};
 use self::target::expect_room;
 pub use self::target::{BlobCopy, BlobMut, Coming, Target, TargetMemory};
 use self::tree::Tree;
@@ -248,7 +248,8 @@ impl<'a> Read<'a> {
         self.needed += meta.nbytes();
         let part = Some(Box { offsets, shape, global_shape: &global_shape });
         let request = Request { leaf: Leaf::Named(fqn), part, meta: &meta };
-        self.fill(&[request], vec![(&mut memory).into()], |_| Ok(references.clone()))?;
+        let memories = vec![(&mut memory).into()];
+        self.fill((&[request], Cover::Whole), memories, |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
@@ -274,7 +275,7 @@ impl<'a> Read<'a> {
                 meta,
             });
         }
-        let plan = self.plan(&requests, |at| Ok(leaves[at].clone()))?;
+        let plan = self.plan((&requests, Cover::Whole), |at| Ok(leaves[at].clone()))?;
         Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
     }
 
@@ -297,10 +298,51 @@ impl<'a> Read<'a> {
             });
         }
         let version = self.version;
-        self.fill(&requests, memories, |at| version.tensor(requests[at].leaf.fqn(), writer))?;
+        self.fill((&requests, Cover::Whole), memories, |at| {
+            version.tensor(requests[at].leaf.fqn(), writer)
+        })?;
         // No element is there twice, so they are not more than there is memory.
         self.needed += requests.iter().map(|request| request.meta.nbytes()).sum::<u64>();
         Ok(())
+    }
+
+    /// Fills what of the caller's tensors these references hold: others have the rest. Says which box of which target that
+    /// was.
+    pub(crate) fn fill_parts(
+        &mut self,
+        targets: &mut [Target<'_>],
+        leaves: &BTreeMap<String, Vec<TensorReference>>,
+    ) -> Result<Vec<(usize, Region)>> {
+        let mut requests = Vec::new();
+        let mut memories = Vec::new();
+        let mut filled = Vec::new();
+        for (at, target) in targets.iter_mut().enumerate() {
+            expect_room(target).map_err(|error| self.format_error(error))?;
+            let Target { fqn, place, meta, memory } = target;
+            let Some(references) = leaves.get(fqn) else { continue };
+            let part = place.as_ref().map(Box::from);
+            let wanted = match &part {
+                Some(part) => Region::new(part.offsets, part.shape)
+                    .map_err(|error| self.format_error(error.at(&**fqn)))?,
+                None => Region::whole(meta.shape()),
+            };
+            filled.extend(references.iter().filter_map(|reference| {
+                plan::region(reference).intersect(&wanted).map(|region| (at, region))
+            }));
+            requests.push(Request { leaf: Leaf::Run(fqn, references), part, meta });
+            memories.push(match memory {
+                TargetMemory::Here(bytes) => TargetMemory::Here(bytes),
+                TargetMemory::Elsewhere(blob) => TargetMemory::Elsewhere(*blob),
+            });
+        }
+        let before = self.transferred;
+        let references = |at: usize| match requests[at].leaf {
+            Leaf::Run(_, references) => Ok(references.into()),
+            Leaf::Named(_) => unreachable!("each has its own"),
+        };
+        self.fill((&requests, Cover::Part), memories, references)?;
+        self.needed += self.transferred - before;
+        Ok(filled)
     }
 
     /// The storages that leaves are views of, proven.
@@ -360,7 +402,7 @@ impl<'a> Read<'a> {
         }
         let targets = memories.iter_mut().map(TargetMemory::from).collect();
         let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
-        self.fill(&requests, targets, references)?;
+        self.fill((&requests, Cover::Whole), targets, references)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
         let tensors = metas.into_iter().zip(memories).map(tensor);
         tensors.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
@@ -370,11 +412,11 @@ impl<'a> Read<'a> {
     /// request is about are looked up if there is no plan yet.
     fn fill(
         &mut self,
-        requests: &[Request<'_>],
+        (requests, cover): (&[Request<'_>], Cover),
         targets: Vec<TargetMemory<'_>>,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<()> {
-        let plan = self.plan(requests, references)?;
+        let plan = self.plan((requests, cover), references)?;
         self.transferred += plan.bytes;
         let (mut parts, beyond) = plan.cut(targets);
         let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
@@ -414,7 +456,7 @@ impl<'a> Read<'a> {
 
     fn plan(
         &mut self,
-        requests: &[Request<'_>],
+        requests: (&[Request<'_>], Cover),
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let started = Instant::now();
@@ -429,12 +471,12 @@ impl<'a> Read<'a> {
     fn new_plan(
         &self,
         name: [u8; 32],
-        requests: &[Request<'_>],
+        (requests, cover): (&[Request<'_>], Cover),
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let mut plan = Plan::default();
         for (at, request) in requests.iter().enumerate() {
-            let added = plan.add(request, &references(at)?);
+            let added = plan.add(request, &references(at)?, cover);
             added.map_err(|error| self.format_error(error))?;
         }
         let plan = Arc::new(plan);

@@ -40,6 +40,27 @@ pub struct Copy {
 /// `Uncovered` with the region that no slice holds; `OutsideGlobal` if the box or its global shape
 /// does not fit the leaf; `WrongType` if the dtype is another one.
 pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
+    let copies = shared(stored, wanted)?;
+    // The proof of the commit has left no two slices that overlap, so counting is enough.
+    let covered: u64 = copies.iter().map(|copy| copy.runs.total_bytes()).sum();
+    if covered == wanted.meta.nbytes() {
+        return Ok(copies);
+    }
+    let mut holes = vec![wanted.region.clone()];
+    for slice in stored {
+        let held = region(slice);
+        holes = holes.iter().flat_map(|hole| hole.subtract(&held)).collect();
+    }
+    let hole = holes.into_iter().find(|hole| !hole.is_empty());
+    Err(Error::new(ErrorKind::Uncovered).in_region(hole.unwrap_or_else(|| wanted.region.clone())))
+}
+
+/// What of a reader's box these slices of a stored leaf hold, be it all of it, a part or nothing.
+///
+/// # Errors
+///
+/// As [`plan`], but for `Uncovered` of what no slice holds.
+pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
     let Some(first) = stored.first() else {
         return Err(Error::new(ErrorKind::Uncovered).in_region(wanted.region.clone()));
     };
@@ -62,7 +83,6 @@ pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
     let target_strides = wanted.meta.strides();
     let itemsize = dtype.itemsize();
     let mut copies = Vec::new();
-    let mut covered = 0;
     for slice in stored {
         let held = region(slice);
         let Some(shared) = held.intersect(&wanted.region) else { continue };
@@ -74,7 +94,6 @@ pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
                 inner.offsets().iter().zip(strides).map(|(at, stride)| at * stride).sum();
             elements * itemsize
         };
-        covered += shared.numel();
         copies.push(Copy {
             storage,
             source: slice.byte_offset + offset(&held, &source_strides),
@@ -82,17 +101,7 @@ pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
             runs: Runs::new(itemsize, shared.shape(), &source_strides, &target_strides),
         });
     }
-    // The proof of the commit has left no two slices that overlap, so counting is enough.
-    if covered == wanted.region.numel() {
-        return Ok(copies);
-    }
-    let mut holes = vec![wanted.region.clone()];
-    for slice in stored {
-        let held = region(slice);
-        holes = holes.iter().flat_map(|hole| hole.subtract(&held)).collect();
-    }
-    let hole = holes.into_iter().find(|hole| !hole.is_empty());
-    Err(Error::new(ErrorKind::Uncovered).in_region(hole.unwrap_or_else(|| wanted.region.clone())))
+    Ok(copies)
 }
 
 /// The box of its global tensor that a reference holds; all of it for a plain tensor.

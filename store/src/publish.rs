@@ -289,7 +289,7 @@ fn bytes_of(value: &Value) -> u64 {
 }
 
 /// Cuts a tensor into boxes of at most so many bytes, or of one element.
-fn cut(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, FormatError> {
+pub(crate) fn cut(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, FormatError> {
     let meta = tensor.meta();
     let (itemsize, strides) = (meta.dtype().itemsize(), meta.strides());
     let mut boxes = Vec::new();

@@ -6,6 +6,7 @@ pub(crate) mod residency;
 mod role;
 
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -148,6 +149,17 @@ pub struct PutPhases {
     pub commit: f64,
     /// Until it was in the bucket, if it was to be.
     pub store: f64,
+}
+
+/// These and those.
+impl AddAssign for PutPhases {
+    fn add_assign(&mut self, other: Self) {
+        self.arrange += other.arrange;
+        self.begin += other.begin;
+        self.write += other.write;
+        self.commit += other.commit;
+        self.store += other.store;
+    }
 }
 
 /// How many puts each writer of each job has called: what matches the contributions to a version

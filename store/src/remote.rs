@@ -25,7 +25,9 @@ pub(crate) use self::lines::Lines;
 use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
-use crate::controller::{self, Catalog, Controller, Got, Located, Proposal, VersionInfo};
+use crate::controller::{
+    self, Catalog, Controller, Following, Got, Located, Proposal, VersionInfo,
+};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -37,6 +39,7 @@ use crate::status::DaemonStatus;
 use crate::volume::{Archived, Far};
 use crate::wire::{
     Archives, Begin, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply, Request,
+    Unread,
 };
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
@@ -292,18 +295,25 @@ impl Controller for RemoteController {
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
         let devices = self.0.route.transport == Transport::Arena;
         let request = Request::Locate { key: key.to_string(), selector, devices };
-        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
-        let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-        let (client, route) = (self.0.clone(), self.0.route_of(&leased.archives));
-        // What has come for the first time is mapped with all its pages: that takes long.
-        let (manifest, archives) = wait(move || {
-            let named = leased.archives.into_iter();
-            let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
-            let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
-            Ok((client.manifest(leased.manifest)?, archives))
-        })
-        .await?;
-        Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
+        let answer = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
+        located(&self.0, answer).await
+    }
+
+    async fn follow(&self, key: &Key) -> Result<Box<dyn Following>> {
+        match self.call(Request::Follow { key: key.to_string() }).await? {
+            Reply::Following(follower) => {
+                Ok(Box::new(RemoteFollowing { client: self.0.clone(), follower }))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn unread(&self, key: &Key, at_most: u64, patience: Duration) -> Result<(u64, u64)> {
+        let request = Request::Unread { key: key.to_string(), at_most, patience };
+        match self.ask(&request, patience).await?.reply {
+            Reply::Unread(Unread { followers, versions }) => Ok((followers, versions)),
+            other => Err(unexpected(&other)),
+        }
     }
 
     async fn prefetch(
@@ -345,6 +355,47 @@ impl Controller for RemoteController {
             Reply::Status(status) => Ok(status),
             other => Err(unexpected(&other)),
         }
+    }
+}
+
+/// A version that was leased, with its memory mapped.
+async fn located(client: &Arc<Client>, Answer { reply, owed }: Answer) -> Result<Located> {
+    let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
+    let (client, route) = (client.clone(), client.route_of(&leased.archives));
+    // What has come for the first time is mapped with all its pages: that takes long.
+    let (manifest, archives) = wait(move || {
+        let named = leased.archives.into_iter();
+        let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
+        let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
+        Ok((client.manifest(leased.manifest)?, archives))
+    })
+    .await?;
+    Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
+}
+
+/// What a daemon holds for this process of a key.
+struct RemoteFollowing {
+    client: Arc<Client>,
+    follower: u64,
+}
+
+#[async_trait]
+impl Following for RemoteFollowing {
+    async fn next(&mut self, patience: Duration) -> Result<Option<Located>> {
+        let devices = self.client.route.transport == Transport::Arena;
+        let request = Request::Next { follower: self.follower, devices, patience };
+        let all = patience.saturating_add(PATIENCE);
+        let answer = self.client.calls.call(&request, Bytes::new(), all).await?;
+        match answer.reply {
+            Reply::Done => Ok(None),
+            _ => located(&self.client, answer).await.map(Some),
+        }
+    }
+}
+
+impl Drop for RemoteFollowing {
+    fn drop(&mut self) {
+        self.client.calls.notify(&Notice::Unfollow { follower: self.follower });
     }
 }
 

@@ -11,15 +11,17 @@ use std::time::{Duration, Instant};
 use tracing::Instrument;
 use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
-use crate::controller::{Controller, VersionInfo};
+use crate::controller::{Controller, Located, VersionInfo};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
+use crate::follow::Follower;
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::opened::Opened;
 use crate::publish::Publisher;
-use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
+use crate::put::{Calls, PendingPut, PutOptions, PutReport, Residency, Staged, call};
+use crate::ring::{self, Receiver};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
 
@@ -106,6 +108,9 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
+        if let Residency::Ring(ring) = options.residency {
+            return Box::pin(ring::put(self, key, dict, (options, ring))).await;
+        }
         let put = async { self.stage(key, dict, options).await?.commit(|_| {}).await };
         put.instrument(tracing::debug_span!("put", %key)).await
     }
@@ -410,6 +415,27 @@ impl Store {
         Subscription { store: self.clone(), key: key.clone(), seen: None }
     }
 
+    /// Every version of a key that becomes visible from now on, each held until it has been read: none is missed, as
+    /// [`Store::subscribe`] may. What is not read stays in the memory of the daemon.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` if the store has no daemon, or one that does not decide alone; `Refused` for more than 64 keys.
+    pub async fn follow(&self, key: &Key) -> Result<Follower> {
+        Follower::new(self, key).await
+    }
+
+    /// Receives what is put to a key with [`Residency::Ring`] from now on: from a GPU, given by its UUID
+    /// ([`Device::uuid`](crate::Device::uuid)), or, without one, from the host's memory. Such puts wait for this reader as
+    /// long as the receiver is there.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::follow`].
+    pub async fn receiver(&self, key: &Key, device: Option<&str>) -> Result<Receiver> {
+        Receiver::new(self, key, device).await
+    }
+
     /// Lets a label hold a version, the newest if none is given, whose number is returned: it stays
     /// whatever is kept. What the label held before, it holds no longer.
     ///
@@ -461,16 +487,34 @@ impl Store {
         let located = locate.instrument(span.clone()).await?;
         located.route.admit(options.require)?;
         let locate_seconds = started.elapsed().as_secs_f64();
+        let version = self.open_in(&span, key, located).await?;
+        let entered = span.enter();
+        span.record("version", version.number);
+        tracing::debug!(locate_seconds, seconds = started.elapsed().as_secs_f64(), "open");
+        drop(entered);
+        Ok(version)
+    }
+
+    /// Opens what was located.
+    pub(crate) async fn open_located(&self, key: &Key, located: Located) -> Result<OpenVersion> {
+        let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
+        let version = self.open_in(&span, key, located).await?;
+        span.record("version", version.number);
+        Ok(version)
+    }
+
+    async fn open_in(
+        &self,
+        span: &tracing::Span,
+        key: &Key,
+        located: Located,
+    ) -> Result<OpenVersion> {
         let known = self.known().get(key).cloned();
         let is_far = located.archives.values().any(|archive| archive.far().is_some());
         let opening = span.clone();
         let open = move || opening.in_scope(|| OpenVersion::open(located, known));
         // What comes from elsewhere is waited for.
         let version = if is_far { wait(open).await? } else { open()? };
-        let entered = span.enter();
-        span.record("version", version.number);
-        tracing::debug!(locate_seconds, seconds = started.elapsed().as_secs_f64(), "open");
-        drop(entered);
         let mut known = self.known();
         if known.len() >= MAX_KNOWN && !known.contains_key(key) {
             known.pop_first();

@@ -10,6 +10,6 @@ pub(crate) use frame::{
 };
 pub(crate) use message::{
     Archives, Begin, Begun, Failure, Hello, Keys, Leased, Location, Notice, Prefetched, Protocol,
-    Reply, Request, Room, SharedSegment, Sum, Welcome,
+    Reply, Request, Room, SharedSegment, Sum, Unread, Welcome,
 };
 pub(crate) use range::{MAX_READ, Piece, Range};

@@ -13,6 +13,7 @@
 mod caller;
 mod get;
 mod put;
+mod ring;
 mod snapshot;
 
 use std::path::{Path, PathBuf};
@@ -77,11 +78,27 @@ fn all_of_it_on_a_driver_without_a_gpu() {
         // What counts is alone in its process.
         (
             &[("TSSD_FAKE_CUDA_DELAY", "0")][..],
-            &["get::", "put::what", "put::bytes", "put::the", "put::memory", "snapshot::"][..],
+            &[
+                "get::",
+                "put::what",
+                "put::bytes",
+                "put::the",
+                "put::memory",
+                "ring::",
+                "snapshot::",
+            ][..],
         ),
         (
             &[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")],
-            &["get::", "put::what", "put::bytes", "put::the", "put::memory", "snapshot::"],
+            &[
+                "get::",
+                "put::what",
+                "put::bytes",
+                "put::the",
+                "put::memory",
+                "ring::",
+                "snapshot::",
+            ],
         ),
         (&[("TSSD_FAKE_CUDA_NO_VMM", "1")], &["snapshot::where"]),
         (&little, &["snapshot::a_device_that_is_full"]),

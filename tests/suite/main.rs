@@ -51,6 +51,8 @@ mod readme;
 mod replicas;
 /// What N writers put and M readers get, element by element.
 mod reshard;
+#[cfg(target_os = "linux")]
+mod ring;
 /// State dicts to bytes and back.
 mod roundtrip;
 /// Safetensors files and directories of them, in memory and by the command, byte for byte.

@@ -1,10 +1,11 @@
 //! In place of GPUs, in a library that is built without the feature `cuda`.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use tssd_format::{Fill, Filled, Layout};
+use tssd_format::{Fill, Filled, Layout, StateDict};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -19,6 +20,11 @@ pub(crate) struct Filling(Infallible);
 /// Why nothing of an archive is put to the memory of a GPU.
 pub(crate) fn home(_layout: &Layout) -> std::result::Result<String, String> {
     Err(ABSENT.to_owned())
+}
+
+/// The devices that tensors of a state dict are on: none.
+pub(crate) fn homes(_dict: &StateDict) -> BTreeSet<String> {
+    BTreeSet::new()
 }
 
 fn absent() -> Error {

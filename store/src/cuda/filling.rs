@@ -1,10 +1,11 @@
 //! An archive on its way to a segment of a device: all of its copies are begun, and waited for once.
 #![expect(unsafe_code, reason = "what is copied must be there until it is done")]
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tssd_format::{Blob, Fill, Filled, Layout, Piece, Runs};
+use tssd_format::{Blob, Fill, Filled, Layout, Piece, Runs, StateDict, Tensor, Value};
 
 use super::driver::{Lane, Source};
 use super::memory::DeviceMemory;
@@ -25,6 +26,20 @@ pub(crate) fn home(layout: &Layout) -> std::result::Result<String, String> {
     let (memory, _) = most.ok_or("none of its tensors is on a GPU")?;
     virtual_memory::is_there(memory.device().raw())?;
     Ok(memory.device().uuid())
+}
+
+/// The devices that tensors of a state dict are on.
+pub(crate) fn homes(dict: &StateDict) -> BTreeSet<String> {
+    let of = |tensor: &Tensor| {
+        let memory = tensor.storage().blob().and_then(|blob| device_memory(&**blob))?;
+        Some(memory.device().uuid())
+    };
+    let homes = dict.leaves().into_iter().flat_map(|(_, leaf)| match leaf {
+        Value::Tensor(tensor) => of(tensor).into_iter().collect(),
+        Value::Shards(shards) => shards.iter().filter_map(|shard| of(shard.tensor())).collect(),
+        _ => Vec::new(),
+    });
+    homes.collect()
 }
 
 fn device_memory(blob: &dyn Blob) -> Option<&DeviceMemory> {

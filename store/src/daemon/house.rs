@@ -1,6 +1,7 @@
 //! What all sessions of a daemon share: the controller, the arena, who is there and who reads what.
 
 mod coming;
+mod following;
 mod leases;
 
 use std::collections::BTreeMap;
@@ -13,6 +14,9 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tssd_format::Blob;
 
+use self::following::Follower;
+#[cfg(test)]
+pub(super) use self::following::{MAX_FOLLOWED, MAX_WAITING};
 use self::leases::Held;
 pub(super) use self::leases::Leased;
 use super::DaemonOptions;
@@ -37,7 +41,7 @@ use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
-use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, Notify, watch};
 use crate::volume::{DirectoryVolume, Volume};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
@@ -62,6 +66,8 @@ pub(super) struct House {
     /// How many kilobytes of copies may be on their way to other hosts.
     pub(super) copies: Arc<Semaphore>,
     inner: Mutex<Inner>,
+    /// Rung whenever something comes for those who follow keys, or they have read it.
+    followed: Notify,
     next: AtomicU64,
     started: Instant,
     ending: watch::Sender<Ending>,
@@ -79,6 +85,7 @@ struct Inner {
     leases: BTreeMap<LeaseId, Held>,
     /// The versions that were fetched last, each under a lease.
     fetched: BTreeMap<Key, Grant>,
+    followers: BTreeMap<u64, Follower>,
 }
 
 /// How far the daemon has ended.
@@ -194,6 +201,7 @@ impl House {
             instance,
             copies: Arc::new(Semaphore::new(COPIES)),
             inner: Mutex::default(),
+            followed: Notify::new(),
             next: AtomicU64::new(1),
             started: Instant::now(),
             ending: watch::channel(Ending::Not).0,

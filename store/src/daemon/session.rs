@@ -220,6 +220,9 @@ impl Session {
                         }
                     }
                     Ok(Notice::Got(got)) => self.house.counters.count().add(got),
+                    Ok(Notice::Unfollow { follower }) => {
+                        self.house.unfollow(self.peer, follower).await;
+                    }
                     Ok(Notice::Goodbye) => return true,
                     // A notice that is not known yet.
                     Err(_) => {}
@@ -362,6 +365,31 @@ impl Session {
                 Reply::Done
             }
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
+            Request::Follow { key } => {
+                Reply::Following(self.house.follow(self.peer, &Key::new(key)?)?)
+            }
+            Request::Next { follower, devices, patience } => {
+                let next = self.house.next(self.peer, follower, patience.min(LONGEST));
+                let next = tokio::select! {
+                    next = next => next?,
+                    () = self.outgoing.closed() => None,
+                    () = self.house.closed() => None,
+                };
+                match next {
+                    Some((key, leased)) => return self.hand(number, &key, leased, devices).await,
+                    None => Reply::Done,
+                }
+            }
+            Request::Unread { key, at_most, patience } => {
+                let key = Key::new(key)?;
+                tokio::select! {
+                    unread = self.house.unread(&key, at_most, patience.min(LONGEST)) => {
+                        Reply::Unread(unread)
+                    }
+                    () = self.outgoing.closed() => Reply::Done,
+                    () = self.house.closed() => Reply::Done,
+                }
+            }
             Request::Status => {
                 let (hosts, hosts_error) = match self.house.hosts().await {
                     Ok(hosts) => (hosts, None),
@@ -383,7 +411,18 @@ impl Session {
         devices: bool,
     ) -> Result<Answer<'_>> {
         let leased = self.house.lease(self.peer, key, selector);
-        let Leased { grant, manifest, archives } = self.alive(number, leased).await?;
+        let leased = self.alive(number, leased).await?;
+        self.hand(number, key, leased, devices).await
+    }
+
+    /// The same for what is leased already.
+    async fn hand(
+        &self,
+        number: u64,
+        key: &Key,
+        Leased { grant, manifest, archives }: Leased,
+        devices: bool,
+    ) -> Result<Answer<'_>> {
         let hollow = archives.values().any(|place| matches!(place, Place::Hollow(_)));
         if hollow && !(self.origin.is_near() && devices) {
             self.house.release(self.peer, grant.lease).await;
@@ -624,6 +663,8 @@ mod tests {
             ("reading", count(READING << 10)),
             ("copies", count(super::super::house::COPIES << 10)),
             ("requests", count(REQUESTS)),
+            ("follow", count(super::super::house::MAX_FOLLOWED)),
+            ("follow_waiting", count(super::super::house::MAX_WAITING)),
             ("connections", count(super::super::MAX_PEERS)),
         ];
         for (name, value) in limits {

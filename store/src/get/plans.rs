@@ -62,6 +62,15 @@ impl<'a> From<&'a ShardPlace> for Box<'a> {
     }
 }
 
+/// How much of what is wanted a version must have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cover {
+    /// Each element.
+    Whole,
+    /// Others may have the rest.
+    Part,
+}
+
 /// What fills each target.
 #[derive(Default)]
 pub(super) struct Plan {
@@ -110,9 +119,14 @@ impl PlanCache {
 
 /// What a plan is kept under: the layout of the version, which says where each leaf lies, whose leaves are
 /// read, and all that is wanted of them.
-pub(super) fn name(layout: &[u8; 16], writer: Option<u32>, requests: &[Request<'_>]) -> [u8; 32] {
+pub(super) fn name(
+    layout: &[u8; 16],
+    writer: Option<u32>,
+    (requests, cover): (&[Request<'_>], Cover),
+) -> [u8; 32] {
     let mut bytes = Vec::with_capacity(128 * requests.len());
     bytes.extend(layout);
+    bytes.push(u8::from(cover == Cover::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
     for Request { leaf, part, meta } in requests {
@@ -155,6 +169,7 @@ impl Plan {
         &mut self,
         request: &Request<'_>,
         references: &[TensorReference],
+        cover: Cover,
     ) -> Result<()> {
         let Request { leaf, part, meta } = request;
         let fqn = leaf.fqn();
@@ -176,7 +191,11 @@ impl Plan {
         }
         let wanted = Wanted { region, global_shape: global_shape.into(), meta: (*meta).clone() };
         let part = |wanted: Wanted| {
-            let copies = plan::plan(references, &wanted).map_err(|error| error.at(fqn))?;
+            let copies = match cover {
+                Cover::Whole => plan::plan(references, &wanted),
+                Cover::Part => plan::shared(references, &wanted),
+            };
+            let copies = copies.map_err(|error| error.at(fqn))?;
             Ok(Part { len: native(span(&wanted.meta)), copies })
         };
         let parts: Vec<Part> = rows(wanted).into_iter().map(part).collect::<Result<_>>()?;

@@ -12,6 +12,7 @@ use crate::controller::{Controller, OnDevice, digest};
 use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability, VersionId};
+use crate::ring::Ring;
 use crate::route::{Route, Transport};
 
 /// Whose memory tensors of GPUs are in, once they are put.
@@ -26,6 +27,10 @@ pub enum Residency {
     /// there are no checksums of them. Without such memory they are put to the host's, unless
     /// [`Transport::CudaIpc`] is required.
     Device,
+    /// Nobody's, for long: it goes bucket by bucket to those who [receive](crate::Store::receiver) it now, within the memory
+    /// of the GPU that it is on, or through the host's; the put returns when all of them have it, and nobody can read it
+    /// later. It takes as much memory as the buckets have.
+    Ring(Ring),
 }
 
 /// How bytes go to the host's memory; an error at once, if that is where they go, and another way is required.

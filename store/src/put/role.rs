@@ -20,6 +20,11 @@ impl Role {
         self.writers.len() == 1
     }
 
+    /// Who puts.
+    pub(crate) fn writer(&self) -> u32 {
+        self.writer
+    }
+
     pub(crate) fn of(dict: &StateDict, options: &PutOptions) -> Result<Self> {
         let leaves = dict.leaves();
         let shards = leaves.iter().flat_map(|(_, leaf)| match leaf {

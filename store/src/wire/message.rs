@@ -167,6 +167,24 @@ pub(crate) enum Request {
     Pins {
         key: String,
     },
+    /// Hold every version of a key that becomes visible from now on, until it was asked for and handed back.
+    Follow {
+        key: String,
+    },
+    /// The next one of these; waits for it.
+    Next {
+        follower: u64,
+        /// Whether the client knows of memory of GPUs.
+        #[serde(default)]
+        devices: bool,
+        patience: Duration,
+    },
+    /// How many versions of a key are held for those who follow it; waits until there are not more than so many.
+    Unread {
+        key: String,
+        at_most: u64,
+        patience: Duration,
+    },
     Status,
 }
 
@@ -195,6 +213,9 @@ impl Request {
             Self::Pin { .. } => "pin",
             Self::Unpin { .. } => "unpin",
             Self::Pins { .. } => "pins",
+            Self::Follow { .. } => "follow",
+            Self::Next { .. } => "next",
+            Self::Unread { .. } => "unread",
             Self::Status => "status",
         }
     }
@@ -219,6 +240,8 @@ pub(crate) enum Notice {
     Unmap { segments: Vec<SegmentId> },
     /// What a read has come to.
     Got(Got),
+    /// A client follows a key no longer.
+    Unfollow { follower: u64 },
     /// A client ends, and has nothing mapped any more.
     Goodbye,
 }
@@ -250,6 +273,9 @@ pub(crate) enum Reply {
     Deleted(u64),
     Pinned(u64),
     Pins(BTreeMap<String, u64>),
+    /// By which number a client follows a key.
+    Following(u64),
+    Unread(Unread),
     Status(DaemonStatus),
     /// More archives of the reply that follows.
     Archives(Archives),
@@ -257,6 +283,15 @@ pub(crate) enum Reply {
     Segments(Vec<SharedSegment>),
     Done,
     Failed(Failure),
+}
+
+/// What is held for those who follow a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Unread {
+    /// How many they are.
+    pub(crate) followers: u64,
+    /// How many versions some of them have not read, or not handed back.
+    pub(crate) versions: u64,
 }
 
 /// A contribution that has begun.

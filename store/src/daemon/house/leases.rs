@@ -62,19 +62,24 @@ impl House {
                     Err(error) => self.instead(peer, key, selector, error).await?,
                 },
             };
-            match self.place(key, &grant).await {
-                Ok((manifest, archives)) => {
-                    self.count_get(peer, key, grant.number, &archives);
-                    return Ok(Leased { grant, manifest, archives });
-                }
-                Err(error) => {
-                    self.release(peer, grant.lease).await;
-                    // What was here may have been let go of before it was held.
-                    if is_again || error.kind() != ErrorKind::Corrupt {
-                        return Err(error);
-                    }
-                    is_again = true;
-                }
+            match self.leased(peer, key, grant).await {
+                // What was here may have been let go of before it was held.
+                Err(error) if !is_again && error.kind() == ErrorKind::Corrupt => is_again = true,
+                leased => return leased,
+            }
+        }
+    }
+
+    /// What a peer holds, and where it is.
+    pub(super) async fn leased(&self, peer: PeerId, key: &Key, grant: Grant) -> Result<Leased> {
+        match self.place(key, &grant).await {
+            Ok((manifest, archives)) => {
+                self.count_get(peer, key, grant.number, &archives);
+                Ok(Leased { grant, manifest, archives })
+            }
+            Err(error) => {
+                self.release(peer, grant.lease).await;
+                Err(error)
             }
         }
     }
@@ -158,6 +163,7 @@ impl House {
         };
         if let Some(held) = held {
             self.end(held).await;
+            self.let_go_of(lease);
         }
     }
 
@@ -174,6 +180,7 @@ impl House {
         let lost: Vec<(LeaseId, Held)> = {
             let mut inner = self.inner();
             inner.peers.remove(&peer);
+            inner.followers.retain(|_, follower| follower.peer != peer);
             self.present.send_replace(inner.peers.len());
             inner.leases.extract_if(.., |_, held| held.peer == peer).collect()
         };
@@ -183,6 +190,7 @@ impl House {
         for (_, held) in lost {
             self.end(held).await;
         }
+        self.followed.notify_waiters();
     }
 
     fn count_get(&self, peer: PeerId, key: &Key, number: u64, archives: &BTreeMap<String, Place>) {

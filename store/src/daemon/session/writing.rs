@@ -352,6 +352,10 @@ impl Session {
         };
         match committed.await {
             Ok(progress) => {
+                if progress.visible {
+                    let Place { key, id, epoch, number, .. } = &open.place;
+                    self.house.tell_followers(key, (*id, (*epoch, *number))).await;
+                }
                 self.house.let_go_of_replaced(&open.place.key).await;
                 self.store(contribution, open, digest).await?;
                 Ok(progress)

@@ -1,0 +1,284 @@
+//! Versions that go to their readers through a few buckets; and keys that are followed.
+
+use std::num::NonZeroU32;
+use std::thread;
+use std::time::Duration;
+
+use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
+use tssd_store::blocking::{Receiver, Store};
+use tssd_store::{
+    ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Refusal, Residency, Ring, Target,
+};
+use tssd_tests::served::Served;
+use tssd_tests::steps::{eventually, key};
+
+const ROWS: u64 = 300;
+const COLUMNS: u64 = 200;
+
+/// Buckets that hold the third part of the large tensor.
+const RING: Ring = {
+    let buckets = NonZeroU32::new(2).unwrap();
+    Ring { bucket_bytes: 80 << 10, buckets, readers: 1 }
+};
+
+const SOON: Duration = Duration::from_secs(20);
+
+fn element(version: u64, tensor: u64, at: u64) -> u8 {
+    ((version << 40 | tensor << 32 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
+}
+
+fn elements(version: u64, tensor: u64, count: u64) -> Vec<u8> {
+    (0..count).map(|at| element(version, tensor, at)).collect()
+}
+
+/// One tensor larger than a bucket, one of its rows apart, and many that fit.
+fn model(version: u64) -> StateDict {
+    let bytes = |tensor, shape: &[u64]| {
+        let meta = TensorMeta::new(Dtype::Uint8, shape).unwrap();
+        let elements = elements(version, tensor, shape.iter().product());
+        Tensor::new(meta, Storage::from(elements), 0).unwrap()
+    };
+    let mut dict = StateDict::new();
+    dict.insert("small", bytes(1, &[10]));
+    dict.insert("large", bytes(2, &[ROWS * 4, COLUMNS]));
+    for layer in 0..20 {
+        dict.insert(format!("layers.{layer}"), bytes(3 + layer, &[ROWS, COLUMNS / 4]));
+    }
+    dict.insert("empty", bytes(50, &[0, 7]));
+    dict
+}
+
+fn put(store: &Store, version: Option<u64>, dict: &StateDict) -> tssd_store::Result<PutReport> {
+    let residency = Residency::Ring(RING);
+    let options = PutOptions { version, residency, timeout: SOON, ..PutOptions::default() };
+    store.put_state_dict(&key(), dict, &options)
+}
+
+/// What a reader wants: a band of columns of the large tensor, and others whole.
+struct Wanted {
+    columns: std::ops::Range<u64>,
+    large: Vec<u8>,
+    others: Vec<(u64, Vec<u8>)>,
+}
+
+impl Wanted {
+    fn new(columns: std::ops::Range<u64>) -> Self {
+        let large = vec![0; (ROWS * 4 * (columns.end - columns.start)) as usize];
+        let others = (0..20).map(|layer| (layer, vec![0; (ROWS * COLUMNS / 4) as usize])).collect();
+        Self { columns, large, others }
+    }
+
+    fn targets(&mut self) -> Vec<Target<'_>> {
+        let width = self.columns.end - self.columns.start;
+        let slice =
+            TensorSlice::new(&[0, self.columns.start], &[ROWS * 4, width], &[ROWS * 4, COLUMNS]);
+        let meta = TensorMeta::new(Dtype::Uint8, &[ROWS * 4, width]).unwrap();
+        let place = Some(ShardPlace::new(slice.unwrap()));
+        let memory = (&mut self.large).into();
+        let mut targets = vec![Target { fqn: "large".to_owned(), place, meta, memory }];
+        for (layer, bytes) in &mut self.others {
+            let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS / 4]).unwrap();
+            let fqn = format!("layers.{layer}");
+            targets.push(Target { fqn, place: None, meta, memory: bytes.into() });
+        }
+        targets
+    }
+
+    fn receive(&mut self, receiver: &mut Receiver) -> tssd_store::Result<ReceiveReport> {
+        receiver.receive(&mut self.targets(), &GetOptions::default(), SOON)
+    }
+
+    fn expect(&self, version: u64) {
+        let width = self.columns.end - self.columns.start;
+        for (at, found) in (0..).zip(&self.large) {
+            let place = at / width * COLUMNS + self.columns.start + at % width;
+            assert_eq!(*found, element(version, 2, place), "version {version}, element {at}");
+        }
+        for (layer, bytes) in &self.others {
+            assert!(*bytes == elements(version, 3 + layer, ROWS * COLUMNS / 4), "layer {layer}");
+        }
+    }
+}
+
+/// Every reader gets every version, in its own sharding; the memory is that of the buckets, however many there are.
+#[test]
+fn all_readers_get_all_versions_in_the_memory_of_the_buckets() {
+    let served = Served::new(1 << 30);
+    let writer = served.connect();
+    let readers: Vec<Store> = (0..3).map(|_| served.connect()).collect();
+    let receivers: Vec<Receiver> =
+        readers.iter().map(|store| store.receiver(&key(), None).unwrap()).collect();
+    let versions = 1..=20_u64;
+    thread::scope(|scope| {
+        for (number, mut receiver) in receivers.into_iter().enumerate() {
+            let (start, versions) = (number as u64 * 60, versions.clone());
+            scope.spawn(move || {
+                let mut wanted = Wanted::new(start..start + 70);
+                for version in versions {
+                    let report = wanted.receive(&mut receiver).unwrap();
+                    assert_eq!(report.version, version);
+                    assert!(report.buckets > 6, "{report:?}");
+                    wanted.expect(version);
+                }
+            });
+        }
+        let mut memory = None;
+        for version in versions.clone() {
+            let report = put(&writer, None, &model(version)).unwrap();
+            assert_eq!(report.version, version);
+            assert!(report.why.contains("3 readers"), "{report:?}");
+            let created = writer.status().unwrap().memory.created_bytes;
+            // The first ones make the buckets.
+            if version > 3 {
+                assert_eq!(*memory.get_or_insert(created), created, "version {version}");
+            }
+        }
+    });
+    // Nothing of it can be read later.
+    assert!(writer.versions(&key()).unwrap().is_empty());
+    let error = writer.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn nobody_there_and_old_numbers_are_refused() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let residency = Residency::Ring(RING);
+    let timeout = Duration::from_millis(50);
+    let options = PutOptions { residency, timeout, ..PutOptions::default() };
+    let error = writer.put_state_dict(&key(), &model(1), &options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    assert!(error.to_string().contains("open a receiver"), "{error}");
+    let mut receiver = reader.receiver(&key(), None).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut wanted = Wanted::new(0..COLUMNS);
+            for version in [7, 8] {
+                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
+                wanted.expect(version);
+            }
+        });
+        put(&writer, Some(7), &model(7)).unwrap();
+        let error = put(&writer, Some(7), &model(7)).unwrap_err();
+        let refusal = Refusal::VersionNotNewer { number: 7, highest: 7 };
+        assert_eq!(error.refusal(), Some(&refusal), "{error}");
+        put(&writer, None, &model(8)).unwrap();
+    });
+    let mut dict = model(9);
+    dict.insert("step", 3_i64);
+    let error = put(&writer, None, &dict).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(error.to_string().contains("`step` is no tensor"), "{error}");
+}
+
+/// What is wanted and does not come is an error, once all that there is has come.
+#[test]
+fn what_no_bucket_has_is_named() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let mut receiver = reader.receiver(&key(), None).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut bytes = vec![0; 10];
+            let meta = TensorMeta::new(Dtype::Uint8, &[10]).unwrap();
+            let fqn = "missing".to_owned();
+            let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
+            let error = receiver.receive(&mut [target], &GetOptions::default(), SOON).unwrap_err();
+            assert!(error.to_string().contains("missing"), "{error}");
+            assert!(!error.is_target_modified(), "{error}");
+        });
+        put(&writer, None, &model(1)).unwrap();
+    });
+}
+
+/// Shards go as they are: whoever wants what they hold together gets it.
+#[test]
+fn shards_come_where_they_belong() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let mut receiver = reader.receiver(&key(), None).unwrap();
+    let all = elements(1, 9, ROWS * COLUMNS);
+    let half = |first: u64| {
+        let rows = ROWS / 2;
+        let meta = TensorMeta::new(Dtype::Uint8, &[rows, COLUMNS]).unwrap();
+        let (start, end) = ((first * COLUMNS) as usize, ((first + rows) * COLUMNS) as usize);
+        let tensor = Tensor::new(meta, Storage::from(all[start..end].to_vec()), 0).unwrap();
+        let slice = TensorSlice::new(&[first, 0], &[rows, COLUMNS], &[ROWS, COLUMNS]).unwrap();
+        Shard::new(tensor, ShardPlace::new(slice)).unwrap()
+    };
+    let mut dict = StateDict::new();
+    dict.insert("weight", tssd_format::Value::Shards(vec![half(0), half(ROWS / 2)]));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut bytes = vec![0; all.len()];
+            let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS]).unwrap();
+            let fqn = "weight".to_owned();
+            let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
+            receiver.receive(&mut [target], &GetOptions::default(), SOON).unwrap();
+            assert!(bytes == all);
+        });
+        put(&writer, None, &dict).unwrap();
+    });
+}
+
+/// A reader that goes away in the middle holds nobody up, and one that comes late begins with the next version.
+#[test]
+fn readers_come_and_go() {
+    let served = Served::new(1 << 30);
+    let (writer, stays) = (served.connect(), served.connect());
+    let mut receiver = stays.receiver(&key(), None).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut wanted = Wanted::new(10..90);
+            for version in 1..=3 {
+                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
+                wanted.expect(version);
+            }
+        });
+        let served = &served;
+        scope.spawn(move || {
+            // It takes nothing; its connection ends while the writer waits for it.
+            let gone = served.connect();
+            let _receiver = gone.receiver(&key(), None).unwrap();
+            thread::sleep(Duration::from_millis(300));
+        });
+        thread::sleep(Duration::from_millis(100));
+        put(&writer, None, &model(1)).unwrap();
+        let late = served.connect();
+        let mut late = late.receiver(&key(), None).unwrap();
+        let reader = scope.spawn(move || {
+            let mut wanted = Wanted::new(0..5);
+            for version in 2..=3 {
+                assert_eq!(wanted.receive(&mut late).unwrap().version, version);
+                wanted.expect(version);
+            }
+        });
+        put(&writer, None, &model(2)).unwrap();
+        put(&writer, None, &model(3)).unwrap();
+        reader.join().unwrap();
+    });
+}
+
+/// A key that is followed: each version is held until it is read, however many come meanwhile.
+#[test]
+fn who_follows_a_key_misses_no_version() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let mut follower = reader.follow(&key()).unwrap();
+    for version in 1..=30 {
+        writer.put_state_dict(&key(), &model(version), &PutOptions::default()).unwrap();
+    }
+    for version in 1..=30 {
+        let opened = follower.next(&GetOptions::default(), SOON).unwrap().unwrap();
+        assert_eq!(opened.version(), version);
+        let tensor = opened.tensor("small", None).unwrap();
+        assert_eq!(tensor.view().span(), elements(version, 1, 10));
+    }
+    assert!(follower.next(&GetOptions::default(), Duration::ZERO).unwrap().is_none());
+    drop(follower);
+    // What is read is let go.
+    eventually("one version is left", || writer.status().unwrap().leases.is_empty());
+    let error = Store::memory().unwrap().follow(&key()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+}

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
+from processes import run
 from same import same
-from test_store_ranks import run
 from tssd.convert import load_dcp, load_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")

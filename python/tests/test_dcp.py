@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
+from processes import run
 from same import same
 from test_store import daemon
-from test_store_ranks import run
 from tssd.dcp import TssdReader, TssdWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import tssd
+from processes import run
 from same import same
 
 RANKS = 4
@@ -19,19 +18,7 @@ RANKS = 4
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks wrote: `N.tssd` and `full.pt`. That they exit with 0 says that all checks held."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("ranks.py")
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), str(RANKS)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    failed = [output for rank, output in zip(ranks, outputs) if rank.returncode != 0]
-    assert not failed, failed[0]
+    run("ranks.py", RANKS, folder)
     return folder
 
 

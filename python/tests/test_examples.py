@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import reconnects
 from test_store import daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,6 +64,7 @@ needs_transformers = pytest.mark.skipif(
 
 
 @needs_transformers
+@reconnects
 def test_generators_compute_what_the_trainers_do(tmp_path: Path) -> None:
     with daemon(tmp_path / "socket") as url:
         trainers = torchrun(4, url, "weight_sync.py", "train")
@@ -78,12 +80,14 @@ def test_an_engine_takes_every_version_between_requests(tmp_path: Path) -> None:
         assert "requests answered, with 5 versions" in output, output
 
 
+@reconnects
 def test_fused_parameters_are_filled_in_place(tmp_path: Path) -> None:
     with daemon(tmp_path / "socket") as url:
         (output,) = outputs(torchrun(2, url, "fused_engine.py"))
         assert "equal at both steps" in output, output
 
 
+@reconnects
 def test_a_model_is_published_while_it_is_gathered(tmp_path: Path) -> None:
     with daemon(tmp_path / "socket") as url:
         (output,) = outputs(torchrun(2, url, "bucketed_sender.py"))

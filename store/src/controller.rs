@@ -177,6 +177,9 @@ pub(crate) struct OnDevice {
     pub(crate) uuid: String,
     /// How many bytes of it: what is in front of its index.
     pub(crate) len: u64,
+    /// How many bytes others like it may have there, in the same memory.
+    #[serde(default)]
+    pub(crate) room: u64,
 }
 
 /// A contribution that has begun.

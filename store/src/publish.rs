@@ -16,6 +16,7 @@ use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{
     PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, residency, stored, write,
 };
+use crate::ring::{Ring, Sender};
 use crate::route::Route;
 use crate::store::Store;
 
@@ -23,6 +24,110 @@ use crate::store::Store;
 /// leaves nothing behind.
 #[must_use = "nobody sees a version before it is finished"]
 pub struct Publisher {
+    key: Key,
+    /// Of what was added.
+    names: BTreeSet<String>,
+    to: To,
+}
+
+/// Where what is added goes.
+enum To {
+    Version(Box<Writing>),
+    Ring(Box<Sender>),
+}
+
+impl Publisher {
+    pub(crate) fn new(
+        store: Store,
+        key: &Key,
+        options: &PutOptions,
+        bucket_bytes: u64,
+    ) -> Result<Self> {
+        if bucket_bytes == 0 {
+            return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
+        }
+        let to = match options.residency.ring() {
+            Some(ring) => {
+                let ring = Ring { bucket_bytes, ..ring };
+                To::Ring(Box::new(Sender::new(&store, key, options, ring)))
+            }
+            None => To::Version(Box::new(Writing::new(store, key, options, bucket_bytes)?)),
+        };
+        Ok(Self { key: key.clone(), names: BTreeSet::new(), to })
+    }
+
+    /// Adds an entry of the state dict. When a bucket is full, it is written; a tensor that is larger
+    /// than a bucket is cut, and comes back whole. Tensors must keep their contents until the version is
+    /// finished, or [`Publisher::flush`] returns.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
+    pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
+        let (name, value) = (name.into(), value.into());
+        if !self.names.insert(name.clone()) {
+            let text = format!("`{name}` was added before: publish another version of it");
+            let error = Error::new(ErrorKind::Invalid, text);
+            return Err(match &mut self.to {
+                To::Version(writing) => writing.withdraw(error).await,
+                To::Ring(_) => error,
+            });
+        }
+        match &mut self.to {
+            To::Version(writing) => writing.add(name, value).await,
+            To::Ring(sender) => {
+                let mut dict = StateDict::new();
+                dict.insert(name, value);
+                for (path, leaf) in dict.leaves() {
+                    sender.add(&path.fqn(), leaf).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Says of which job it is, and which writer, unless that is said: versions with shards need it. Nothing may
+    /// be written yet.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::publish`].
+    pub fn identify(&mut self, job: Option<JobId>, writer: Option<u32>) -> Result<()> {
+        match &mut self.to {
+            To::Version(writing) => writing.identify(job, writer),
+            // Each bucket has one writer.
+            To::Ring(_) => Ok(()),
+        }
+    }
+
+    /// Writes what has been added: its memory may be used for something else afterwards.
+    ///
+    /// # Errors
+    ///
+    /// As [`Publisher::add`].
+    pub async fn flush(&mut self) -> Result<()> {
+        match &mut self.to {
+            To::Version(writing) => writing.flush().await,
+            To::Ring(sender) => sender.flush().await,
+        }
+    }
+
+    /// Writes what is left, and commits: the version is visible if no other writer's contribution is
+    /// missing.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::put_state_dict`].
+    pub async fn finish(self) -> Result<PutReport> {
+        match self.to {
+            To::Version(writing) => writing.finish().await,
+            To::Ring(sender) => sender.finish().await,
+        }
+    }
+}
+
+/// A version of one archive after the other.
+struct Writing {
     store: Store,
     route: Route,
     /// What it does is said in this.
@@ -36,8 +141,6 @@ pub struct Publisher {
     pending: StateDict,
     pending_bytes: u64,
     begun: Option<Open>,
-    /// Of what was added.
-    names: BTreeSet<String>,
     /// Bytes of all archives.
     bytes: u64,
     phases: PutPhases,
@@ -56,16 +159,8 @@ struct Open {
     digests: Vec<u8>,
 }
 
-impl Publisher {
-    pub(crate) fn new(
-        store: Store,
-        key: &Key,
-        options: &PutOptions,
-        bucket_bytes: u64,
-    ) -> Result<Self> {
-        if bucket_bytes == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "buckets of no bytes hold nothing"));
-        }
+impl Writing {
+    fn new(store: Store, key: &Key, options: &PutOptions, bucket_bytes: u64) -> Result<Self> {
         let call = call(store.calls(), key, options)?;
         let route = residency::admit(store.controller(), options)?;
         let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
@@ -81,26 +176,12 @@ impl Publisher {
             pending: StateDict::new(),
             pending_bytes: 0,
             begun: None,
-            names: BTreeSet::new(),
             bytes: 0,
             phases: PutPhases::default(),
         })
     }
 
-    /// Adds an entry of the state dict. When a bucket is full, it is written; a tensor that is larger
-    /// than a bucket is cut, and comes back whole. Tensors must keep their contents until the version is
-    /// finished, or [`Publisher::flush`] returns.
-    ///
-    /// # Errors
-    ///
-    /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
-    pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
-        let (name, value) = (name.into(), value.into());
-        if !self.names.insert(name.clone()) {
-            let text = format!("`{name}` was added before: publish another version of it");
-            let error = Error::new(ErrorKind::Invalid, text);
-            return Err(self.withdraw(error).await);
-        }
+    async fn add(&mut self, name: String, value: Value) -> Result<()> {
         let tensor = match &value {
             Value::Tensor(tensor) if tensor.meta().nbytes() > self.bucket_bytes => tensor,
             _ => return self.add_whole(name, value).await,
@@ -115,13 +196,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Says of which job it is, and which writer, unless that is said: versions with shards need it. Nothing may
-    /// be written yet.
-    ///
-    /// # Errors
-    ///
-    /// As [`Store::publish`].
-    pub fn identify(&mut self, job: Option<JobId>, writer: Option<u32>) -> Result<()> {
+    fn identify(&mut self, job: Option<JobId>, writer: Option<u32>) -> Result<()> {
         if self.begun.is_some() || self.options.job.is_some() || job.is_none() {
             return Ok(());
         }
@@ -141,12 +216,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Writes what has been added: its memory may be used for something else afterwards.
-    ///
-    /// # Errors
-    ///
-    /// As [`Publisher::add`].
-    pub async fn flush(&mut self) -> Result<()> {
+    async fn flush(&mut self) -> Result<()> {
         if self.pending.entries().is_empty() {
             return Ok(());
         }
@@ -228,13 +298,7 @@ impl Publisher {
         }
     }
 
-    /// Writes what is left, and commits: the version is visible if no other writer's contribution is
-    /// missing.
-    ///
-    /// # Errors
-    ///
-    /// As [`Store::put_state_dict`].
-    pub async fn finish(mut self) -> Result<PutReport> {
+    async fn finish(mut self) -> Result<PutReport> {
         if self.begun.is_none() || !self.pending.entries().is_empty() {
             self.write().await?;
         }

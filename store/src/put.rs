@@ -295,6 +295,12 @@ impl PendingPut {
         Self { task: tokio::spawn(commit.instrument(span)), committed }
     }
 
+    /// One that has ended.
+    pub(crate) fn ended(report: PutReport) -> Self {
+        let (_, committed) = watch::channel(Some(report.clone()));
+        Self { task: tokio::spawn(async { Ok(report) }), committed }
+    }
+
     /// Waits until the contribution is committed, which may be before it is where it is to last; gives the report so
     /// far. After an error the put is done.
     ///

@@ -20,7 +20,7 @@ use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::opened::Opened;
 use crate::publish::Publisher;
-use crate::put::{Calls, PendingPut, PutOptions, PutReport, Residency, Staged, call};
+use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
 use crate::ring::{self, Receiver};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
@@ -108,9 +108,19 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        if let Residency::Ring(ring) = options.residency {
-            return Box::pin(ring::put(self, key, dict, (options, ring))).await;
+        match options.residency.ring() {
+            Some(ring) => Box::pin(ring::put(self, key, dict, (options, ring))).await,
+            None => self.put_here(key, dict, options).await,
         }
+    }
+
+    /// The same for what is a version by itself, and not several buckets.
+    pub(crate) async fn put_here(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PutReport> {
         let put = async { self.stage(key, dict, options).await?.commit(|_| {}).await };
         put.instrument(tracing::debug_span!("put", %key)).await
     }
@@ -127,6 +137,10 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PendingPut> {
+        if options.residency.ring().is_some() {
+            // Its readers read the state dict's memory, or may still wait for room in the buckets.
+            return Ok(PendingPut::ended(self.put_state_dict(key, dict, options).await?));
+        }
         let span = tracing::debug_span!("put", %key);
         let staged = self.stage(key, dict, options).instrument(span.clone()).await?;
         // The store stays there until then.

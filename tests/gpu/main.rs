@@ -100,7 +100,10 @@ fn all_of_it_on_a_driver_without_a_gpu() {
                 "snapshot::",
             ],
         ),
-        (&[("TSSD_FAKE_CUDA_NO_VMM", "1")], &["snapshot::where"]),
+        (
+            &[("TSSD_FAKE_CUDA_NO_VMM", "1")],
+            &["ring::handles", "ring::readers", "ring::what_is_lent", "snapshot::where"],
+        ),
         (&little, &["snapshot::a_device_that_is_full"]),
     ] {
         for test in tests {

@@ -1,17 +1,20 @@
 //! Versions that go to readers of a GPU through a few buckets in its memory.
 
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta};
+use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
-    Device, DeviceMemory, GetOptions, PutOptions, Residency, Ring, Target, TargetMemory, Transport,
+    Device, DeviceMemory, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Residency,
+    Ring, Target, TargetMemory, Transport,
 };
 use tssd_tests::served::Served;
 
-use crate::caller::{Caller, devices};
-use crate::{key, pattern};
+use crate::caller::{Allocation, Caller, devices};
+use crate::{child, key, pattern};
 
 /// One that is cut, and some that are not, of other dtypes: each where its elements may be.
 const TENSORS: [(&str, Dtype, usize); 5] = [
@@ -24,81 +27,342 @@ const TENSORS: [(&str, Dtype, usize); 5] = [
 
 const SOON: Duration = Duration::from_secs(60);
 
+fn ring(readers: u64) -> Ring {
+    Ring { bucket_bytes: 1 << 20, buckets: NonZeroU32::new(2).unwrap(), readers }
+}
+
 fn meta(dtype: Dtype, len: usize) -> TensorMeta {
     TensorMeta::new(dtype, &[len as u64 / dtype.itemsize()]).unwrap()
 }
 
-/// Each version comes whole, in the memory of two buckets; the caller may change its tensors as soon as the put returns.
+/// How many bytes of a tensor a version has: versions are of several sizes.
+fn len_of(version: u64, len: usize) -> usize {
+    match version % 3 {
+        1 => len,
+        smaller => len / (2 + smaller as usize) / 8 * 8,
+    }
+}
+
+/// The tensors of one who puts, the largest there are.
+struct Model<'a> {
+    caller: &'a Caller,
+    tensors: Vec<(&'static str, Dtype, Arc<Allocation>)>,
+}
+
+impl<'a> Model<'a> {
+    fn new(caller: &'a Caller) -> Self {
+        let tensors = TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len)));
+        Self { caller, tensors: tensors.into() }
+    }
+
+    /// Gives the stream a version to write, which it does after it was put.
+    fn write(&self, version: u64) -> StateDict {
+        let mut dict = StateDict::new();
+        for (at, (name, dtype, allocation)) in (0..).zip(&self.tensors) {
+            self.caller.stall(allocation);
+            self.caller.fill(allocation, pattern(version * 10 + at, allocation.len));
+            let storage = Storage::elsewhere(Arc::new(self.caller.memory(allocation))).unwrap();
+            let meta = meta(*dtype, len_of(version, allocation.len));
+            dict.insert(*name, Tensor::new(meta, storage, 0).unwrap());
+        }
+        dict
+    }
+
+    /// Other bytes.
+    fn spoil(&self) {
+        for (_, _, allocation) in &self.tensors {
+            self.caller.fill(allocation, vec![0xFF; allocation.len]);
+        }
+    }
+
+    /// Puts a version, and spoils it as soon as that returns.
+    fn put(
+        &self,
+        store: &Store,
+        version: u64,
+        options: &PutOptions,
+    ) -> tssd_store::Result<PutReport> {
+        let dict = self.write(version);
+        let report = store.put_state_dict(&key(), &dict, options);
+        drop(dict);
+        self.spoil();
+        report
+    }
+}
+
+fn options(residency: Residency) -> PutOptions {
+    let require = Some(Transport::CudaIpc);
+    PutOptions { residency, require, timeout: SOON, ..PutOptions::default() }
+}
+
+/// Receives a version into new tensors, which must become what it is.
+fn receive(
+    receiver: &mut Receiver,
+    caller: &Caller,
+    version: u64,
+    timeout: Duration,
+) -> tssd_store::Result<ReceiveReport> {
+    let tensors =
+        TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len_of(version, len))));
+    let memories: Vec<DeviceMemory> =
+        tensors.iter().map(|(_, _, allocation)| caller.memory(allocation)).collect();
+    let targets = tensors.iter().zip(&memories).map(|((name, dtype, allocation), memory)| {
+        let (fqn, meta) = ((*name).to_owned(), meta(*dtype, allocation.len));
+        Target { fqn, place: None, meta, memory: TargetMemory::Elsewhere(memory) }
+    });
+    let mut targets: Vec<Target<'_>> = targets.collect();
+    let report = receiver.receive(&mut targets, &GetOptions::default(), timeout)?;
+    assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
+    for (at, ((name, _, allocation), memory)) in (0..).zip(tensors.iter().zip(&memories)) {
+        let expected = &pattern(version * 10 + at, TENSORS[at as usize].2)[..allocation.len];
+        assert!(caller.read(allocation) == expected, "{name} of version {version}");
+        assert!(memory.copied().device >= allocation.len as u64);
+    }
+    Ok(report)
+}
+
+fn read(
+    reader: &Store,
+    (ordinal, device): (usize, &Device),
+    versions: std::ops::RangeInclusive<u64>,
+) {
+    let caller = Caller::new(ordinal);
+    let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+    for version in versions {
+        receive(&mut receiver, &caller, version, SOON).unwrap();
+    }
+}
+
+fn has_segments() -> bool {
+    std::env::var_os("TSSD_FAKE_CUDA_NO_VMM").is_none()
+}
+
+/// Each version comes whole, in the memory of two buckets, whatever its size; the caller may change its tensors as soon as
+/// the put returns.
 #[test]
 #[ignore = "needs a GPU"]
 fn versions_go_through_the_memory_of_two_buckets() {
-    if std::env::var_os("TSSD_FAKE_CUDA_NO_VMM").is_some() {
-        return;
-    }
-    for (ordinal, device) in devices().into_iter().enumerate() {
+    const VERSIONS: std::ops::RangeInclusive<u64> = 1..=12;
+    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
         let served = Served::new(64 << 20);
         let (writer, status) = (served.connect(), served.connect());
-        let buckets = NonZeroU32::new(2).unwrap();
-        let ring = Ring { bucket_bytes: 1 << 20, buckets, readers: 2 };
-        let options = PutOptions {
-            residency: Residency::Ring(ring),
-            require: Some(Transport::CudaIpc),
-            timeout: SOON,
-            ..PutOptions::default()
-        };
+        let options = options(Residency::Ring(ring(2)));
         thread::scope(|scope| {
             for _ in 0..2 {
                 let (reader, device) = (served.connect(), &device);
-                scope.spawn(move || read(&reader, (ordinal, device)));
+                scope.spawn(move || read(&reader, (ordinal, device), VERSIONS));
             }
             let caller = Caller::new(ordinal);
-            let tensors = TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len)));
+            let model = Model::new(&caller);
             let mut used = None;
             for version in VERSIONS {
-                let mut dict = StateDict::new();
-                for (at, (name, dtype, allocation)) in (0..).zip(&tensors) {
-                    caller.stall(allocation);
-                    caller.fill(allocation, pattern(version * 10 + at, allocation.len));
-                    let memory = std::sync::Arc::new(caller.memory(allocation));
-                    let storage = Storage::elsewhere(memory).unwrap();
-                    let tensor = Tensor::new(meta(*dtype, allocation.len), storage, 0).unwrap();
-                    dict.insert(*name, tensor);
-                }
-                let report = writer.put_state_dict(&key(), &dict, &options).unwrap();
+                let report = model.put(&writer, version, &options).unwrap();
                 assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
-                for (_, _, allocation) in &tensors {
-                    caller.fill(allocation, vec![0xFF; allocation.len]);
-                }
                 let memory = status.status().unwrap().memory;
-                if version > 2 {
-                    assert_eq!(*used.get_or_insert(memory.devices), memory.devices, "{version}");
-                    assert!(memory.devices <= 2 * (2 << 20), "{memory:?}");
-                }
+                assert_eq!(*used.get_or_insert(memory.devices), memory.devices, "{version}");
+                assert!(memory.devices <= 2 * (2 << 20), "{memory:?}");
             }
         });
     }
 }
 
-const VERSIONS: std::ops::RangeInclusive<u64> = 1..=6;
-
-fn read(reader: &tssd_store::blocking::Store, (ordinal, device): (usize, &Device)) {
-    let caller = Caller::new(ordinal);
-    let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
-    for version in VERSIONS {
-        let tensors = TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len)));
-        let memories: Vec<DeviceMemory> =
-            tensors.iter().map(|(_, _, allocation)| caller.memory(allocation)).collect();
-        let targets = tensors.iter().zip(&memories).map(|((name, dtype, allocation), memory)| {
-            let (fqn, meta) = ((*name).to_owned(), meta(*dtype, allocation.len));
-            Target { fqn, place: None, meta, memory: TargetMemory::Elsewhere(memory) }
-        });
-        let mut targets: Vec<Target<'_>> = targets.collect();
-        let report = receiver.receive(&mut targets, &GetOptions::default(), SOON).unwrap();
-        assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
-        for (at, ((name, _, allocation), memory)) in (0..).zip(tensors.iter().zip(&memories)) {
-            let expected = pattern(version * 10 + at, allocation.len);
-            assert!(caller.read(allocation) == expected, "{name} of version {version}");
-            assert_eq!(memory.copied().device, allocation.len as u64);
+/// The same, tensor by tensor: what is put is in the buckets when it is flushed.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_published_goes_through_the_ring_while_it_is_made() {
+    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
+        let served = Served::new(64 << 20);
+        let writer = served.connect();
+        for residency in [Residency::Ring(ring(1)), Residency::Lent(ring(1))] {
+            thread::scope(|scope| {
+                let (reader, device) = (served.connect(), &device);
+                let reading = scope.spawn(move || {
+                    let caller = Caller::new(ordinal);
+                    let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+                    receive(&mut receiver, &caller, 7, SOON).unwrap().buckets
+                });
+                let caller = Caller::new(ordinal);
+                let model = Model::new(&caller);
+                let options = PutOptions { version: Some(7), rewind: true, ..options(residency) };
+                let mut publisher = writer.publish(&key(), &options, 1 << 20).unwrap();
+                let dict = model.write(7);
+                for (at, (name, _, allocation)) in model.tensors.iter().enumerate() {
+                    publisher.add(*name, dict.leaf(name).unwrap().clone()).unwrap();
+                    if at % 2 == 1 {
+                        publisher.flush().unwrap();
+                        caller.fill(allocation, vec![0xFF; allocation.len]);
+                    }
+                }
+                let report = publisher.finish().unwrap();
+                assert_eq!((report.version, report.transport), (7, Transport::CudaIpc));
+                assert!(reading.join().unwrap() >= 3);
+            });
         }
+    }
+}
+
+fn asks<'a>(url: &'a str, ordinal: &'a str, versions: &'a str) -> [(&'static str, &'a str); 3] {
+    [("TSSD_TESTS_URL", url), ("TSSD_TESTS_DEVICE", ordinal), ("TSSD_TESTS_VERSIONS", versions)]
+}
+
+/// What this process was told to do, by another test.
+fn told() -> Option<(Store, usize, u64)> {
+    let told = |name| std::env::var(name).ok();
+    let store = Store::connect(&told("TSSD_TESTS_URL")?).unwrap();
+    let ordinal = told("TSSD_TESTS_DEVICE")?.parse().unwrap();
+    Some((store, ordinal, told("TSSD_TESTS_VERSIONS")?.parse().unwrap()))
+}
+
+#[test]
+#[ignore = "is run by another test"]
+fn as_a_reader() {
+    let Some((store, ordinal, versions)) = told() else { return };
+    let device = &Device::all().unwrap()[ordinal];
+    read(&store, (ordinal, device), 1..=versions);
+}
+
+/// It opens the same handles twice, and closes them in turn.
+#[test]
+#[ignore = "is run by another test"]
+fn as_two_readers() {
+    let Some((store, ordinal, versions)) = told() else { return };
+    let (device, caller) = (&Device::all().unwrap()[ordinal], Caller::new(ordinal));
+    let [mut one, mut other] =
+        [(); 2].map(|()| Some(store.receiver(&key(), Some(&device.uuid())).unwrap()));
+    for version in 1..=versions {
+        for receiver in [&mut one, &mut other] {
+            let Some(open) = receiver else { continue };
+            receive(open, &caller, version, SOON).unwrap();
+        }
+        if version == 2 {
+            one = None;
+        }
+    }
+}
+
+#[test]
+#[ignore = "is run by another test"]
+fn as_a_writer_that_lends() {
+    let Some((store, ordinal, version)) = told() else { return };
+    let caller = Caller::new(ordinal);
+    let model = Model::new(&caller);
+    let options = PutOptions { version: Some(version), ..options(Residency::Lent(ring(1))) };
+    drop(model.put(&store, version, &options));
+}
+
+/// Readers in other processes copy from the caller's memory, and from nowhere else; it is the caller's again when the put
+/// returns.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_lent_is_copied_from_where_it_is() {
+    for ordinal in 0..devices().len() {
+        let served = Served::new(64 << 20);
+        let (writer, url, ordinal_text) = (served.connect(), served.url(), ordinal.to_string());
+        let asks = asks(&url, &ordinal_text, "6");
+        let mut readers = [child("ring::as_a_reader", &asks), child("ring::as_two_readers", &asks)];
+        let caller = Caller::new(ordinal);
+        let model = Model::new(&caller);
+        for version in 1..=6 {
+            let readers = if version > 2 { 2 } else { 3 };
+            let report =
+                model.put(&writer, version, &options(Residency::Lent(ring(readers)))).unwrap();
+            assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
+            assert!(report.why.contains("lent where it is, in 5 allocations"), "{report:?}");
+            assert_eq!(writer.status().unwrap().memory.devices, 0);
+        }
+        for reader in &mut readers {
+            assert!(reader.wait().unwrap().success());
+        }
+    }
+}
+
+/// A reader that dies in the middle holds nobody up, and what it was reading is not written again.
+#[test]
+#[ignore = "needs a GPU"]
+fn readers_that_die_hold_up_no_ring() {
+    for (ordinal, device) in devices().into_iter().enumerate() {
+        for residency in [Residency::Ring(ring(2)), Residency::Lent(ring(2))] {
+            if matches!(residency, Residency::Ring(_)) && !has_segments() {
+                continue;
+            }
+            let served = Served::new(64 << 20);
+            let (writer, reader, url) = (served.connect(), served.connect(), served.url());
+            let ordinal_text = ordinal.to_string();
+            let mut dying = child("ring::as_a_reader", &asks(&url, &ordinal_text, "1000"));
+            thread::scope(|scope| {
+                let device = &device;
+                scope.spawn(move || read(&reader, (ordinal, device), 1..=6));
+                let caller = Caller::new(ordinal);
+                let model = Model::new(&caller);
+                for version in 1..=6 {
+                    if version == 3 {
+                        dying.kill().unwrap();
+                    }
+                    let ring = if version < 3 { residency } else { with_one_reader(residency) };
+                    model.put(&writer, version, &options(ring)).unwrap();
+                }
+            });
+            dying.wait().unwrap();
+        }
+    }
+}
+
+fn with_one_reader(residency: Residency) -> Residency {
+    match residency {
+        Residency::Ring(_) => Residency::Ring(ring(1)),
+        _ => Residency::Lent(ring(1)),
+    }
+}
+
+/// Whoever reads too late what was lent takes it for nothing: the caller's memory may be anything by then.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_was_taken_back_is_not_taken_for_a_version() {
+    for (ordinal, device) in devices().into_iter().enumerate() {
+        let served = Served::new(64 << 20);
+        let (writer, reader) = (served.connect(), served.connect());
+        let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+        let caller = Caller::new(ordinal);
+        let model = Model::new(&caller);
+        let hurried =
+            PutOptions { timeout: Duration::from_millis(300), ..options(Residency::Lent(ring(1))) };
+        let error = model.put(&writer, 1, &hurried).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+        let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        assert!(error.is_target_modified(), "{error}");
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let caller = Caller::new(ordinal);
+                receive(&mut receiver, &caller, 2, SOON).unwrap();
+            });
+            model.put(&writer, 2, &options(Residency::Lent(ring(1)))).unwrap();
+        });
+    }
+}
+
+/// A writer that dies leaves handles that nobody can open: that is said, and the next writer goes on.
+#[test]
+#[ignore = "needs a GPU"]
+fn handles_of_a_writer_that_is_gone_are_an_error() {
+    for (ordinal, device) in devices().into_iter().enumerate() {
+        let served = Served::new(64 << 20);
+        let (writer, reader, url) = (served.connect(), served.connect(), served.url());
+        let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+        let ordinal_text = ordinal.to_string();
+        let mut dying = child("ring::as_a_writer_that_lends", &asks(&url, &ordinal_text, "1"));
+        let channel = tssd_store::Key::new(format!("policy/.ring/{}", device.uuid())).unwrap();
+        reader.wait_for_version(&channel, 1, SOON).unwrap();
+        dying.kill().unwrap();
+        dying.wait().unwrap();
+        let caller = Caller::new(ordinal);
+        let error = receive(&mut receiver, &caller, 1, SOON).unwrap_err();
+        assert!(error.to_string().contains("that another process lends"), "{error}");
+        assert!(!error.is_target_modified(), "{error}");
+        let model = Model::new(&caller);
+        thread::scope(|scope| {
+            scope.spawn(|| receive(&mut receiver, &Caller::new(ordinal), 2, SOON).unwrap());
+            model.put(&writer, 2, &options(Residency::Lent(ring(1)))).unwrap();
+        });
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use tssd_format::{Archive, Layout, Options};
 use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
 use tssd_tests::vectors::{Content, vectors};
 
@@ -75,6 +76,10 @@ fn write_seeds() {
             write("index", &name, &compact);
             write("readers", &name, &compact);
         }
+        if let Some(compact) = fine(&bytes).as_deref().and_then(compacted) {
+            write("index", &format!("{name}.fine"), &compact);
+            write("readers", &format!("{name}.fine"), &compact);
+        }
     }
     for (target, seed) in
         ["roundtrip", "chunk", "shard_set", "reshard_plan"].into_iter().zip(0_u64..)
@@ -88,6 +93,19 @@ fn write_seeds() {
             write(target, &format!("noise-{number:02}"), &bytes);
         }
     }
+}
+
+/// The same state dict in fine chunks, if it has storages.
+fn fine(bytes: &[u8]) -> Option<Vec<u8>> {
+    let archive = Archive::from_bytes(bytes.to_vec()).ok()?;
+    if archive.storage_count() == 0 || !archive.shards().is_empty() {
+        return None;
+    }
+    let dict = archive.to_state_dict().ok()?;
+    let mut file = Vec::new();
+    let options = Options::recorded(&archive).fine_chunks();
+    Layout::plan(&dict, &options).ok()?.write_to(&mut file).ok()?;
+    Some(file)
 }
 
 fn write(target: &str, name: &str, bytes: &[u8]) {

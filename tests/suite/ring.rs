@@ -172,6 +172,46 @@ fn nobody_there_and_old_numbers_are_refused() {
     assert!(error.to_string().contains("`step` is no tensor"), "{error}");
 }
 
+/// What is in the host's memory is lent by nobody, and goes through the ring; so does what is published, and what is put
+/// while the caller does something else.
+#[test]
+fn every_way_to_put_goes_through_the_ring() {
+    let served = Served::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect());
+    let mut receiver = reader.receiver(&key(), None).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut wanted = Wanted::new(20..COLUMNS);
+            for version in 1..=4 {
+                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
+                wanted.expect(version);
+            }
+        });
+        let options = |residency| PutOptions { residency, timeout: SOON, ..PutOptions::default() };
+        let report =
+            writer.put_state_dict(&key(), &model(1), &options(Residency::Lent(RING))).unwrap();
+        assert!(
+            report.why.contains("not lent: its tensors are in the host's memory"),
+            "{report:?}"
+        );
+        for (version, residency) in [(2, Residency::Ring(RING)), (3, Residency::Lent(RING))] {
+            let mut publisher =
+                writer.publish(&key(), &options(residency), RING.bucket_bytes).unwrap();
+            for (path, leaf) in model(version).leaves() {
+                publisher.add(path.fqn(), leaf.clone()).unwrap();
+                if path.fqn() == "large" {
+                    publisher.flush().unwrap();
+                }
+            }
+            assert_eq!(publisher.finish().unwrap().version, version);
+        }
+        let pending = writer
+            .put_state_dict_later(&key(), &model(4), &options(Residency::Ring(RING)))
+            .unwrap();
+        assert_eq!(pending.wait().unwrap().version, 4);
+    });
+}
+
 /// What is wanted and does not come is an error, once all that there is has come.
 #[test]
 fn what_no_bucket_has_is_named() {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tssd_format::{Fill, Filled, Layout, StateDict};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::ring::Loan;
 
 const ABSENT: &str = "this library is built without its feature `cuda`";
 
@@ -20,6 +21,11 @@ pub(crate) struct Filling(Infallible);
 /// Why nothing of an archive is put to the memory of a GPU.
 pub(crate) fn home(_layout: &Layout) -> std::result::Result<String, String> {
     Err(ABSENT.to_owned())
+}
+
+/// Why nothing of an archive is lent.
+pub(crate) fn lend(_layout: &Layout) -> Result<std::result::Result<Loan, String>> {
+    Ok(Err(ABSENT.to_owned()))
 }
 
 /// The devices that tensors of a state dict are on: none.
@@ -37,6 +43,10 @@ impl DeviceSegment {
     }
 
     pub(crate) fn import(_uuid: &str, _memory: &OwnedFd, _len: u64) -> Result<Arc<Self>> {
+        Err(absent())
+    }
+
+    pub(crate) fn borrow(_uuid: &str, _loan: &Loan, _len: u64) -> Result<Arc<Self>> {
         Err(absent())
     }
 

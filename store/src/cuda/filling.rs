@@ -42,7 +42,7 @@ pub(crate) fn homes(dict: &StateDict) -> BTreeSet<String> {
     homes.collect()
 }
 
-fn device_memory(blob: &dyn Blob) -> Option<&DeviceMemory> {
+pub(super) fn device_memory(blob: &dyn Blob) -> Option<&DeviceMemory> {
     blob.kind()?.downcast_ref()
 }
 

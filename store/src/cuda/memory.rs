@@ -131,12 +131,22 @@ impl DeviceMemory {
         Ok(self.pointer + offset)
     }
 
-    /// Lets a stream wait until its bytes are there; says where so many of them from an offset on are.
-    pub(super) fn begin_read(&self, lane: &Lane, offset: u64, len: u64) -> Result<u64> {
+    /// Where so many bytes from an offset on are, whether or not they are there already.
+    pub(super) fn begins(&self, offset: u64, len: u64) -> Result<u64> {
         let place = usize::try_from(len).map_err(io::Error::other);
         let place = place.and_then(|len| self.place(offset, len));
-        let place = place.map_err(|error| Error::io("memory of a GPU", error))?;
-        lane.wait(&self.ready)?;
+        place.map_err(|error| Error::io("memory of a GPU", error))
+    }
+
+    /// Lets a stream wait until its bytes are there.
+    pub(super) fn settle(&self, lane: &Lane) -> Result<()> {
+        lane.wait(&self.ready)
+    }
+
+    /// Lets a stream wait until its bytes are there; says where so many of them from an offset on are.
+    pub(super) fn begin_read(&self, lane: &Lane, offset: u64, len: u64) -> Result<u64> {
+        let place = self.begins(offset, len)?;
+        self.settle(lane)?;
         self.counts().device += len;
         Ok(place)
     }

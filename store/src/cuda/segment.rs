@@ -6,17 +6,25 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::driver::Lane;
+use super::legacy::Borrowed;
 use super::virtual_memory::{self, Mapped};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ring::Loan;
 
-/// Memory of a device, mapped: to write by the one process that has made it, to read by others.
+/// Memory of a device that several processes use: one writes it, others read.
 ///
 /// The rules are those of the arena: nobody writes it from the commit on until the daemon lends it again, and the daemon
 /// does not as long as somebody holds a lease on what it contains.
 pub(crate) struct DeviceSegment {
     device: Device,
-    map: Mapped,
+    memory: Memory,
     len: u64,
+}
+
+enum Memory {
+    Mapped(Mapped),
+    /// The owner's: who has lent it does not write it before it is given back.
+    Borrowed(Borrowed),
 }
 
 impl DeviceSegment {
@@ -24,7 +32,8 @@ impl DeviceSegment {
     pub(crate) fn create(uuid: &str, len: u64) -> Result<(Arc<Self>, OwnedFd)> {
         let device = Device::by_uuid(uuid)?;
         let (map, descriptor) = Mapped::create(device.context()?, device.raw(), len)?;
-        Ok((Arc::new(Self { device, map, len }), descriptor))
+        let memory = Memory::Mapped(map);
+        Ok((Arc::new(Self { device, memory, len }), descriptor))
     }
 
     /// What another process has made, by its descriptor.
@@ -34,7 +43,15 @@ impl DeviceSegment {
             |why| Error::new(ErrorKind::Unsupported, format_args!("{device:?}: {why}"));
         virtual_memory::is_there(device.raw()).map_err(unsupported)?;
         let map = Mapped::import(device.context()?, device.raw(), memory, len)?;
-        Ok(Arc::new(Self { device, map, len }))
+        let memory = Memory::Mapped(map);
+        Ok(Arc::new(Self { device, memory, len }))
+    }
+
+    /// What another process lends of its own memory: so much of a file of so many bytes.
+    pub(crate) fn borrow(uuid: &str, loan: &Loan, len: u64) -> Result<Arc<Self>> {
+        let device = Device::by_uuid(uuid)?;
+        let memory = Memory::Borrowed(Borrowed::new(&device, loan)?);
+        Ok(Arc::new(Self { device, memory, len }))
     }
 
     pub(super) fn device(&self) -> &Device {
@@ -44,12 +61,15 @@ impl DeviceSegment {
     /// Where so many bytes from an offset on are, if they are there.
     pub(super) fn place(&self, offset: u64, len: u64) -> Result<u64> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);
-        end.ok_or_else(|| {
+        let place = end.and_then(|_| match &self.memory {
+            Memory::Mapped(map) => Some(map.pointer + offset),
+            Memory::Borrowed(memory) => memory.place(offset, len),
+        });
+        place.ok_or_else(|| {
             let all = self.len;
             let text = format_args!("{len} bytes at {offset} of a segment that has {all}");
             Error::new(ErrorKind::Corrupt, text)
-        })?;
-        Ok(self.map.pointer + offset)
+        })
     }
 
     /// Copies bytes of it to this process's memory.

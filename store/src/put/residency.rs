@@ -31,6 +31,20 @@ pub enum Residency {
     /// of the GPU that it is on, or through the host's; the put returns when all of them have it, and nobody can read it
     /// later. It takes as much memory as the buckets have.
     Ring(Ring),
+    /// Where they are: those who receive it copy from there, once, and nothing else is needed. That takes memory of
+    /// `cuMemAlloc` (torch's, unless it has expandable segments), and processes that the driver lets open each other's:
+    /// of one PID namespace. What cannot be lent goes through the ring, and `why` says so.
+    Lent(Ring),
+}
+
+impl Residency {
+    /// The ring that a version goes through, if it does.
+    pub(crate) fn ring(self) -> Option<Ring> {
+        match self {
+            Self::Host | Self::Device => None,
+            Self::Ring(ring) | Self::Lent(ring) => Some(ring),
+        }
+    }
 }
 
 /// How bytes go to the host's memory; an error at once, if that is where they go, and another way is required.
@@ -88,8 +102,10 @@ fn home(
     let uuid = crate::cuda::home(layout);
     #[cfg(not(target_os = "linux"))]
     let uuid: std::result::Result<String, String> = Err("there are none here".to_owned());
+    // All buckets are of one size, so that each is written where another one was.
+    let room = options.residency.ring().map_or(0, |ring| ring.room());
     let len = layout.index_off();
-    Ok(uuid.map(|uuid| OnDevice { uuid, len }))
+    Ok(uuid.map(|uuid| OnDevice { uuid, len, room }))
 }
 
 /// What is put beside that: plain tensors that several writers put are compared by their checksums, so they are seen.

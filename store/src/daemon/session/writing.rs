@@ -175,8 +175,8 @@ impl Session {
         file_len: u64,
         durability: Durability,
     ) -> Result<()> {
-        let Some(OnDevice { uuid, len }) = device else { return Ok(()) };
-        let text = if uuid.len() > MAX_UUID || *len > MAX_DEVICE_BYTES {
+        let Some(OnDevice { uuid, len, room }) = device else { return Ok(()) };
+        let text = if uuid.len() > MAX_UUID || (*len).max(*room) > MAX_DEVICE_BYTES {
             "no GPU is called so, or has so much memory"
         } else if !self.origin.is_near() {
             "only processes of this host put to the memory of its GPUs"
@@ -195,8 +195,8 @@ impl Session {
     /// Room for what an archive has in front of its index, in the memory of a GPU.
     fn room_on_device(&self, open: &mut Contribution) -> Result<Option<SharedSegment>> {
         let device = open.device.as_ref().filter(|_| open.committed.is_none());
-        let Some(OnDevice { uuid, len }) = device else { return Ok(None) };
-        let lent = self.house.pool.lend_device(self.peer, uuid, *len).ok_or_else(|| {
+        let Some(OnDevice { uuid, len, room }) = device else { return Ok(None) };
+        let lent = self.house.pool.lend_device(self.peer, uuid, (*len).max(*room)).ok_or_else(|| {
             let text = "this process has as many segments of GPUs as a daemon keeps for one: put larger buckets, \
                         or keep fewer versions";
             Error::new(ErrorKind::Busy, text)

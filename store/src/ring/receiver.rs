@@ -1,0 +1,220 @@
+//! The readers' side of a ring.
+
+#[cfg(target_os = "linux")]
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Region};
+
+use super::bucket::leaves_of;
+use super::{MARK, Mark, channel};
+#[cfg(target_os = "linux")]
+use crate::cuda::DeviceSegment;
+use crate::error::{Error, ErrorKind, Result};
+use crate::follow::Follower;
+use crate::get::{GetOptions, Read, Target};
+use crate::key::Key;
+use crate::route::Transport;
+use crate::store::Store;
+use crate::version::OpenVersion;
+
+/// Receives versions that are put with [`Residency::Ring`]: see [`Store::receiver`]. As long as it is there, such puts
+/// wait for it.
+pub struct Receiver {
+    store: Store,
+    follower: Follower,
+    /// The GPU that it receives from.
+    device: Option<String>,
+    /// What was lent last: what comes next is in the same allocations, mostly, which stay open so.
+    #[cfg(target_os = "linux")]
+    lent: Option<Arc<DeviceSegment>>,
+}
+
+/// What was received.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ReceiveReport {
+    /// The number of the version.
+    pub version: u64,
+    /// In how many buckets it came.
+    pub buckets: u64,
+    /// How many bytes of tensors were copied.
+    pub bytes: u64,
+    /// How the bytes came.
+    pub transport: Transport,
+    /// Why that way.
+    pub why: String,
+    /// How long it took, from when its first bucket was there.
+    pub seconds: f64,
+}
+
+impl Receiver {
+    pub(crate) async fn new(store: &Store, key: &Key, device: Option<&str>) -> Result<Self> {
+        let follower = store.follow(&channel(key, device)?).await?;
+        Ok(Self {
+            store: store.clone(),
+            follower,
+            device: device.map(str::to_owned),
+            #[cfg(target_os = "linux")]
+            lent: None,
+        })
+    }
+
+    /// Fills the caller's tensors with the next version, bucket by bucket, as they come.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if no version has come whole within `timeout`, or one does not have all that is wanted; else as
+    /// [`Store::get_state_dict_into`]. [`Error::is_target_modified`] says whether a part of a version is in the
+    /// targets: then the next one that comes whole mends that.
+    pub async fn receive(
+        &mut self,
+        targets: &mut [Target<'_>],
+        options: &GetOptions,
+        timeout: Duration,
+    ) -> Result<ReceiveReport> {
+        let started = Instant::now();
+        let mut is_modified = false;
+        let received = self.next(targets, (options, started + timeout), &mut is_modified).await;
+        received.map_err(|error| if is_modified { error.target_modified() } else { error })
+    }
+
+    async fn next(
+        &mut self,
+        targets: &mut [Target<'_>],
+        (options, until): (&GetOptions, Instant),
+        is_modified: &mut bool,
+    ) -> Result<ReceiveReport> {
+        let mut coming: Option<Coming> = None;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let Some(bucket) = self.follower.open(options, left).await? else {
+                return Err(self.nothing(coming.as_ref()));
+            };
+            let mark = bucket.attrs.get(MARK).and_then(Mark::of).ok_or_else(|| {
+                Error::new(ErrorKind::Corrupt, format_args!("`{}`: no bucket", self.follower.key()))
+            })?;
+            if mark.part == 0 {
+                coming = Some(Coming::new(mark.version, targets.len()));
+            }
+            // What began before this was there, or does not go on with what it began with.
+            let Some(version) = coming.as_mut().filter(|version| version.is_next(&mark)) else {
+                coming = None;
+                continue;
+            };
+            let lent = if mark.is_lent { Some(self.borrow(&bucket, options)?) } else { None };
+            let source = lent.as_ref().unwrap_or(&bucket);
+            let leaves = leaves_of(source)?;
+            let mut read = Read::new(source, &self.store, options);
+            let filled = read.fill_parts(targets, &leaves);
+            *is_modified |= !matches!(&filled, Ok(filled) if filled.is_empty());
+            let filled = filled?;
+            if mark.is_lent && !self.is_newest(&bucket).await? {
+                // Whoever has lent it may have written there meanwhile: it is as if it had not come.
+                coming = None;
+                continue;
+            }
+            version.next += 1;
+            version.bytes += read.report().bytes_transferred;
+            for (at, region) in filled {
+                version.filled[at].push(region);
+            }
+            if mark.is_last {
+                version.prove(targets)?;
+                return Ok(ReceiveReport {
+                    version: mark.version,
+                    buckets: version.next,
+                    bytes: version.bytes,
+                    transport: source.route().transport,
+                    why: source.route().why.clone(),
+                    seconds: version.since.elapsed().as_secs_f64(),
+                });
+            }
+        }
+    }
+
+    /// Whether nothing has come after a bucket: what is lent is taken back by that.
+    async fn is_newest(&self, bucket: &OpenVersion) -> Result<bool> {
+        let newest = self.store.head(self.follower.key()).await?;
+        Ok(newest.is_some_and(|newest| newest.id == bucket.id))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn borrow(&self, _bucket: &OpenVersion, _options: &GetOptions) -> Result<OpenVersion> {
+        Err(Error::new(ErrorKind::Unsupported, "there are no GPUs here"))
+    }
+
+    /// What a bucket says is lent.
+    #[cfg(target_os = "linux")]
+    fn borrow(&mut self, bucket: &OpenVersion, options: &GetOptions) -> Result<OpenVersion> {
+        let table = Read::new(bucket, &self.store, options).state_dict(options)?;
+        let device = self.device.as_deref().ok_or_else(|| {
+            Error::new(ErrorKind::Corrupt, "memory of a GPU that is lent to readers of the host's")
+        })?;
+        let (lent, memory) = super::loan::open(&table, bucket, device)?;
+        self.lent = Some(memory);
+        Ok(lent)
+    }
+
+    fn nothing(&self, coming: Option<&Coming>) -> Error {
+        let key = self.follower.key();
+        match coming {
+            None => Error::new(ErrorKind::NotFound, format_args!("`{key}`: no version has come")),
+            Some(coming) => {
+                let (version, buckets) = (coming.version, coming.next);
+                let text = format_args!(
+                    "`{key}`: of version {version} {buckets} buckets have come, and no more: its writer may have ended"
+                );
+                Error::new(ErrorKind::NotFound, text)
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Receiver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Receiver").field("key", self.follower.key()).finish_non_exhaustive()
+    }
+}
+
+/// A version on its way.
+struct Coming {
+    version: u64,
+    since: Instant,
+    /// The part that comes next.
+    next: u64,
+    bytes: u64,
+    /// The boxes of each target that have come.
+    filled: Vec<Vec<Region>>,
+}
+
+impl Coming {
+    fn new(version: u64, targets: usize) -> Self {
+        let filled = vec![Vec::new(); targets];
+        Self { version, since: Instant::now(), next: 0, bytes: 0, filled }
+    }
+
+    fn is_next(&self, mark: &Mark) -> bool {
+        (self.version, self.next) == (mark.version, mark.part)
+    }
+
+    /// All that is wanted has come.
+    fn prove(&self, targets: &[Target<'_>]) -> Result<()> {
+        for (target, filled) in targets.iter().zip(&self.filled) {
+            let wanted = match &target.place {
+                Some(place) => place.slice().region(),
+                None => Region::whole(target.meta.shape()),
+            };
+            let mut holes = vec![wanted];
+            for region in filled {
+                holes = holes.iter().flat_map(|hole| hole.subtract(region)).collect();
+            }
+            if let Some(hole) = holes.into_iter().find(|hole| !hole.is_empty()) {
+                let error =
+                    FormatError::new(FormatKind::Uncovered).at(&*target.fqn).in_region(hole);
+                return Err(Error::request(format_args!("version {}", self.version), error));
+            }
+        }
+        Ok(())
+    }
+}

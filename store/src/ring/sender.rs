@@ -1,0 +1,354 @@
+//! The writer's side of a ring.
+
+use std::time::{Duration, Instant};
+
+use tssd_format::{StateDict, Value};
+
+use super::bucket::Filling;
+use super::{MARK, Mark, Ring, channel};
+use crate::controller::digest;
+use crate::error::{Error, ErrorKind, Result};
+use crate::get::GetOptions;
+use crate::key::Key;
+use crate::ledger::{Refusal, WriterSet};
+use crate::put::{PutOptions, PutReport, Residency, Role};
+use crate::store::Store;
+
+/// Puts a state dict to those who [receive](crate::Store::receiver) it now. Returns when all of them have it.
+pub(crate) async fn put(
+    store: &Store,
+    key: &Key,
+    dict: &StateDict,
+    (options, ring): (&PutOptions, Ring),
+) -> Result<PutReport> {
+    let mut sender = Sender::new(store, key, options, ring);
+    for (path, leaf) in dict.leaves() {
+        sender.hold(&path.fqn(), leaf)?;
+    }
+    sender.finish().await
+}
+
+/// A version on its way.
+pub(crate) struct Sender {
+    store: Store,
+    key: Key,
+    options: PutOptions,
+    ring: Ring,
+    started: Instant,
+    filling: Filling,
+    /// What is to be lent, if it is; else it is in the filling.
+    pending: Vec<(String, Value)>,
+    begun: Option<Begun>,
+    /// Why something was not lent that was to be.
+    not_lent: Option<String>,
+}
+
+/// What is known from the first bucket on.
+struct Begun {
+    device: Option<String>,
+    channel: Key,
+    writer: u32,
+    version: u64,
+    readers: u64,
+    /// How many parts have been put.
+    parts: u64,
+    /// Of all of them.
+    report: Option<PutReport>,
+    digests: Vec<u8>,
+}
+
+impl Sender {
+    pub(crate) fn new(store: &Store, key: &Key, options: &PutOptions, ring: Ring) -> Self {
+        Self {
+            store: store.clone(),
+            key: key.clone(),
+            options: options.clone(),
+            ring,
+            started: Instant::now(),
+            filling: Filling::new(ring.bucket_bytes),
+            pending: Vec::new(),
+            begun: None,
+            not_lent: None,
+        }
+    }
+
+    fn lends(&self) -> bool {
+        matches!(self.options.residency, Residency::Lent(_))
+    }
+
+    fn hold(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+        if self.lends() {
+            self.pending.push((fqn.to_owned(), leaf.clone()));
+            return Ok(());
+        }
+        self.filling.add(fqn, leaf)
+    }
+
+    /// Adds a leaf, and puts what is full. It must stay as it is until [`Sender::flush`] or [`Sender::finish`] returns.
+    pub(crate) async fn add(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+        self.hold(fqn, leaf)?;
+        // The last one says so.
+        while self.filling.full() > 1 {
+            self.put_full(false).await?;
+        }
+        Ok(())
+    }
+
+    /// Puts what there is.
+    pub(crate) async fn flush(&mut self) -> Result<()> {
+        self.put_all(false).await
+    }
+
+    /// Puts what is left; returns when all readers have everything.
+    pub(crate) async fn finish(mut self) -> Result<PutReport> {
+        self.put_all(true).await?;
+        let left = self.left();
+        let begun = self.begun.take().expect("there is one bucket at least");
+        taken(&self.store, &begun.channel, 0, left).await?;
+        let report = begun.report.expect("it is put");
+        let mut why = format!("{}; {} readers took it", report.why, begun.readers);
+        if let Some(not_lent) = &self.not_lent {
+            why = format!("{why}; not lent: {not_lent}");
+        }
+        Ok(PutReport {
+            version: begun.version,
+            digest: digest(&begun.digests),
+            why,
+            seconds: self.started.elapsed().as_secs_f64(),
+            ..report
+        })
+    }
+
+    fn left(&self) -> Duration {
+        self.options.timeout.saturating_sub(self.started.elapsed())
+    }
+
+    async fn put_all(&mut self, is_last: bool) -> Result<()> {
+        let pending = std::mem::take(&mut self.pending);
+        if !pending.is_empty() {
+            match self.lend(&pending, is_last).await? {
+                Lent::Taken => return Ok(()),
+                Lent::Cannot(why) => {
+                    self.not_lent = Some(why);
+                    for (fqn, leaf) in &pending {
+                        self.filling.add(fqn, leaf)?;
+                    }
+                }
+            }
+        }
+        self.filling.flush()?;
+        while self.filling.full() > 1 {
+            self.put_full(false).await?;
+        }
+        if self.filling.full() > 0 || is_last { self.put_full(is_last).await } else { Ok(()) }
+    }
+
+    /// Puts the first bucket that is full; an empty one if there is none.
+    async fn put_full(&mut self, is_last: bool) -> Result<()> {
+        let bucket = self.filling.pop().unwrap_or_default();
+        self.begin(&bucket).await?;
+        let begun = self.begun.as_ref().expect("it has begun");
+        taken(&self.store, &begun.channel, u64::from(self.ring.buckets.get()) - 1, self.left())
+            .await?;
+        let mark = Mark { version: begun.version, part: begun.parts, is_last, is_lent: false };
+        let residency = Residency::Ring(self.ring);
+        let put = PutOptions { residency, ..self.bucket_options(begun, mark) };
+        let report = self.store.put_here(&begun.channel, &bucket, &put).await?;
+        self.count(report);
+        Ok(())
+    }
+
+    /// What a bucket is put with.
+    fn bucket_options(&self, begun: &Begun, mark: Mark) -> PutOptions {
+        let mut attrs = self.options.attrs.clone();
+        attrs.extend([mark.attr()]);
+        PutOptions {
+            version: None,
+            writer: Some(begun.writer),
+            writers: Some(WriterSet::one(begun.writer)),
+            job: None,
+            attrs,
+            rewind: false,
+            timeout: self.left(),
+            ..self.options.clone()
+        }
+    }
+
+    fn count(&mut self, report: PutReport) {
+        let begun = self.begun.as_mut().expect("it has begun");
+        begun.parts += 1;
+        begun.digests.extend(report.digest.0);
+        match &mut begun.report {
+            None => begun.report = Some(report),
+            Some(all) => {
+                all.bytes += report.bytes;
+                all.phases += report.phases;
+                all.id = report.id;
+            }
+        }
+    }
+
+    /// Finds out where the first bucket goes, and waits for readers there; the others go there too.
+    async fn begin(&mut self, bucket: &StateDict) -> Result<()> {
+        let device = home(bucket)?;
+        if let Some(begun) = &self.begun {
+            return match (&begun.device, &device) {
+                (known, Some(other)) if known.as_ref() != Some(other) => {
+                    Err(elsewhere(known.as_deref(), other))
+                }
+                _ => Ok(()),
+            };
+        }
+        let channel = channel(&self.key, device.as_deref())?;
+        let writer = Role::of(bucket, &self.options)?.writer();
+        let version = number(&self.store, &channel, &self.options).await?;
+        let readers = readers(&self.store, &channel, self.ring.readers, self.left()).await?;
+        self.begun = Some(Begun {
+            device,
+            channel,
+            writer,
+            version,
+            readers,
+            parts: 0,
+            report: None,
+            digests: Vec::new(),
+        });
+        Ok(())
+    }
+}
+
+/// What has become of tensors that were to be lent.
+enum Lent {
+    /// All readers have them.
+    Taken,
+    /// Nothing yet: why they cannot be lent.
+    Cannot(String),
+}
+
+#[cfg(not(target_os = "linux"))]
+impl Sender {
+    async fn lend(&mut self, _pending: &[(String, Value)], _is_last: bool) -> Result<Lent> {
+        Ok(Lent::Cannot("there are no GPUs here".to_owned()))
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Sender {
+    /// Lends tensors to the readers, and waits until they have them.
+    async fn lend(&mut self, pending: &[(String, Value)], is_last: bool) -> Result<Lent> {
+        let mut filling = Filling::new(u64::MAX);
+        for (fqn, leaf) in pending {
+            filling.add(fqn, leaf)?;
+        }
+        filling.flush()?;
+        let bucket = filling.pop().unwrap_or_default();
+        self.begin(&bucket).await?;
+        let begun = self.begun.as_ref().expect("it has begun");
+        let loan = match super::loan::of(&bucket, begun.device.as_deref()).await? {
+            Ok(loan) => loan,
+            Err(why) => return Ok(Lent::Cannot(why)),
+        };
+        let mark = Mark { version: begun.version, part: begun.parts, is_last, is_lent: true };
+        let options = PutOptions {
+            residency: Residency::Host,
+            require: None,
+            ..self.bucket_options(begun, mark)
+        };
+        let (store, channel, left) = (self.store.clone(), begun.channel.clone(), self.left());
+        // It goes on if nobody waits for it any more: until then the tensors are held here, and not changed.
+        let lending = tokio::spawn(async move {
+            let put = store.put_here(&channel, &loan.table, &options).await;
+            let taken = match &put {
+                Ok(_) => taken(&store, &channel, 0, left).await,
+                Err(_) => Ok(()),
+            };
+            if put.is_err() || taken.is_err() {
+                // Whoever is reading now finds another version when it has read, and takes it for nothing.
+                let mark = Mark { part: u64::MAX, is_last: false, is_lent: false, ..mark };
+                let mut attrs = options.attrs.clone();
+                attrs.extend([mark.attr()]);
+                let timeout = PutOptions::default().timeout;
+                let options = PutOptions { attrs, timeout, ..options };
+                store.put_here(&channel, &StateDict::new(), &options).await?;
+            }
+            taken?;
+            drop(bucket);
+            put.map(|report| loan.report(report))
+        });
+        let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
+        let report = lending.await.map_err(ended)??;
+        self.count(report);
+        Ok(Lent::Taken)
+    }
+}
+
+/// The GPU that the tensors of a state dict are on; none if they are in the host's memory.
+fn home(dict: &StateDict) -> Result<Option<String>> {
+    #[cfg(target_os = "linux")]
+    let homes = crate::cuda::homes(dict);
+    #[cfg(not(target_os = "linux"))]
+    let homes = std::collections::BTreeSet::<String>::new();
+    let mut homes = homes.into_iter();
+    let home = homes.next();
+    match homes.next() {
+        None => Ok(home),
+        Some(other) => Err(elsewhere(home.as_deref(), &other)),
+    }
+}
+
+fn elsewhere(home: Option<&str>, other: &str) -> Error {
+    let text = format_args!(
+        "a ring is of one GPU, or of the host's memory, and tensors are {} and on {other}: put what is on each by itself",
+        home.map_or("there".to_owned(), |home| format!("on {home}"))
+    );
+    Error::new(ErrorKind::Invalid, text)
+}
+
+/// The number of the version that is put: the one that is asked for, or that after the last one.
+async fn number(store: &Store, channel: &Key, options: &PutOptions) -> Result<u64> {
+    let last = match store.open(channel, &GetOptions::default()).await {
+        Ok(opened) => opened.attrs().get(MARK).and_then(Mark::of).map(|mark| mark.version),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(error),
+    };
+    let next = last.map_or(1, |last| last.saturating_add(1));
+    match (options.version, last) {
+        (Some(number), Some(highest)) if number <= highest && !options.rewind => {
+            Err(Error::refused(channel, Refusal::VersionNotNewer { number, highest }))
+        }
+        (Some(number), _) => Ok(number),
+        (None, _) => Ok(next),
+    }
+}
+
+/// Waits until so many readers are there. Says how many there are.
+async fn readers(store: &Store, channel: &Key, wanted: u64, patience: Duration) -> Result<u64> {
+    let until = Instant::now() + patience;
+    loop {
+        let (readers, _) = store.controller().unread(channel, u64::MAX, Duration::ZERO).await?;
+        if readers >= wanted.max(1) {
+            return Ok(readers);
+        }
+        if Instant::now() >= until {
+            let text = format_args!(
+                "`{channel}`: {readers} readers are there to receive it, {wanted} are wanted: open a receiver in each \
+                 before the put"
+            );
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until not more than so many buckets are still to be read.
+async fn taken(store: &Store, channel: &Key, at_most: u64, patience: Duration) -> Result<()> {
+    let (readers, unread) = store.controller().unread(channel, at_most, patience).await?;
+    if unread <= at_most {
+        return Ok(());
+    }
+    let text = format_args!(
+        "`{channel}`: {unread} buckets have not been taken by all {readers} readers for {patience:?}: `status` says \
+         who holds them"
+    );
+    Err(Error::new(ErrorKind::Busy, text))
+}

@@ -110,6 +110,13 @@ pub(crate) struct Window {
     memory: Arc<DeviceMemory>,
 }
 
+impl Window {
+    /// The GPU, by its UUID.
+    pub(crate) fn device(&self) -> String {
+        self.memory.device().uuid()
+    }
+}
+
 impl BlobMut for Window {
     fn size(&self) -> u64 {
         self.len

@@ -60,7 +60,7 @@ mod _tssd {
     use crate::slice::{TensorShard, TensorSlice};
     #[pymodule_export]
     use crate::store::{
-        Items, LeaseSlice, OpenVersion, Pending, Pinned, Publishing, Store, Subscribed,
+        Items, LeaseSlice, OpenVersion, Pending, Pinned, Publishing, Receiving, Store, Subscribed,
     };
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;

@@ -27,6 +27,7 @@ mod publish;
 /// How state dicts are put.
 mod put;
 /// What was done.
+mod receiver;
 mod report;
 /// Which leaves are wanted.
 mod select;
@@ -43,6 +44,7 @@ pub(crate) use self::pin::Pinned;
 pub(crate) use self::publish::Publishing;
 use self::publish::Taking;
 use self::put::{Put, taken};
+pub(crate) use self::receiver::Receiving;
 use self::report::{get_report, put_report, version_info};
 use self::select::select;
 pub(crate) use self::subscription::Subscribed;
@@ -250,7 +252,9 @@ impl Store {
     ///     residency: "host": tensors of GPUs are put to the host's memory; "device": they stay in that of their
     ///         GPU, in a copy that does not change, which readers of the same GPU copy from. Nobody looks at the bytes:
     ///         there are no checksums of them. Where that cannot be, they go to the host's: `why` says it,
-    ///         `require="cuda_ipc"` makes it an error.
+    ///         `require="cuda_ipc"` makes it an error. "ring", or a tssd.Ring: they go bucket by bucket to whoever has
+    ///         a `receiver` of the key, and stay nowhere: the put returns when all of them have it. "lent": the same, but
+    ///         receivers copy right from where tensors of a GPU are, if the driver lets them. A ring brings tensors alone.
     ///
     /// Returns:
     ///     A PutReport: the version, whether it is visible, else whose contributions are missing.
@@ -259,7 +263,7 @@ impl Store {
     ///     TssdTypeError, TssdValueError: as `save_file`; the store does not allow it, or the contributions do
     ///         not fit together.
     ///     TssdTimeoutError: others were in the way, or had the memory.
-    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency="host"), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
+    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency=None), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
         &self,
@@ -280,7 +284,7 @@ impl Store {
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
-        residency: &'py str,
+        residency: Option<Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = key_of(key)?;
@@ -547,7 +551,7 @@ impl Store {
     ///
     /// Raises:
     ///     As `put_state_dict`.
-    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency="host"), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
+    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency=None), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn publish<'py>(
         &self,
@@ -567,7 +571,7 @@ impl Store {
         rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
-        residency: &'py str,
+        residency: Option<Bound<'py, PyAny>>,
     ) -> Result<Publishing> {
         let put = Put {
             version,
@@ -628,6 +632,33 @@ impl Store {
     /// they were asked for are passed over.
     fn subscribe(&self, key: &Bound<'_, PyAny>) -> Result<Subscribed> {
         Ok(Subscribed::new(self.connected(key.py())?, &key_of(key)?))
+    }
+
+    /// Receives what is put to a key with `residency="ring"` or "lent" from now on, into the caller's tensors: on one GPU,
+    /// or all in the host's memory. Such puts wait for it until it is closed.
+    ///
+    /// Args:
+    ///     into: tensors to fill in place, as for `get_state_dict`, in whatever sharding they have: each `receive` fills
+    ///         them with the next version. Dtypes are those that are put. What else is put is passed over.
+    ///     verify: whether bytes that come through the host's memory are compared with their checksums.
+    ///     require: as for `put_state_dict`: another way is an error.
+    ///
+    /// Returns:
+    ///     A Receiver: `receive(timeout=None)`, `close()`, and a context manager.
+    ///
+    /// Raises:
+    ///     TssdUnsupportedError: the store has no daemon, or one that does not decide alone.
+    #[pyo3(signature = (key, into, *, verify=true, require=None))]
+    fn receiver(
+        &self,
+        key: &Bound<'_, PyAny>,
+        into: &Bound<'_, PyAny>,
+        verify: bool,
+        require: Option<&str>,
+    ) -> Result<Receiving> {
+        let require = require.map(str::parse).transpose()?;
+        let options = GetOptions { unverified: !verify, require, ..GetOptions::default() };
+        Receiving::new(self.connected(key.py())?, key_of(key)?, into, options)
     }
 
     /// The keys that have a visible version and begin with `prefix`, sorted.

@@ -54,9 +54,9 @@ class Driver:
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so")
         self.call("cuInit", 0)
-        context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self.call("cuCtxSetCurrent", context)
+        self.context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+        self.call("cuCtxSetCurrent", self.context)
         self.stream = ctypes.c_void_p()
         self.call("cuStreamCreate", ctypes.byref(self.stream), 1)
 
@@ -88,6 +88,8 @@ class Driver:
     def order(self, other: int) -> None:
         """Another stream, by its number in the array API, goes on when this one has done what it was given."""
         event = ctypes.c_void_p()
+        # Of this thread, whichever it is.
+        self.call("cuCtxSetCurrent", self.context)
         self.call("cuEventCreate", ctypes.byref(event), 2)
         self.call("cuEventRecord", event, self.stream)
         assert other == 1, "the default stream"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,41 @@ def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None
     assert "a daemon of this host" in store.put_state_dict(state, "policy", residency="device").why
     with pytest.raises(tssd.TssdValueError, match="cuda_ipc is required"):
         store.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
+
+
+@pytest.mark.parametrize("residency", ["ring", "lent", tssd.Ring(bucket_bytes=300 << 10, buckets=3)])
+def test_arrays_go_through_a_ring(driver: gpu.Driver, tmp_path: Path, residency: Any) -> None:
+    weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
+    state = {"model": {"weight": weight, "half": half}}
+    part = gpu.Array(driver, np.zeros((100, 300), np.float32))
+    into = {"half": gpu.Array(driver, np.zeros(MATRIX.shape, np.float16)), "weight": gpu.Array(driver, MATRIX * 0)}
+    piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+        whole = reader.receiver("policy", {"model": into}, require="cuda_ipc" if residency != "lent" else None)
+        sliced = reader.receiver("policy", {"model.weight": tssd.TensorShard(part, piece)})
+        with whole, sliced, ThreadPoolExecutor() as pool:
+            for step in range(3):
+                weight.write(MATRIX + step)
+                received = [pool.submit(receiver.receive, 60) for receiver in (whole, sliced)]
+                report = writer.put_state_dict(state, "policy", residency=residency, timeout=60)
+                weight.write(MATRIX - 1)
+                assert report.transport == "cuda_ipc" and "2 readers took it" in report.why
+                reports = [each.result() for each in received]
+                assert [each.version for each in reports] == [step + 1, step + 1]
+                assert reports[0].buckets == (1 if isinstance(residency, str) else reports[0].buckets)
+                assert into["weight"].read() == (MATRIX + step).tobytes() and into["half"].read() == half.read()
+                assert part.read() == (MATRIX + step)[200:300, 500:800].tobytes()
+                copies = reports[0].device_copies
+                assert copies is not None and copies.device == weight.size + half.size
+        with pytest.raises(ValueError, match="closed"):
+            whole.receive()
+        with pytest.raises(tssd.TssdTimeoutError, match="open a receiver"):
+            writer.put_state_dict(state, "policy", residency=residency, timeout=0.1)
+        assert not reader.exists("policy")
+        both = {"weight": into["weight"], "host": np.zeros(3)}
+        with pytest.raises(tssd.TssdValueError, match="a receiver for each"):
+            reader.receiver("policy", both)
+    driver.wait()
 
 
 def test_arrays_are_saved(driver: gpu.Driver, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -533,3 +534,42 @@ def test_a_store_finds_the_daemon_that_was_started_since(tmp_path: Path) -> None
         store.put_state_dict(state(2), "policy")
         assert same(store.get_state_dict("policy"), state(2))
         assert same(views, state(1))
+
+
+def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
+    ring = tssd.Ring(bucket_bytes=64 << 10, readers=1)
+    weight = np.arange(100_000, dtype=np.float32).reshape(1000, 100)
+    state = {"model": {"weight": weight, "bias": np.arange(7), "tied": weight}}
+    columns = np.zeros((1000, 30), np.float32)
+    shard = tssd.TensorShard(columns, tssd.TensorSlice((0, 60), (), (1000, 100), (1000, 30), ()))
+    bias = np.zeros(7, np.int64)
+    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+        with reader.receiver("policy", {"model": {"weight": shard, "bias": bias}}) as receiver:
+            with pytest.raises(tssd.TssdKeyError, match="no version has come"):
+                receiver.receive(timeout=0.05)
+            for step in range(1, 4):
+                with ThreadPoolExecutor() as pool:
+                    received = pool.submit(receiver.receive)
+                    weight += 1
+                    if step < 3:
+                        report = writer.put_state_dict(state, "policy", residency=ring)
+                    else:
+                        with writer.publish("policy", residency="ring", bucket_bytes=64 << 10) as publisher:
+                            for name, tensor in state["model"].items():
+                                publisher.put(f"model.{name}", tensor)
+                        report = publisher.report
+                    assert (report.version, report.transport) == (step, "arena")
+                    got = received.result()
+                assert (got.version, got.transport) == (step, "arena") and got.buckets > 6
+                assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
+            with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
+                writer.put_state_dict({"step": 3}, "policy", residency="ring")
+        assert not reader.exists("policy")
+        for wrong, text in [("gpu", "residency is"), (3, "a tssd.Ring"), (tssd.Ring(buckets=0), "has buckets")]:
+            with pytest.raises((TypeError, ValueError), match=text):
+                writer.put_state_dict(state, "policy", residency=wrong)  # type: ignore[arg-type]
+        overlapping = {"a": bias[:4], "b": bias[2:]}
+        with reader.receiver("policy", overlapping) as receiver, pytest.raises(tssd.TssdValueError, match="in common"):
+            receiver.receive(timeout=0)
+    with tssd.Store("memory:") as store, pytest.raises(tssd.TssdUnsupportedError):
+        store.receiver("policy", {"bias": bias})

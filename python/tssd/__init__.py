@@ -23,12 +23,13 @@ from ._errors import (
     TssdValueError,
 )
 from ._reference import TensorReference
-from ._reports import DeviceCopies, GetReport, PutReport, VersionInfo
+from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, Ring, VersionInfo
 from ._tssd import (
     OpenVersion,
     PendingPut,
     Pin,
     Publisher,
+    Receiver,
     SafeSlice,
     Store,
     Subscription,
@@ -54,6 +55,9 @@ __all__ = [
     "Pin",
     "Publisher",
     "PutReport",
+    "ReceiveReport",
+    "Receiver",
+    "Ring",
     "SafeSlice",
     "Store",
     "Subscription",

@@ -105,6 +105,47 @@ class GetReport:
 
 
 @dataclass(frozen=True)
+class ReceiveReport:
+    """What came through a ring.
+
+    Attributes:
+        version: the number of the version.
+        buckets: in how many buckets it came.
+        bytes: how many bytes of tensors were copied.
+        transport: how they came: "arena" or "cuda_ipc".
+        why: why that way.
+        seconds: how long it took, from when its first bucket was there.
+        device_copies: how bytes went to GPUs; None if no tensor is on one.
+    """
+
+    version: int
+    buckets: int
+    bytes: int
+    transport: str
+    why: str
+    seconds: float
+    device_copies: DeviceCopies | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How versions go through a ring, for `residency=` of a put.
+
+    Attributes:
+        bucket_bytes: how many bytes a bucket has; larger tensors are cut.
+        buckets: how many there are: while readers copy from one, another one is filled.
+        readers: how many receivers must be there when a put begins.
+        lent: whether readers copy right from where tensors of GPUs are, where the driver lets them, as with
+            residency="lent".
+    """
+
+    bucket_bytes: int = 512 << 20
+    buckets: int = 2
+    readers: int = 1
+    lent: bool = False
+
+
+@dataclass(frozen=True)
 class VersionInfo:
     """A visible version: an int where one is wanted.
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Buffer
 
 from ._reference import TensorReference
-from ._reports import PutReport, VersionInfo
+from ._reports import PutReport, ReceiveReport, Ring, VersionInfo
 
 _Path = str | PathLike[str]
 _Result = TypeVar("_Result")
@@ -23,6 +23,7 @@ __all__ = [
     "PendingPut",
     "Pin",
     "Publisher",
+    "Receiver",
     "SafeSlice",
     "Store",
     "Subscription",
@@ -201,7 +202,7 @@ def _interrupted() -> None: ...
 
 _Divergent = Literal["error", "lowest", "keep"]
 _Replicas = Literal["primary", "all"]
-_Residency = Literal["host", "device"]
+_Residency = Literal["host", "device", "ring", "lent"] | Ring
 _Durability = Literal["memory", "disk", "object"]
 _Transport = Literal["arena", "cuda_ipc", "file", "memory", "object", "tcp", "tls"]
 _Metadata = dict[str, Any]
@@ -318,6 +319,9 @@ class Store:
         timeout: float | None = None,
     ) -> OpenVersion: ...
     def subscribe(self, key: str) -> Subscription: ...
+    def receiver(
+        self, key: str, into: Any, *, verify: bool = True, require: _Transport | None = None
+    ) -> Receiver: ...
     def keys(self, prefix: str = "") -> list[str]: ...
     def exists(self, key: str, version: int | VersionInfo | OpenVersion | None = None) -> bool: ...
     def versions(self, key: str) -> list[VersionInfo]: ...
@@ -413,3 +417,12 @@ class Subscription:
     def __iter__(self) -> Subscription: ...
     def __next__(self) -> VersionInfo: ...
     def close(self) -> None: ...
+
+@final
+class Receiver:
+    def receive(self, timeout: float | None = None) -> ReceiveReport: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Receiver: ...
+    def __exit__(
+        self, *_error: type[BaseException] | BaseException | TracebackType | None
+    ) -> None: ...

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from . import _tssd
 from ._reports import PutReport, VersionInfo
 
-__all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Store", "Subscription"]
+__all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -220,6 +220,19 @@ class Publisher(_Wrapper[_tssd.Publisher]):
         await _run(lambda: self._wrapped.__exit__(*error))
 
 
+class Receiver(_Wrapper[_tssd.Receiver]):
+    """Tensors that are filled with versions of a ring: see `tssd.Receiver`."""
+
+    receive = _awaitable(_tssd.Receiver.receive)
+    close = _awaitable(_tssd.Receiver.close)
+
+    async def __aenter__(self) -> Receiver:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+
 class Subscription:
     """The versions of a key as they become visible: see `tssd.Store.subscribe`."""
 
@@ -323,6 +336,14 @@ class Store(_Wrapper[_tssd.Store]):
             return Pin(await _run(lambda: self._wrapped.pin(key, label, version)))
 
         return _Opening(pin())
+
+    def receiver(self, key: str, into: Any, **options: Any) -> _Opening[Receiver]:
+        """As `tssd.Store.receiver`: await it, or `async with store.receiver(key, into) as receiver`."""
+
+        async def receiver() -> Receiver:
+            return Receiver(await _run(lambda: self._wrapped.receiver(key, into, **options)))
+
+        return _Opening(receiver())
 
     def subscribe(self, key: str) -> Subscription:
         """As `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""

@@ -122,7 +122,7 @@ pub(crate) trait Controller: Catalog {
 
 /// Every version of a key, one after the other. Dropped, it follows the key no longer.
 #[async_trait]
-pub(crate) trait Following: Send {
+pub(crate) trait Following: Send + Sync {
     /// The next one; none after so long.
     async fn next(&mut self, patience: Duration) -> Result<Option<Located>>;
 }

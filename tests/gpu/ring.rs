@@ -25,7 +25,7 @@ const TENSORS: [(&str, Dtype, usize); 5] = [
     ("zero", Dtype::Float64, 800_000),
 ];
 
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_mins(1);
 
 fn ring(readers: u64) -> Ring {
     Ring { bucket_bytes: 1 << 20, buckets: NonZeroU32::new(2).unwrap(), readers }

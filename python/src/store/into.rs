@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -9,7 +10,9 @@ use tssd_format::{
     Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorFlags, TensorMeta,
     TensorReference,
 };
-use tssd_store::{Copied, GetReport, Opened, Target, TargetMemory};
+use tssd_store::{
+    Copied, GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory,
+};
 
 use super::connected::Connected;
 use crate::device::{Devices, Window};
@@ -312,19 +315,85 @@ impl Batch<'_> {
             }
             Ok::<_, Failure>(())
         })?;
-        for (object, staged) in &self.staged {
-            if let Some(detach) = object.getattr_opt("detach")? {
-                detach.call0()?.call_method1("copy_", (staged,))?;
-            } else {
-                let options = PyDict::new(py);
-                options.set_item("casting", "unsafe")?;
-                let copy = py.import("numpy")?.getattr("copyto")?;
-                copy.call((object, staged), Some(&options))?;
-            }
-        }
-        py.import("tssd._autograd")?.call_method1("filled", (self.objects,))?;
-        Ok(())
+        filled(py, &self.staged, self.objects)
     }
+}
+
+/// What was filled in place of the caller's tensors goes there, and torch is told of all that was.
+fn filled<'py>(
+    py: Python<'py>,
+    staged: &Staged<'py>,
+    objects: Vec<Bound<'py, PyAny>>,
+) -> Result<()> {
+    for (object, staged) in staged {
+        if let Some(detach) = object.getattr_opt("detach")? {
+            detach.call0()?.call_method1("copy_", (staged,))?;
+        } else {
+            let options = PyDict::new(py);
+            options.set_item("casting", "unsafe")?;
+            let copy = py.import("numpy")?.getattr("copyto")?;
+            copy.call((object, staged), Some(&options))?;
+        }
+    }
+    py.import("tssd._autograd")?.call_method1("filled", (objects,))?;
+    Ok(())
+}
+
+/// The tensors of a nested object, lent.
+fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<Batch<'py>> {
+    let mut leaves = Leaves { lender, path: Vec::new(), found: Vec::new() };
+    leaves.gather(into)?;
+    let mut batch = Batch::default();
+    for leaf in leaves.found {
+        let lent = lender.lend(&leaf.object, leaf.dtype);
+        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
+        batch.staged.extend(staged);
+        batch.objects.push(leaf.object);
+        let devices = lender.devices();
+        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
+        batch.places.extend(lent.into_iter().map(place));
+    }
+    Ok(batch)
+}
+
+/// The GPU that tensors are on; none if they are in the host's memory.
+pub(crate) fn device_of(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
+    let mut lender = Lender::new(into.py())?;
+    let batch = lend_all(into, &mut lender)?;
+    let devices = batch.places.iter().map(|place| place.window.as_ref().map(Window::device));
+    let mut devices: Vec<Option<String>> = devices.collect();
+    devices.sort_unstable();
+    devices.dedup();
+    if devices.len() > 1 {
+        let text = "what comes through a ring is on one GPU, or in the host's memory: `into` has tensors of several";
+        return Err(Refusal::new("invalid", text).advice("make a receiver for each").into());
+    }
+    Ok(devices.pop().flatten())
+}
+
+/// Fills the tensors in a nested object with the next version of a ring.
+pub(crate) fn receive(
+    own: &Connected,
+    receiver: &mut Receiver,
+    into: &Bound<'_, PyAny>,
+    (options, patience): (&GetOptions, Duration),
+) -> Result<(ReceiveReport, Option<Copied>)> {
+    let py = into.py();
+    let mut lender = Lender::new(py)?;
+    let Batch { mut places, objects, staged, .. } = lend_all(into, &mut lender)?;
+    // Tied tensors are filled once, by the first of their names.
+    places.sort_by_key(|place| (place.start, place.len));
+    places.dedup_by(|next, place| next.is_where(place));
+    let is_apart = |place: &Place, next: &Place| place.start + place.len <= next.start;
+    if !places.is_sorted_by(is_apart) {
+        let text = "two tensors of `into` have bytes in common, and are not the same";
+        return Err(Refusal::new("invalid", text).advice("receive into others").into());
+    }
+    let mut targets: Vec<Target<'_>> = places.iter().map(target).collect();
+    let report = own.run(py, None, receiver.receive(&mut targets, options, patience))?;
+    drop(targets);
+    filled(py, &staged, objects)?;
+    Ok((report, lender.devices().copies().copied()))
 }
 
 /// One tensor to fill, or one box of it.
@@ -356,8 +425,12 @@ impl Place {
 
     /// Whether it is the same memory, as a tied tensor is.
     fn is(&self, other: &Self) -> bool {
-        self.fqn == other.fqn
-            && self.start == other.start
+        self.fqn == other.fqn && self.is_where(other)
+    }
+
+    /// Whether it is the same memory, by whatever name.
+    fn is_where(&self, other: &Self) -> bool {
+        self.start == other.start
             && self.meta == other.meta
             && self.part.as_ref().map(ShardPlace::slice)
                 == other.part.as_ref().map(ShardPlace::slice)

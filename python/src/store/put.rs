@@ -1,12 +1,13 @@
 //! How state dicts are put.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
-use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, WriterSet};
+use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
 
 use super::connected::seconds;
 use crate::error::Result;
@@ -51,7 +52,7 @@ pub(super) struct Put<'py> {
     pub(super) divergent: &'py str,
     pub(super) replicas: &'py str,
     pub(super) durability: &'py str,
-    pub(super) residency: &'py str,
+    pub(super) residency: Option<Bound<'py, PyAny>>,
     pub(super) require: Option<&'py str>,
     pub(super) rewind: bool,
     pub(super) timeout: Option<f64>,
@@ -108,11 +109,7 @@ impl Put<'_> {
                     return Err(wrong("durability", other, those).into());
                 }
             },
-            residency: match self.residency {
-                "host" => Residency::Host,
-                "device" => Residency::Device,
-                other => return Err(wrong("residency", other, "\"host\" or \"device\"").into()),
-            },
+            residency: self.residency.as_ref().map_or(Ok(Residency::Host), residency)?,
             rewind: self.rewind,
             allow_opaque: true,
             require: self.require.map(str::parse).transpose()?,
@@ -151,6 +148,37 @@ impl Put<'_> {
             ..PutOptions::default()
         }))
     }
+}
+
+/// Where tensors are once they are put: a word, or a `Ring`.
+fn residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
+    if let Ok(word) = residency.extract::<&str>() {
+        return Ok(match word {
+            "host" => Residency::Host,
+            "device" => Residency::Device,
+            "ring" => Residency::Ring(Ring::default()),
+            "lent" => Residency::Lent(Ring::default()),
+            other => {
+                let text = format!(
+                    "residency is \"host\", \"device\", \"ring\", \"lent\" or a tssd.Ring, not {other:?}"
+                );
+                return Err(PyValueError::new_err(text).into());
+            }
+        });
+    }
+    let class = residency.py().import("tssd._reports")?.getattr("Ring")?;
+    if !residency.is_instance(&class)? {
+        let text = "residency is a word or a tssd.Ring";
+        return Err(PyTypeError::new_err(text).into());
+    }
+    let buckets: u32 = residency.getattr("buckets")?.extract()?;
+    let bucket_bytes: u64 = residency.getattr("bucket_bytes")?.extract()?;
+    let buckets = NonZeroU32::new(buckets).filter(|_| bucket_bytes > 0);
+    let none = || PyValueError::new_err("a ring has buckets, and these hold something");
+    let readers = residency.getattr("readers")?.extract()?;
+    let ring = Ring { bucket_bytes, buckets: buckets.ok_or_else(none)?, readers };
+    let is_lent: bool = residency.getattr("lent")?.extract()?;
+    Ok(if is_lent { Residency::Lent(ring) } else { Residency::Ring(ring) })
 }
 
 /// What is said of a version as a whole.

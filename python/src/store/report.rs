@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::Attrs;
-use tssd_store::{Copied, GetReport, PutPhases, PutReport, VersionInfo};
+use tssd_store::{Copied, GetReport, PutPhases, PutReport, ReceiveReport, VersionInfo};
 
 use super::into::Differences;
 use crate::error::Result;
@@ -76,6 +76,17 @@ pub(super) fn get_report<'py>(
     of.set_item("cast", &differences.cast)?;
     of.set_item("device_copies", device_copies(py, copied)?)?;
     Ok(py.import("tssd._reports")?.getattr("GetReport")?.call((), Some(&of))?)
+}
+
+pub(super) fn receive_report<'py>(
+    py: Python<'py>,
+    report: &ReceiveReport,
+    copied: Option<Copied>,
+) -> Result<Bound<'py, PyAny>> {
+    let class = py.import("tssd._reports")?.getattr("ReceiveReport")?;
+    let ReceiveReport { version, buckets, bytes, transport, why, seconds, .. } = report;
+    let copies = device_copies(py, copied)?;
+    Ok(class.call1((version, buckets, bytes, transport.to_string(), why, seconds, copies))?)
 }
 
 pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {

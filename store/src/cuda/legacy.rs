@@ -97,12 +97,11 @@ impl Lending {
             return Err("a tensor lies in more than one allocation".to_owned());
         }
         let known = self.allocations.iter().position(|allocation| allocation.base == base);
-        let number = match known {
-            Some(number) => number,
-            None => {
-                self.allocations.push(Allocation { handle: handle_of(base)?, base });
-                self.allocations.len() - 1
-            }
+        let number = if let Some(number) = known {
+            number
+        } else {
+            self.allocations.push(Allocation { handle: handle_of(base)?, base });
+            self.allocations.len() - 1
         };
         let piece = Lent { at, len, allocation: wide(number), offset: pointer - base };
         match self.pieces.last_mut() {
@@ -137,7 +136,7 @@ fn handle_of(base: u64) -> std::result::Result<[u8; HANDLE_BYTES], String> {
     asked.result().map_err(|error| {
         format!("its memory has no handle (cuMemAlloc gives such memory, expandable segments do not): {error}")
     })?;
-    Ok(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
+    Ok(handle.reserved.map(|byte| byte.to_le_bytes()[0]))
 }
 
 /// What was opened by a handle, until nobody uses it any more.
@@ -169,7 +168,7 @@ fn open(device: &Device, handle: [u8; HANDLE_BYTES]) -> Result<Arc<Opened>> {
     let context = device.context()?;
     let entered = context.enter()?;
     let (mut pointer, raw) =
-        (0, sys::CUipcMemHandle { reserved: handle.map(|byte| c_char::from_ne_bytes([byte])) });
+        (0, sys::CUipcMemHandle { reserved: handle.map(|byte| c_char::from_le_bytes([byte])) });
     let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
     // SAFETY: there is room for a pointer; the driver refuses what is no handle, or no longer one.
     let asked = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut pointer, raw, flags) };
@@ -187,6 +186,15 @@ fn open(device: &Device, handle: [u8; HANDLE_BYTES]) -> Result<Arc<Opened>> {
     Ok(memory)
 }
 
+/// An allocation of this process, by where it begins.
+fn own(device: &Device, base: u64) -> Result<(u64, u64)> {
+    let _entered = device.context()?.enter()?;
+    let found = allocation_of(base).ok().filter(|(start, _)| *start == base);
+    found.ok_or_else(|| {
+        Error::new(ErrorKind::Corrupt, format_args!("nothing is allocated at {base:#x} of a GPU"))
+    })
+}
+
 /// Memory that another process lends, as the file that it is of.
 pub(super) struct Borrowed {
     _opened: Vec<Arc<Opened>>,
@@ -201,8 +209,8 @@ impl Borrowed {
         let mut places = Vec::with_capacity(loan.allocations.len());
         for Allocation { handle, base } in &loan.allocations {
             if is_own {
-                // What this process lends to itself it has.
-                places.push((*base, u64::MAX - *base));
+                // What this process lends to itself it has; foreign bytes have said so.
+                places.push(own(device, *base)?);
                 continue;
             }
             let memory = open(device, *handle)?;

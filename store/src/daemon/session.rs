@@ -334,12 +334,8 @@ impl Session {
             }
             Request::Newer { key, seen, patience } => {
                 let key = Key::new(key)?;
-                let found = tokio::select! {
-                    found = controller.newer(&key, seen, patience.min(LONGEST)) => found?,
-                    () = self.outgoing.closed() => None,
-                    () = self.house.closed() => None,
-                };
-                Reply::Newer(found)
+                let newer = controller.newer(&key, seen, patience.min(LONGEST));
+                Reply::Newer(self.while_asked(newer).await.transpose()?.flatten())
             }
             Request::Keys { prefix, after } => {
                 Reply::Keys(page(&controller.keys(&prefix).await?, after.as_deref()))
@@ -369,36 +365,47 @@ impl Session {
                 Reply::Following(self.house.follow(self.peer, &Key::new(key)?)?)
             }
             Request::Next { follower, devices, patience } => {
-                let next = self.house.next(self.peer, follower, patience.min(LONGEST));
-                let next = tokio::select! {
-                    next = next => next?,
-                    () = self.outgoing.closed() => None,
-                    () = self.house.closed() => None,
-                };
-                match next {
-                    Some((key, leased)) => return self.hand(number, &key, leased, devices).await,
-                    None => Reply::Done,
-                }
+                return self.next(number, (follower, devices), patience.min(LONGEST)).await;
             }
             Request::Unread { key, at_most, patience } => {
                 let key = Key::new(key)?;
-                tokio::select! {
-                    unread = self.house.unread(&key, at_most, patience.min(LONGEST)) => {
-                        Reply::Unread(unread)
-                    }
-                    () = self.outgoing.closed() => Reply::Done,
-                    () = self.house.closed() => Reply::Done,
-                }
+                let unread = self.house.unread(&key, at_most, patience.min(LONGEST));
+                self.while_asked(unread).await.map_or(Reply::Done, Reply::Unread)
             }
-            Request::Status => {
-                let (hosts, hosts_error) = match self.house.hosts().await {
-                    Ok(hosts) => (hosts, None),
-                    Err(error) => (Vec::new(), Some(error)),
-                };
-                Reply::Status(DaemonStatus { hosts, hosts_error, ..self.house.status() })
-            }
+            Request::Status => Reply::Status(self.status().await),
         };
         Ok(answer.into())
+    }
+
+    /// The next version of a key that is followed.
+    async fn next(
+        &self,
+        number: u64,
+        (follower, devices): (u64, bool),
+        patience: Duration,
+    ) -> Result<Answer<'_>> {
+        let next = self.house.next(self.peer, follower, patience);
+        match self.while_asked(next).await.transpose()?.flatten() {
+            Some((key, leased)) => self.hand(number, &key, leased, devices).await,
+            None => Ok(Reply::Done.into()),
+        }
+    }
+
+    /// What something comes to, unless the client, or the daemon, is gone before.
+    async fn while_asked<T>(&self, waiting: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            done = waiting => Some(done),
+            () = self.outgoing.closed() => None,
+            () = self.house.closed() => None,
+        }
+    }
+
+    async fn status(&self) -> DaemonStatus {
+        let (hosts, hosts_error) = match self.house.hosts().await {
+            Ok(hosts) => (hosts, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        DaemonStatus { hosts, hosts_error, ..self.house.status() }
     }
 
     /// A version, with the memory of its segments that the client does not have yet, and the right to send

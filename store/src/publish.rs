@@ -49,7 +49,7 @@ impl Publisher {
         let to = match options.residency.ring() {
             Some(ring) => {
                 let ring = Ring { bucket_bytes, ..ring };
-                To::Ring(Box::new(Sender::new(&store, key, options, ring)))
+                To::Ring(Box::new(Sender::new(&store, key, options, ring)?))
             }
             None => To::Version(Box::new(Writing::new(store, key, options, bucket_bytes)?)),
         };

@@ -58,6 +58,9 @@ const MARK: &str = "tssd.ring";
 struct Mark {
     /// The number of the version that it is a part of.
     version: u64,
+    /// The put, by a number of its own: others may have tried the same version.
+    #[serde(default)]
+    put: u64,
     /// The how-manieth part, from 0 on.
     part: u64,
     /// Whether it is the last one.

@@ -336,7 +336,8 @@ fn what_was_taken_back_is_not_taken_for_a_version() {
                 let caller = Caller::new(ordinal);
                 receive(&mut receiver, &caller, 2, SOON).unwrap();
             });
-            model.put(&writer, 2, &options(Residency::Lent(ring(1)))).unwrap();
+            let second = PutOptions { version: Some(2), ..options(Residency::Lent(ring(1))) };
+            model.put(&writer, 2, &second).unwrap();
         });
     }
 }

@@ -4,10 +4,14 @@ use std::num::NonZeroU32;
 use std::thread;
 use std::time::Duration;
 
-use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
+use tssd_format::{
+    DeviceMesh, Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    Value,
+};
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
-    ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Refusal, Residency, Ring, Target,
+    Durability, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Refusal, Residency,
+    Ring, Target,
 };
 use tssd_tests::served::Served;
 use tssd_tests::steps::{eventually, key};
@@ -46,6 +50,10 @@ fn model(version: u64) -> StateDict {
     }
     dict.insert("empty", bytes(50, &[0, 7]));
     dict
+}
+
+fn tensor(bytes: &[u8]) -> Tensor {
+    Tensor::from_slice(bytes, &[bytes.len() as u64]).unwrap()
 }
 
 fn put(store: &Store, version: Option<u64>, dict: &StateDict) -> tssd_store::Result<PutReport> {
@@ -165,11 +173,29 @@ fn nobody_there_and_old_numbers_are_refused() {
         assert_eq!(error.refusal(), Some(&refusal), "{error}");
         put(&writer, None, &model(8)).unwrap();
     });
+    // What cannot go through it is refused before anybody is waited for.
     let mut dict = model(9);
     dict.insert("step", 3_i64);
-    let error = put(&writer, None, &dict).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-    assert!(error.to_string().contains("`step` is no tensor"), "{error}");
+    let mut twice = StateDict::new();
+    twice.insert("a", Value::Dict([("b", tensor(&[1]))].into_iter().collect()));
+    twice.insert("a.b", tensor(&[2]));
+    let mut sharded = StateDict::new();
+    let mesh = DeviceMesh::new(&[2], &[0, 1]).unwrap();
+    let slice = TensorSlice::new(&[0], &[1], &[2]).unwrap().on_mesh(&[2], Some(&[0])).unwrap();
+    let place = ShardPlace::new(slice).on_mesh(mesh).unwrap();
+    sharded.insert("w", Value::Shards(vec![Shard::new(tensor(&[1]), place).unwrap()]));
+    let ring = PutOptions { residency: Residency::Ring(RING), ..PutOptions::default() };
+    let lasting = PutOptions { durability: Durability::Disk, ..ring.clone() };
+    for (dict, options, text) in [
+        (&dict, &ring, "`step` is no tensor"),
+        (&twice, &ring, "a.b"),
+        (&sharded, &ring, "one writer"),
+        (&model(9), &lasting, "residency=host"),
+    ] {
+        let error = writer.put_state_dict(&key(), dict, options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains(text), "{error}");
+    }
 }
 
 /// What is in the host's memory is lent by nobody, and goes through the ring; so does what is published, and what is put
@@ -248,7 +274,7 @@ fn shards_come_where_they_belong() {
         Shard::new(tensor, ShardPlace::new(slice)).unwrap()
     };
     let mut dict = StateDict::new();
-    dict.insert("weight", tssd_format::Value::Shards(vec![half(0), half(ROWS / 2)]));
+    dict.insert("weight", Value::Shards(vec![half(0), half(ROWS / 2)]));
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut bytes = vec![0; all.len()];

@@ -1,10 +1,10 @@
 //! What is in a bucket: tensors that are there as a whole, and pieces of others.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tssd_format::{
-    Container, Dict, Key, Node, ShardPlace, StateDict, Step, Tensor, TensorReference, TensorSlice,
-    Value,
+    Container, Dict, Error as FormatError, ErrorKind as FormatKind, Key, Node, ShardPlace,
+    StateDict, Step, Tensor, TensorReference, TensorSlice, Value,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -20,6 +20,8 @@ pub(super) struct Filling {
     bytes: u64,
     entries: Dict,
     full: VecDeque<StateDict>,
+    /// Of all leaves.
+    names: BTreeSet<String>,
 }
 
 /// How much of a bucket a tensor takes, where it lies as archives align it.
@@ -31,12 +33,16 @@ fn room_for(tensor: &Tensor) -> u64 {
 impl Filling {
     /// Of buckets of at most so many bytes.
     pub(super) fn new(limit: u64) -> Self {
-        Self { limit, bytes: 0, entries: Dict::new(), full: VecDeque::new() }
+        let (entries, full, names) = (Dict::new(), VecDeque::new(), BTreeSet::new());
+        Self { limit, bytes: 0, entries, full, names }
     }
 
     /// Adds a leaf, whose tensors are cut if they are larger than a bucket.
     pub(super) fn add(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
         let failed = |error| Error::request(format_args!("`{fqn}`"), error);
+        if !self.names.insert(fqn.to_owned()) {
+            return Err(failed(FormatError::new(FormatKind::AmbiguousFqn)));
+        }
         match leaf {
             Value::Tensor(tensor) => self.add_tensor(fqn, tensor, None).map_err(failed),
             Value::Shards(shards) => shards.iter().try_for_each(|shard| {
@@ -145,9 +151,22 @@ pub(super) fn leaves_of(bucket: &OpenVersion) -> Result<BTreeMap<String, Vec<Ten
                 .ok_or_else(broken)?,
             _ => return Err(broken()),
         };
+        if !is_of_one(&references) {
+            return Err(broken());
+        }
         leaves.insert(fqn.to_string(), references);
     }
     Ok(leaves)
+}
+
+/// Whether these are pieces of one tensor, one at least.
+fn is_of_one(references: &[TensorReference]) -> bool {
+    let of = |reference: &TensorReference| {
+        let place = reference.place.as_ref().map(|place| place.slice().global_shape().to_vec());
+        (reference.meta.dtype(), place.unwrap_or_else(|| reference.meta.shape().to_vec()))
+    };
+    let first = references.first().map(of);
+    first.is_some() && references.iter().all(|reference| Some(of(reference)) == first)
 }
 
 /// A piece of a tensor, with its place.

@@ -14,7 +14,7 @@ use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::WriterSet;
 use crate::merge::{Contribution, Divergent, Label, merge};
-use crate::put::PutReport;
+use crate::put::{PutReport, residency};
 use crate::route::{Route, Transport};
 use crate::version::OpenVersion;
 use crate::volume::{Archived, HEAD_BYTES, HEAD_LEN, HollowBlob, Near};
@@ -62,7 +62,8 @@ impl Lending {
     /// What the put of the table reports, as that of what is lent.
     pub(super) fn report(&self, table: PutReport) -> PutReport {
         let why = format!("lent where it is, in {} allocations", self.allocations);
-        PutReport { bytes: self.bytes, transport: Transport::CudaIpc, why, ..table }
+        let digest = residency::unseen(table.digest, table.id);
+        PutReport { bytes: self.bytes, transport: Transport::CudaIpc, why, digest, ..table }
     }
 }
 

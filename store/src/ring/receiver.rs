@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::follow::Follower;
 use crate::get::{GetOptions, Read, Target};
 use crate::key::Key;
-use crate::route::Transport;
+use crate::route::{Route, Transport};
 use crate::store::Store;
 use crate::version::OpenVersion;
 
@@ -73,9 +73,9 @@ impl Receiver {
         options: &GetOptions,
         timeout: Duration,
     ) -> Result<ReceiveReport> {
-        let started = Instant::now();
+        let until = Instant::now().checked_add(timeout).unwrap_or_else(forever);
         let mut is_modified = false;
-        let received = self.next(targets, (options, started + timeout), &mut is_modified).await;
+        let received = self.next(targets, (options, until), &mut is_modified).await;
         received.map_err(|error| if is_modified { error.target_modified() } else { error })
     }
 
@@ -85,17 +85,22 @@ impl Receiver {
         (options, until): (&GetOptions, Instant),
         is_modified: &mut bool,
     ) -> Result<ReceiveReport> {
+        // Which way is required is looked at where something comes that way.
+        let any = GetOptions { require: None, ..options.clone() };
         let mut coming: Option<Coming> = None;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let Some(bucket) = self.follower.open(options, left).await? else {
-                return Err(self.nothing(coming.as_ref()));
+            let bucket = match self.follower.open(&any, left).await? {
+                Some(bucket) => bucket,
+                // A daemon does not wait as long as one may want.
+                None if Instant::now() < until => continue,
+                None => return Err(self.nothing(coming.as_ref())),
             };
             let mark = bucket.attrs.get(MARK).and_then(Mark::of).ok_or_else(|| {
                 Error::new(ErrorKind::Corrupt, format_args!("`{}`: no bucket", self.follower.key()))
             })?;
             if mark.part == 0 {
-                coming = Some(Coming::new(mark.version, targets.len()));
+                coming = Some(Coming::new(&mark, targets.len()));
             }
             // What began before this was there, or does not go on with what it began with.
             let Some(version) = coming.as_mut().filter(|version| version.is_next(&mark)) else {
@@ -105,9 +110,16 @@ impl Receiver {
             let lent = if mark.is_lent { Some(self.borrow(&bucket, options)?) } else { None };
             let source = lent.as_ref().unwrap_or(&bucket);
             let leaves = leaves_of(source)?;
+            if version.route.is_none() || !leaves.is_empty() {
+                source.route().admit(options.require.filter(|_| !leaves.is_empty()))?;
+                version.route = Some(source.route().clone());
+            }
             let mut read = Read::new(source, &self.store, options);
             let filled = read.fill_parts(targets, &leaves);
-            *is_modified |= !matches!(&filled, Ok(filled) if filled.is_empty());
+            *is_modified |= match &filled {
+                Ok(filled) => !filled.is_empty(),
+                Err(error) => error.is_target_modified(),
+            };
             let filled = filled?;
             if mark.is_lent && !self.is_newest(&bucket).await? {
                 // Whoever has lent it may have written there meanwhile: it is as if it had not come.
@@ -121,12 +133,13 @@ impl Receiver {
             }
             if mark.is_last {
                 version.prove(targets)?;
+                let route = version.route.take().expect("it has come some way");
                 return Ok(ReceiveReport {
                     version: mark.version,
                     buckets: version.next,
                     bytes: version.bytes,
-                    transport: source.route().transport,
-                    why: source.route().why.clone(),
+                    transport: route.transport,
+                    why: route.why,
                     seconds: version.since.elapsed().as_secs_f64(),
                 });
             }
@@ -171,6 +184,12 @@ impl Receiver {
     }
 }
 
+/// A time that does not come.
+fn forever() -> Instant {
+    const YEAR: Duration = Duration::from_hours(24 * 365);
+    Instant::now() + 10 * YEAR
+}
+
 impl std::fmt::Debug for Receiver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Receiver").field("key", self.follower.key()).finish_non_exhaustive()
@@ -180,22 +199,25 @@ impl std::fmt::Debug for Receiver {
 /// A version on its way.
 struct Coming {
     version: u64,
+    put: u64,
     since: Instant,
     /// The part that comes next.
     next: u64,
     bytes: u64,
+    /// The way of the last bucket that had something.
+    route: Option<Route>,
     /// The boxes of each target that have come.
     filled: Vec<Vec<Region>>,
 }
 
 impl Coming {
-    fn new(version: u64, targets: usize) -> Self {
-        let filled = vec![Vec::new(); targets];
-        Self { version, since: Instant::now(), next: 0, bytes: 0, filled }
+    fn new(mark: &Mark, targets: usize) -> Self {
+        let (Mark { version, put, .. }, filled) = (*mark, vec![Vec::new(); targets]);
+        Self { version, put, since: Instant::now(), next: 0, bytes: 0, route: None, filled }
     }
 
     fn is_next(&self, mark: &Mark) -> bool {
-        (self.version, self.next) == (mark.version, mark.part)
+        (self.version, self.put, self.next) == (mark.version, mark.put, mark.part)
     }
 
     /// All that is wanted has come.

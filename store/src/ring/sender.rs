@@ -10,8 +10,9 @@ use crate::controller::digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::GetOptions;
 use crate::key::Key;
-use crate::ledger::{Refusal, WriterSet};
+use crate::ledger::{Durability, Refusal, WriterSet};
 use crate::put::{PutOptions, PutReport, Residency, Role};
+use crate::route::Transport;
 use crate::store::Store;
 
 /// Puts a state dict to those who [receive](crate::Store::receiver) it now. Returns when all of them have it.
@@ -21,7 +22,7 @@ pub(crate) async fn put(
     dict: &StateDict,
     (options, ring): (&PutOptions, Ring),
 ) -> Result<PutReport> {
-    let mut sender = Sender::new(store, key, options, ring);
+    let mut sender = Sender::new(store, key, options, ring)?;
     for (path, leaf) in dict.leaves() {
         sender.hold(&path.fqn(), leaf)?;
     }
@@ -49,6 +50,8 @@ struct Begun {
     channel: Key,
     writer: u32,
     version: u64,
+    /// The number of this put.
+    put: u64,
     readers: u64,
     /// How many parts have been put.
     parts: u64,
@@ -57,9 +60,27 @@ struct Begun {
     digests: Vec<u8>,
 }
 
+impl Begun {
+    /// What the next bucket says of itself.
+    fn mark(&self, is_last: bool) -> Mark {
+        let Self { version, put, parts: part, .. } = *self;
+        Mark { version, put, part, is_last, is_lent: false }
+    }
+}
+
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).expect("the system has randomness");
+    u64::from_le_bytes(bytes)
+}
+
 impl Sender {
-    pub(crate) fn new(store: &Store, key: &Key, options: &PutOptions, ring: Ring) -> Self {
-        Self {
+    pub(crate) fn new(store: &Store, key: &Key, options: &PutOptions, ring: Ring) -> Result<Self> {
+        if options.durability != Durability::Memory || options.digests {
+            let text = "what goes through a ring stays nowhere: durability and digests need residency=host";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(Self {
             store: store.clone(),
             key: key.clone(),
             options: options.clone(),
@@ -69,7 +90,7 @@ impl Sender {
             pending: Vec::new(),
             begun: None,
             not_lent: None,
-        }
+        })
     }
 
     fn lends(&self) -> bool {
@@ -77,6 +98,15 @@ impl Sender {
     }
 
     fn hold(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+        let mut alone = StateDict::new();
+        alone.insert(fqn, leaf.clone());
+        if !Role::of(&alone, &self.options)?.is_alone() {
+            let text = format_args!(
+                "`{fqn}`: a version that goes through a ring has one writer: gather its shards, or put those of each \
+                 rank under a key of their own, with writers= that rank"
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         if self.lends() {
             self.pending.push((fqn.to_owned(), leaf.clone()));
             return Ok(());
@@ -102,9 +132,8 @@ impl Sender {
     /// Puts what is left; returns when all readers have everything.
     pub(crate) async fn finish(mut self) -> Result<PutReport> {
         self.put_all(true).await?;
-        let left = self.left();
         let begun = self.begun.take().expect("there is one bucket at least");
-        taken(&self.store, &begun.channel, 0, left).await?;
+        taken(&self.store, &begun.channel, 0, self.options.timeout).await?;
         let report = begun.report.expect("it is put");
         let mut why = format!("{}; {} readers took it", report.why, begun.readers);
         if let Some(not_lent) = &self.not_lent {
@@ -117,10 +146,6 @@ impl Sender {
             seconds: self.started.elapsed().as_secs_f64(),
             ..report
         })
-    }
-
-    fn left(&self) -> Duration {
-        self.options.timeout.saturating_sub(self.started.elapsed())
     }
 
     async fn put_all(&mut self, is_last: bool) -> Result<()> {
@@ -148,11 +173,13 @@ impl Sender {
         let bucket = self.filling.pop().unwrap_or_default();
         self.begin(&bucket).await?;
         let begun = self.begun.as_ref().expect("it has begun");
-        taken(&self.store, &begun.channel, u64::from(self.ring.buckets.get()) - 1, self.left())
-            .await?;
-        let mark = Mark { version: begun.version, part: begun.parts, is_last, is_lent: false };
+        let behind = u64::from(self.ring.buckets.get()) - 1;
+        taken(&self.store, &begun.channel, behind, self.options.timeout).await?;
+        let mark = begun.mark(is_last);
         let residency = Residency::Ring(self.ring);
-        let put = PutOptions { residency, ..self.bucket_options(begun, mark) };
+        // One that is empty goes no way.
+        let require = self.options.require.filter(|_| !bucket.entries().is_empty());
+        let put = PutOptions { residency, require, ..self.bucket_options(begun, mark) };
         let report = self.store.put_here(&begun.channel, &bucket, &put).await?;
         self.count(report);
         Ok(())
@@ -169,7 +196,6 @@ impl Sender {
             job: None,
             attrs,
             rewind: false,
-            timeout: self.left(),
             ..self.options.clone()
         }
     }
@@ -202,12 +228,14 @@ impl Sender {
         let channel = channel(&self.key, device.as_deref())?;
         let writer = Role::of(bucket, &self.options)?.writer();
         let version = number(&self.store, &channel, &self.options).await?;
-        let readers = readers(&self.store, &channel, self.ring.readers, self.left()).await?;
+        let patience = self.options.timeout;
+        let readers = readers(&self.store, &channel, self.ring.readers, patience).await?;
         self.begun = Some(Begun {
             device,
             channel,
             writer,
             version,
+            put: random(),
             readers,
             parts: 0,
             report: None,
@@ -236,6 +264,9 @@ impl Sender {
 impl Sender {
     /// Lends tensors to the readers, and waits until they have them.
     async fn lend(&mut self, pending: &[(String, Value)], is_last: bool) -> Result<Lent> {
+        if let Some(other) = self.options.require.filter(|way| *way != Transport::CudaIpc) {
+            return Ok(Lent::Cannot(format!("{other} is required")));
+        }
         let mut filling = Filling::new(u64::MAX);
         for (fqn, leaf) in pending {
             filling.add(fqn, leaf)?;
@@ -248,13 +279,14 @@ impl Sender {
             Ok(loan) => loan,
             Err(why) => return Ok(Lent::Cannot(why)),
         };
-        let mark = Mark { version: begun.version, part: begun.parts, is_last, is_lent: true };
+        let mark = Mark { is_lent: true, ..begun.mark(is_last) };
         let options = PutOptions {
             residency: Residency::Host,
             require: None,
             ..self.bucket_options(begun, mark)
         };
-        let (store, channel, left) = (self.store.clone(), begun.channel.clone(), self.left());
+        let (store, channel, left) =
+            (self.store.clone(), begun.channel.clone(), self.options.timeout);
         // It goes on if nobody waits for it any more: until then the tensors are held here, and not changed.
         let lending = tokio::spawn(async move {
             let put = store.put_here(&channel, &loan.table, &options).await;
@@ -307,7 +339,12 @@ fn elsewhere(home: Option<&str>, other: &str) -> Error {
 /// The number of the version that is put: the one that is asked for, or that after the last one.
 async fn number(store: &Store, channel: &Key, options: &PutOptions) -> Result<u64> {
     let last = match store.open(channel, &GetOptions::default()).await {
-        Ok(opened) => opened.attrs().get(MARK).and_then(Mark::of).map(|mark| mark.version),
+        // One that has not come whole may be tried again.
+        Ok(opened) => opened
+            .attrs()
+            .get(MARK)
+            .and_then(Mark::of)
+            .map(|mark| mark.version.saturating_sub(u64::from(!mark.is_last))),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(error),
     };
@@ -323,13 +360,13 @@ async fn number(store: &Store, channel: &Key, options: &PutOptions) -> Result<u6
 
 /// Waits until so many readers are there. Says how many there are.
 async fn readers(store: &Store, channel: &Key, wanted: u64, patience: Duration) -> Result<u64> {
-    let until = Instant::now() + patience;
+    let since = Instant::now();
     loop {
         let (readers, _) = store.controller().unread(channel, u64::MAX, Duration::ZERO).await?;
         if readers >= wanted.max(1) {
             return Ok(readers);
         }
-        if Instant::now() >= until {
+        if since.elapsed() >= patience {
             let text = format_args!(
                 "`{channel}`: {readers} readers are there to receive it, {wanted} are wanted: open a receiver in each \
                  before the put"
@@ -342,10 +379,18 @@ async fn readers(store: &Store, channel: &Key, wanted: u64, patience: Duration) 
 
 /// Waits until not more than so many buckets are still to be read.
 async fn taken(store: &Store, channel: &Key, at_most: u64, patience: Duration) -> Result<()> {
-    let (readers, unread) = store.controller().unread(channel, at_most, patience).await?;
-    if unread <= at_most {
-        return Ok(());
-    }
+    let since = Instant::now();
+    let (readers, unread) = loop {
+        let left = patience.saturating_sub(since.elapsed());
+        let (readers, unread) = store.controller().unread(channel, at_most, left).await?;
+        if unread <= at_most {
+            return Ok(());
+        }
+        // A daemon does not wait as long as one may want.
+        if since.elapsed() >= patience {
+            break (readers, unread);
+        }
+    };
     let text = format_args!(
         "`{channel}`: {unread} buckets have not been taken by all {readers} readers for {patience:?}: `status` says \
          who holds them"

@@ -439,8 +439,8 @@ impl Store {
         Follower::new(self, key).await
     }
 
-    /// Receives what is put to a key with [`Residency::Ring`] from now on: from a GPU, given by its UUID
-    /// ([`Device::uuid`](crate::Device::uuid)), or, without one, from the host's memory. Such puts wait for this reader as
+    /// Receives what is put to a key with [`Residency::Ring`](crate::Residency::Ring) from now on: from a GPU, given by its UUID
+    /// (`Device::uuid`), or, without one, from the host's memory. Such puts wait for this reader as
     /// long as the receiver is there.
     ///
     /// # Errors

@@ -18,7 +18,7 @@ use crate::route::{Route, Transport};
 use crate::store::Store;
 use crate::version::OpenVersion;
 
-/// Receives versions that are put with [`Residency::Ring`]: see [`Store::receiver`]. As long as it is there, such puts
+/// Receives versions that are put with [`Residency::Ring`](crate::Residency::Ring): see [`Store::receiver`]. As long as it is there, such puts
 /// wait for it.
 pub struct Receiver {
     store: Store,

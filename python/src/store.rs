@@ -26,8 +26,9 @@ mod pin;
 mod publish;
 /// How state dicts are put.
 mod put;
-/// What was done.
+/// Tensors that are filled with versions of a ring.
 mod receiver;
+/// What was done.
 mod report;
 /// Which leaves are wanted.
 mod select;

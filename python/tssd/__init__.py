@@ -23,7 +23,8 @@ from ._errors import (
     TssdValueError,
 )
 from ._reference import TensorReference
-from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, Ring, VersionInfo
+from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, VersionInfo
+from ._ring import Ring
 from ._tssd import (
     OpenVersion,
     PendingPut,

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Buffer
 
 from ._reference import TensorReference
-from ._reports import PutReport, ReceiveReport, Ring, VersionInfo
+from ._reports import PutReport, ReceiveReport, VersionInfo
+from ._ring import Ring
 
 _Path = str | PathLike[str]
 _Result = TypeVar("_Result")

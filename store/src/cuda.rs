@@ -4,6 +4,7 @@ mod device;
 mod driver;
 mod filling;
 mod legacy;
+mod lend;
 mod memory;
 mod pinned;
 mod segment;
@@ -11,7 +12,7 @@ mod virtual_memory;
 
 pub use self::device::{Device, Stream};
 pub(crate) use self::filling::{Filling, home, homes};
-pub(crate) use self::legacy::lend;
+pub(crate) use self::lend::lend;
 pub use self::memory::{Copied, DeviceMemory};
 pub(crate) use self::pinned::{mapped, unmapped};
 pub(crate) use self::segment::DeviceSegment;

@@ -71,35 +71,17 @@ fn expect_success(output: &Output) {
     assert!(output.status.success(), "{}{}", text[0], text[1]);
 }
 
+/// The tests of a driver that has everything.
+const ALL: &[&str] =
+    &["get::", "put::what", "put::bytes", "put::the", "put::memory", "ring::", "snapshot::"];
+
 #[test]
 fn all_of_it_on_a_driver_without_a_gpu() {
     let little = [("TSSD_FAKE_CUDA_DELAY", "100"), ("TSSD_FAKE_CUDA_MEMORY", "20000000")];
     for (environment, tests) in [
         // What counts is alone in its process.
-        (
-            &[("TSSD_FAKE_CUDA_DELAY", "0")][..],
-            &[
-                "get::",
-                "put::what",
-                "put::bytes",
-                "put::the",
-                "put::memory",
-                "ring::",
-                "snapshot::",
-            ][..],
-        ),
-        (
-            &[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")],
-            &[
-                "get::",
-                "put::what",
-                "put::bytes",
-                "put::the",
-                "put::memory",
-                "ring::",
-                "snapshot::",
-            ],
-        ),
+        (&[("TSSD_FAKE_CUDA_DELAY", "0")][..], ALL),
+        (&[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")], ALL),
         (
             &[("TSSD_FAKE_CUDA_NO_VMM", "1")],
             &["ring::handles", "ring::readers", "ring::what_is_lent", "snapshot::where"],

@@ -262,6 +262,24 @@ struct Batch<'py> {
     staged_bytes: u64,
 }
 
+impl<'py> Batch<'py> {
+    /// One more, lent as what is stored.
+    fn add(&mut self, lender: &mut Lender<'py>, leaf: Leaf<'py>, stored: Dtype) -> Result<()> {
+        let lent = lender.lend(&leaf.object, stored);
+        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
+        if !staged.is_empty() {
+            let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
+            self.staged_bytes += bytes.sum::<u64>();
+        }
+        self.staged.extend(staged);
+        self.objects.push(leaf.object);
+        let devices = lender.devices();
+        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
+        self.places.extend(lent.into_iter().map(place));
+        Ok(())
+    }
+}
+
 fn fill_leaves<'py>(
     py: Python<'py>,
     own: &Connected,
@@ -272,17 +290,7 @@ fn fill_leaves<'py>(
     let mut report = opened.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
-        let lent = lender.lend(&leaf.object, stored);
-        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
-        if !staged.is_empty() {
-            let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
-            batch.staged_bytes += bytes.sum::<u64>();
-        }
-        batch.staged.extend(staged);
-        batch.objects.push(leaf.object);
-        let devices = lender.devices();
-        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
-        batch.places.extend(lent.into_iter().map(place));
+        batch.add(lender, leaf, stored)?;
         if batch.staged_bytes >= STAGED_BYTES {
             std::mem::take(&mut batch).fill(py, own, opened, &mut report)?;
             lender.devices().release();
@@ -345,13 +353,8 @@ fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<B
     leaves.gather(into)?;
     let mut batch = Batch::default();
     for leaf in leaves.found {
-        let lent = lender.lend(&leaf.object, leaf.dtype);
-        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
-        batch.staged.extend(staged);
-        batch.objects.push(leaf.object);
-        let devices = lender.devices();
-        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
-        batch.places.extend(lent.into_iter().map(place));
+        let dtype = leaf.dtype;
+        batch.add(lender, leaf, dtype)?;
     }
     Ok(batch)
 }

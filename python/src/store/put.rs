@@ -166,7 +166,7 @@ fn residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
             }
         });
     }
-    let class = residency.py().import("tssd._reports")?.getattr("Ring")?;
+    let class = residency.py().import("tssd._ring")?.getattr("Ring")?;
     if !residency.is_instance(&class)? {
         let text = "residency is a word or a tssd.Ring";
         return Err(PyTypeError::new_err(text).into());

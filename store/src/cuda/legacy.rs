@@ -6,12 +6,10 @@ use std::ffi::c_char;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::sys;
-use tssd_format::{Layout, Piece};
 
 use super::device::Device;
 use super::driver::{self, Context, failed};
-use super::filling::device_memory;
-use super::memory::DeviceMemory;
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ring::{Allocation, HANDLE_BYTES, Lent, Loan};
 
@@ -24,103 +22,19 @@ const SYMBOLS: [&str; 4] = [
 ];
 
 /// This process, in other words than its number, which others may have in other namespaces.
-fn this_process() -> [u8; 16] {
+pub(super) fn this_process() -> [u8; 16] {
     static THIS: OnceLock<[u8; 16]> = OnceLock::new();
-    *THIS.get_or_init(|| {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).expect("the system has randomness");
-        bytes
-    })
+    *THIS.get_or_init(|| SystemEnvironment.random().to_le_bytes())
 }
 
-/// Lends what the tensors of an archive are in, once all that they wait for is done; or says why it cannot be lent. All of
-/// them must be on one device.
-pub(crate) fn lend(layout: &Layout) -> Result<std::result::Result<Loan, String>> {
-    if let Err(why) =
-        driver::load().map_err(|error| error.to_string()).and_then(|()| driver::has(&SYMBOLS))
-    {
-        return Ok(Err(why));
-    }
-    let mut lending = Lending::default();
-    for job in layout.jobs() {
-        let mut why = Ok(());
-        let added = job.pieces(|at, piece| {
-            if let (Piece::Elsewhere { blob, offset, len }, Ok(())) = (piece, &why) {
-                why = match device_memory(blob) {
-                    Some(memory) => lending.add(at, memory, (offset, len)),
-                    None => Err("not all of its tensors are on a GPU".to_owned()),
-                };
-            }
-            Ok(())
-        });
-        let _ = added.map_err(|error| Error::request("the memory of a GPU", error))?;
-        if let Err(why) = why {
-            return Ok(Err(why));
-        }
-    }
-    settle(layout)?;
-    let Lending { allocations, pieces } = lending;
-    Ok(Ok(Loan { process: this_process(), allocations, pieces }))
-}
-
-/// Waits for what the tensors of an archive wait for.
-fn settle(layout: &Layout) -> Result<()> {
-    let memories: Vec<&DeviceMemory> = layout.elsewhere().filter_map(device_memory).collect();
-    let Some(first) = memories.first() else { return Ok(()) };
-    first.device().with_lane(|lane| {
-        memories.iter().try_for_each(|memory| memory.settle(lane))?;
-        lane.finish()
-    })
-}
-
-#[derive(Default)]
-struct Lending {
-    allocations: Vec<Allocation>,
-    pieces: Vec<Lent>,
-}
-
-impl Lending {
-    fn add(
-        &mut self,
-        at: u64,
-        memory: &DeviceMemory,
-        (offset, len): (u64, u64),
-    ) -> std::result::Result<(), String> {
-        if len == 0 {
-            return Ok(());
-        }
-        let pointer = memory.begins(offset, len).map_err(|error| error.to_string())?;
-        let context = memory.device().context().map_err(|error| error.to_string())?;
-        let _entered = context.enter().map_err(|error| error.to_string())?;
-        let (base, size) = allocation_of(pointer)?;
-        if pointer + len > base + size {
-            return Err("a tensor lies in more than one allocation".to_owned());
-        }
-        let known = self.allocations.iter().position(|allocation| allocation.base == base);
-        let number = if let Some(number) = known {
-            number
-        } else {
-            self.allocations.push(Allocation { handle: handle_of(base)?, base });
-            self.allocations.len() - 1
-        };
-        let piece = Lent { at, len, allocation: wide(number), offset: pointer - base };
-        match self.pieces.last_mut() {
-            Some(last) if last.goes_on_with(&piece) => last.len += len,
-            _ => self.pieces.push(piece),
-        }
-        Ok(())
-    }
-}
-
-impl Lent {
-    fn goes_on_with(&self, next: &Self) -> bool {
-        (self.allocation, self.at + self.len, self.offset + self.len)
-            == (next.allocation, next.at, next.offset)
-    }
+/// Whether the driver has this; or why not.
+pub(super) fn is_there() -> Result<(), String> {
+    driver::load().map_err(|error| error.to_string())?;
+    driver::has(&SYMBOLS)
 }
 
 /// Where the allocation of a pointer begins, and how many bytes it has. A context is this thread's.
-fn allocation_of(pointer: u64) -> std::result::Result<(u64, u64), String> {
+pub(super) fn allocation_of(pointer: u64) -> Result<(u64, u64), String> {
     let (mut base, mut size) = (0, 0);
     // SAFETY: there is room for both; any pointer may be asked about.
     let asked = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, pointer) };
@@ -129,7 +43,7 @@ fn allocation_of(pointer: u64) -> std::result::Result<(u64, u64), String> {
 }
 
 /// What others open an allocation by. A context is this thread's.
-fn handle_of(base: u64) -> std::result::Result<[u8; HANDLE_BYTES], String> {
+pub(super) fn handle_of(base: u64) -> Result<[u8; HANDLE_BYTES], String> {
     let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
     // SAFETY: there is room for a handle; what has none is refused.
     let asked = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, base) };

@@ -8,6 +8,7 @@ use tssd_format::{
 };
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::plan::global_shape;
 use crate::publish::cut;
 use crate::version::OpenVersion;
 
@@ -161,10 +162,7 @@ pub(super) fn leaves_of(bucket: &OpenVersion) -> Result<BTreeMap<String, Vec<Ten
 
 /// Whether these are pieces of one tensor, one at least.
 fn is_of_one(references: &[TensorReference]) -> bool {
-    let of = |reference: &TensorReference| {
-        let place = reference.place.as_ref().map(|place| place.slice().global_shape().to_vec());
-        (reference.meta.dtype(), place.unwrap_or_else(|| reference.meta.shape().to_vec()))
-    };
+    let of = |reference: &TensorReference| (reference.meta.dtype(), global_shape(reference));
     let first = references.first().map(of);
     first.is_some() && references.iter().all(|reference| Some(of(reference)) == first)
 }

@@ -73,27 +73,27 @@ impl Receiver {
         options: &GetOptions,
         timeout: Duration,
     ) -> Result<ReceiveReport> {
-        let until = Instant::now().checked_add(timeout).unwrap_or_else(forever);
         let mut is_modified = false;
-        let received = self.next(targets, (options, until), &mut is_modified).await;
+        let received = self.next(targets, (options, timeout), &mut is_modified).await;
         received.map_err(|error| if is_modified { error.target_modified() } else { error })
     }
 
     async fn next(
         &mut self,
         targets: &mut [Target<'_>],
-        (options, until): (&GetOptions, Instant),
+        (options, patience): (&GetOptions, Duration),
         is_modified: &mut bool,
     ) -> Result<ReceiveReport> {
         // Which way is required is looked at where something comes that way.
         let any = GetOptions { require: None, ..options.clone() };
         let mut coming: Option<Coming> = None;
+        let since = Instant::now();
         loop {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = patience.saturating_sub(since.elapsed());
             let bucket = match self.follower.open(&any, left).await? {
                 Some(bucket) => bucket,
                 // A daemon does not wait as long as one may want.
-                None if Instant::now() < until => continue,
+                None if since.elapsed() < patience => continue,
                 None => return Err(self.nothing(coming.as_ref())),
             };
             let mark = bucket.attrs.get(MARK).and_then(Mark::of).ok_or_else(|| {
@@ -182,12 +182,6 @@ impl Receiver {
             }
         }
     }
-}
-
-/// A time that does not come.
-fn forever() -> Instant {
-    const YEAR: Duration = Duration::from_hours(24 * 365);
-    Instant::now() + 10 * YEAR
 }
 
 impl std::fmt::Debug for Receiver {

@@ -7,6 +7,7 @@ use tssd_format::{StateDict, Value};
 use super::bucket::Filling;
 use super::{MARK, Mark, Ring, channel};
 use crate::controller::digest;
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::GetOptions;
 use crate::key::Key;
@@ -36,6 +37,7 @@ pub(crate) struct Sender {
     options: PutOptions,
     ring: Ring,
     started: Instant,
+    writer: u32,
     filling: Filling,
     /// What is to be lent, if it is; else it is in the filling.
     pending: Vec<(String, Value)>,
@@ -48,7 +50,6 @@ pub(crate) struct Sender {
 struct Begun {
     device: Option<String>,
     channel: Key,
-    writer: u32,
     version: u64,
     /// The number of this put.
     put: u64,
@@ -68,12 +69,6 @@ impl Begun {
     }
 }
 
-fn random() -> u64 {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).expect("the system has randomness");
-    u64::from_le_bytes(bytes)
-}
-
 impl Sender {
     pub(crate) fn new(store: &Store, key: &Key, options: &PutOptions, ring: Ring) -> Result<Self> {
         if options.durability != Durability::Memory || options.digests {
@@ -86,6 +81,7 @@ impl Sender {
             options: options.clone(),
             ring,
             started: Instant::now(),
+            writer: prove_alone(&format!("key `{key}`"), &StateDict::new(), options)?,
             filling: Filling::new(ring.bucket_bytes),
             pending: Vec::new(),
             begun: None,
@@ -98,14 +94,11 @@ impl Sender {
     }
 
     fn hold(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
-        let mut alone = StateDict::new();
-        alone.insert(fqn, leaf.clone());
-        if !Role::of(&alone, &self.options)?.is_alone() {
-            let text = format_args!(
-                "`{fqn}`: a version that goes through a ring has one writer: gather its shards, or put those of each \
-                 rank under a key of their own, with writers= that rank"
-            );
-            return Err(Error::new(ErrorKind::Invalid, text));
+        if let Value::Shards(_) = leaf {
+            // Their meshes may name others.
+            let mut alone = StateDict::new();
+            alone.insert(fqn, leaf.clone());
+            prove_alone(&format!("`{fqn}`"), &alone, &self.options)?;
         }
         if self.lends() {
             self.pending.push((fqn.to_owned(), leaf.clone()));
@@ -179,20 +172,20 @@ impl Sender {
         let residency = Residency::Ring(self.ring);
         // One that is empty goes no way.
         let require = self.options.require.filter(|_| !bucket.entries().is_empty());
-        let put = PutOptions { residency, require, ..self.bucket_options(begun, mark) };
+        let put = PutOptions { residency, require, ..self.bucket_options(mark) };
         let report = self.store.put_here(&begun.channel, &bucket, &put).await?;
         self.count(report);
         Ok(())
     }
 
     /// What a bucket is put with.
-    fn bucket_options(&self, begun: &Begun, mark: Mark) -> PutOptions {
+    fn bucket_options(&self, mark: Mark) -> PutOptions {
         let mut attrs = self.options.attrs.clone();
         attrs.extend([mark.attr()]);
         PutOptions {
             version: None,
-            writer: Some(begun.writer),
-            writers: Some(WriterSet::one(begun.writer)),
+            writer: Some(self.writer),
+            writers: Some(WriterSet::one(self.writer)),
             job: None,
             attrs,
             rewind: false,
@@ -226,16 +219,15 @@ impl Sender {
             };
         }
         let channel = channel(&self.key, device.as_deref())?;
-        let writer = Role::of(bucket, &self.options)?.writer();
         let version = number(&self.store, &channel, &self.options).await?;
         let patience = self.options.timeout;
         let readers = readers(&self.store, &channel, self.ring.readers, patience).await?;
+        let put = u64::try_from(SystemEnvironment.random() >> 64).expect("it is half of it");
         self.begun = Some(Begun {
             device,
             channel,
-            writer,
             version,
-            put: random(),
+            put,
             readers,
             parts: 0,
             report: None,
@@ -243,6 +235,19 @@ impl Sender {
         });
         Ok(())
     }
+}
+
+/// A version that goes through a ring has one writer: says who that is.
+fn prove_alone(what: &str, dict: &StateDict, options: &PutOptions) -> Result<u32> {
+    let role = Role::of(dict, options)?;
+    if role.is_alone() {
+        return Ok(role.writer());
+    }
+    let text = format_args!(
+        "{what}: a version that goes through a ring has one writer: gather its shards, or put those of each rank under a \
+         key of their own, with writers= that rank"
+    );
+    Err(Error::new(ErrorKind::Invalid, text))
 }
 
 /// What has become of tensors that were to be lent.
@@ -280,11 +285,8 @@ impl Sender {
             Err(why) => return Ok(Lent::Cannot(why)),
         };
         let mark = Mark { is_lent: true, ..begun.mark(is_last) };
-        let options = PutOptions {
-            residency: Residency::Host,
-            require: None,
-            ..self.bucket_options(begun, mark)
-        };
+        let options =
+            PutOptions { residency: Residency::Host, require: None, ..self.bucket_options(mark) };
         let (store, channel, left) =
             (self.store.clone(), begun.channel.clone(), self.options.timeout);
         // It goes on if nobody waits for it any more: until then the tensors are held here, and not changed.

@@ -129,25 +129,14 @@ impl House {
         number: u64,
         patience: Duration,
     ) -> Result<Option<(Key, Leased)>> {
-        let waited = async {
-            loop {
-                // What comes while it is looked for counts too.
-                let mut told = std::pin::pin!(self.followed.notified());
-                told.as_mut().enable();
-                let next = {
-                    let mut inner = self.inner();
-                    let follower = inner.followers.get_mut(&number).filter(|it| it.peer == peer);
-                    let follower = follower.ok_or_else(|| unknown(number))?;
-                    let next = follower.waiting.pop_front();
-                    next.map(|granted| (granted, follower.key.clone()))
-                };
-                match next {
-                    Some((granted, key)) => return granted.map(|grant| (grant, key)),
-                    None => told.await,
-                }
-            }
+        let waiting = || {
+            let mut inner = self.inner();
+            let follower = inner.followers.get_mut(&number).filter(|it| it.peer == peer);
+            let Some(follower) = follower else { return Some(Err(unknown(number))) };
+            let granted = follower.waiting.pop_front()?;
+            Some(granted.map(|grant| (grant, follower.key.clone())))
         };
-        let Ok(next) = tokio::time::timeout(patience, waited).await else { return Ok(None) };
+        let Some(next) = self.until(patience, waiting).await else { return Ok(None) };
         let (grant, key) = next?;
         let leased = self.leased(peer, &key, grant).await?;
         Ok(Some((key, leased)))
@@ -172,18 +161,24 @@ impl House {
             let versions = u64::try_from(versions.len()).unwrap_or(u64::MAX);
             Unread { followers: count, versions }
         };
-        let waited = async {
+        let few = || Some(now()).filter(|unread| unread.versions <= at_most);
+        self.until(patience, few).await.unwrap_or_else(now)
+    }
+
+    /// What is found, which is looked for again whenever something has come or was read; none after so long.
+    async fn until<T>(&self, patience: Duration, mut find: impl FnMut() -> Option<T>) -> Option<T> {
+        let found = async {
             loop {
+                // What comes while it is looked for counts too.
                 let mut told = std::pin::pin!(self.followed.notified());
                 told.as_mut().enable();
-                if now().versions <= at_most {
-                    return;
+                if let Some(found) = find() {
+                    return found;
                 }
                 told.await;
             }
         };
-        let _ = tokio::time::timeout(patience, waited).await;
-        now()
+        tokio::time::timeout(patience, found).await.ok()
     }
 }
 

@@ -5,9 +5,10 @@ mod torch;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use serde_json::json;
-use tssd_format::{Archive, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR};
+use tssd_format::{
+    Archive, ChunkSize, Chunks, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR,
+};
 use tssd_store::VERSION_ATTRS;
 
 use self::torch::Pickled;
@@ -67,16 +68,19 @@ pub(crate) struct Args {
     /// Align all storages to this many bytes: a power of two from 64 to 2MiB
     #[arg(long, value_name = "BYTES")]
     align: Option<Size>,
-    /// What storages that are not compressed are proven in: `large` chunks, of 1MiB, or `fine` ones, so that slices are
-    /// read from a bucket with little beside them
-    #[arg(long, value_name = "SIZE")]
+    /// In what storages that are not compressed are proven: chunks of so many bytes, a power of two from 4KiB to 1MiB,
+    /// or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside them
+    #[arg(long, value_name = "BYTES", value_parser = chunks)]
     chunks: Option<Chunks>,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Chunks {
-    Fine,
-    Large,
+fn chunks(text: &str) -> std::result::Result<Chunks, String> {
+    if text == "fine" {
+        return Ok(Chunks::Fine);
+    }
+    let Size(bytes) = text.parse().map_err(|error| format!("{error}, or `fine`"))?;
+    let wrong = || format!("{bytes} bytes is no power of two from 4KiB to 1MiB");
+    ChunkSize::from_bytes(bytes).map(Chunks::Of).ok_or_else(wrong)
 }
 
 /// The levels of zstd, fast ones among them.
@@ -153,11 +157,9 @@ impl Args {
             let usage = |error| Failure::new(Exit::Usage, format_args!("--align: {error}"));
             options = options.align(bytes).map_err(usage)?;
         }
-        options = match self.chunks {
-            Some(Chunks::Fine) => options.fine_chunks(),
-            Some(Chunks::Large) => options.large_chunks(),
-            None => options,
-        };
+        if let Some(chunks) = self.chunks {
+            options = options.chunks(chunks);
+        }
         if self.raw {
             // Nothing has a level any more.
             return Ok(options.without_attr(ZSTD_LEVEL_ATTR).compress(Compression::None));

@@ -222,7 +222,7 @@ impl Arranger {
         // Sums are found out on the way into the file.
         let storage = StorageReference {
             len,
-            chunk_size: options.chunk_size(len),
+            chunk_size: options.chunks.size(len),
             align_log2: options.align_log2(len),
             digest: options.digests.then_some([0; 32]),
             ..StorageReference::default()

@@ -48,6 +48,12 @@ impl ChunkSize {
         Self { log2: u8::try_from(bytes.trailing_zeros()).expect("it is below 64") }
     }
 
+    /// The size of so many bytes, if chunks can have it: a power of two from 4 KiB to 1 MiB.
+    pub fn from_bytes(bytes: u64) -> Option<Self> {
+        let log2 = u8::try_from(bytes.checked_ilog2()?).ok()?;
+        Self::from_log2(log2).filter(|size| size.bytes() == bytes)
+    }
+
     /// log2 of it.
     pub fn log2(self) -> u8 {
         self.log2
@@ -67,5 +73,40 @@ impl ChunkSize {
     pub(crate) fn range(self, number: u64, len: u64) -> Range<u64> {
         let start = number.saturating_mul(self.bytes()).min(len);
         start..start.saturating_add(self.bytes()).min(len)
+    }
+}
+
+/// How a writer cuts storages that are not compressed into chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Chunks {
+    /// All of one size.
+    Of(ChunkSize),
+    /// Each by its own length, as [`ChunkSize::fine`] says, so that who reads a slice from far away reads little beside
+    /// it to prove it. The index is longer: by 1 to 2 KiB for each storage of 2 MiB or more.
+    Fine,
+}
+
+impl Default for Chunks {
+    /// Of 1 MiB.
+    fn default() -> Self {
+        Self::Of(ChunkSize::default())
+    }
+}
+
+impl Chunks {
+    /// What chunks of a storage of `len` bytes have.
+    pub fn size(self, len: u64) -> ChunkSize {
+        match self {
+            Self::Of(size) => size,
+            Self::Fine => ChunkSize::fine(len),
+        }
+    }
+
+    /// How storages were cut, given the length and the chunks of each. Where another writer had a way of its own, fine.
+    pub(crate) fn recorded(storages: &[(u64, ChunkSize)]) -> Self {
+        let first = storages.first().map(|(_, size)| Self::Of(*size)).unwrap_or_default();
+        let is_so = |chunks: &Self| storages.iter().all(|(len, size)| chunks.size(*len) == *size);
+        [Self::default(), Self::Fine, first].into_iter().find(is_so).unwrap_or(Self::Fine)
     }
 }

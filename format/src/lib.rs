@@ -88,7 +88,7 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
-pub use chunk::{CHUNK_BYTES, ChunkSize};
+pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
 pub use copy::{copy, copy_and_checksum, copy_and_see, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;

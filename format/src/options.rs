@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::archive::Archive;
-use crate::chunk::ChunkSize;
+use crate::chunk::Chunks;
 use crate::codec::is_width;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -19,7 +19,7 @@ pub const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 /// The levels that zstd has.
 const LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
 
-/// What a writer may choose: attributes, compression, digests, alignment.
+/// What a writer may choose: attributes, compression, digests, alignment, chunks.
 ///
 /// # Examples
 ///
@@ -53,7 +53,7 @@ pub struct Options {
     pub(crate) allow_opaque: bool,
     pub(crate) digests: bool,
     pub(crate) align_log2: Option<u8>,
-    pub(crate) fine: bool,
+    pub(crate) chunks: Chunks,
     pub(crate) zstd_level: i32,
     compression: Choice,
 }
@@ -102,7 +102,7 @@ impl Options {
             allow_opaque: false,
             digests: false,
             align_log2: None,
-            fine: false,
+            chunks: Chunks::default(),
             zstd_level: 1,
             compression: Choice::All(Compression::None),
         }
@@ -126,7 +126,9 @@ impl Options {
             storage.align_log2 != usual_align_log2(storage.stored_len())
         };
         options.align_log2 = storages.iter().find(is_unusual).map(|storage| storage.align_log2);
-        options.fine = storages.iter().any(|storage| storage.chunk_size != ChunkSize::default());
+        let raw = storages.iter().filter(|storage| storage.packing.is_none());
+        let cut: Vec<_> = raw.map(|storage| (storage.len, storage.chunk_size)).collect();
+        options.chunks = Chunks::recorded(&cut);
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
             let Some(number) = node.storages().next() else { continue };
@@ -193,19 +195,11 @@ impl Options {
         Ok(self)
     }
 
-    /// Cuts storages that are not compressed into [fine chunks](ChunkSize::fine), so that who reads a slice from far
-    /// away reads little beside it to prove it. Chunks of other sizes, which other writers may have chosen, are cut anew. The
-    /// index is longer: by 1 to 2 KiB for each storage of 2 MiB or more.
+    /// Cuts storages that are not compressed into such chunks, in place of those of 1 MiB. Each is proven by a CRC of its
+    /// own; those of compressed storages have 1 MiB always.
     #[must_use]
-    pub fn fine_chunks(mut self) -> Self {
-        self.fine = true;
-        self
-    }
-
-    /// Cuts storages into chunks of 1 MiB.
-    #[must_use]
-    pub fn large_chunks(mut self) -> Self {
-        self.fine = false;
+    pub fn chunks(mut self, chunks: Chunks) -> Self {
+        self.chunks = chunks;
         self
     }
 
@@ -242,11 +236,6 @@ impl Options {
         }
     }
 
-    /// What the chunks of a storage have that is not compressed.
-    pub(crate) fn chunk_size(&self, len: u64) -> ChunkSize {
-        if self.fine { ChunkSize::fine(len) } else { ChunkSize::default() }
-    }
-
     /// log2 of the alignment of a storage of this many stored bytes.
     pub(crate) fn align_log2(&self, len: u64) -> u8 {
         self.align_log2.unwrap_or_else(|| usual_align_log2(len))
@@ -270,7 +259,7 @@ impl fmt::Debug for Options {
             .field("allow_opaque", &self.allow_opaque)
             .field("digests", &self.digests)
             .field("align_log2", &self.align_log2)
-            .field("fine_chunks", &self.fine)
+            .field("chunks", &self.chunks)
             .field("zstd_level", &self.zstd_level)
             .field("compression", compression)
             .finish()

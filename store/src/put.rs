@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tracing::{Instrument, Span};
 use tssd_format::{
-    AttrValue, Attrs, Compression, Draft, Fill, Filled, Layout, Options, Pack, StateDict,
+    AttrValue, Attrs, Chunks, Compression, Draft, Fill, Filled, Layout, Options, Pack, StateDict,
 };
 
 use self::replicas::without_replicas;
@@ -407,7 +407,7 @@ pub(crate) async fn write(
 fn draft(dict: &StateDict, options: &PutOptions, is_far: bool) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
     if is_far {
-        format = format.fine_chunks();
+        format = format.chunks(Chunks::Fine);
     }
     if options.digests {
         format = format.digests();

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use tssd_format::{
-    Archive, AttrValue, Compression, Dict, Dtype, Layout, Options, Shard, ShardPlace, StateDict,
-    Storage, Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
+    Archive, AttrValue, Chunks, Compression, Dict, Dtype, Layout, Options, Shard, ShardPlace,
+    StateDict, Storage, Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 use tssd_store::blocking::Store;
 use tssd_store::{JobId, Key, PutOptions};
@@ -68,7 +68,7 @@ fn ask() -> impl Strategy<Value = String> {
     ];
     let digest = prop_oneof![Just(""), Just("--digest"), Just("--no-digest")];
     let align = prop_oneof![Just(""), Just("--align 64"), Just("--align 8KiB")];
-    let chunks = prop_oneof![Just(""), Just("--chunks fine"), Just("--chunks large")];
+    let chunks = prop_oneof![Just(""), Just("--chunks fine"), Just("--chunks 8KiB")];
     (zstd, digest, align, chunks)
         .prop_map(|(zstd, digest, align, chunks)| format!("{zstd} {digest} {align} {chunks}"))
 }
@@ -86,7 +86,7 @@ fn before() -> impl Strategy<Value = Options> {
                 options = options.digests();
             }
             if fine {
-                options = options.fine_chunks();
+                options = options.chunks(Chunks::Fine);
             }
             match align {
                 Some(log2) => options.align(1 << log2).unwrap(),
@@ -163,8 +163,16 @@ fn raw_storages_are_cut_as_is_asked_for() {
         json_of(&place.expect(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
         5
     );
-    place.expect(0, "convert fine.tssd -o large.tssd --chunks large");
+    place.expect(0, "convert fine.tssd -o middle.tssd --chunks 64KiB");
+    assert!(sizes("middle.tssd").iter().all(|bytes| *bytes == 64 << 10));
+    place.expect(0, "convert middle.tssd -o again.tssd");
+    assert_eq!(place.read("again.tssd"), place.read("middle.tssd"));
+    place.expect(0, "convert middle.tssd -o large.tssd --chunks 1MiB");
     assert_eq!(place.read("large.tssd"), place.read("in.tssd"));
+    for wrong in ["2KiB", "2MiB", "5000", "coarse"] {
+        let said = place.expect(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
+        assert!(said.contains("for '--chunks <BYTES>'"), "{said}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use tssd_format::{Archive, Layout, Options};
+use tssd_format::{Archive, Chunks, Layout, Options};
 use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
 use tssd_tests::vectors::{Content, vectors};
 
@@ -103,7 +103,7 @@ fn fine(bytes: &[u8]) -> Option<Vec<u8>> {
     }
     let dict = archive.to_state_dict().ok()?;
     let mut file = Vec::new();
-    let options = Options::recorded(&archive).fine_chunks();
+    let options = Options::recorded(&archive).chunks(Chunks::Fine);
     Layout::plan(&dict, &options).ok()?.write_to(&mut file).ok()?;
     Some(file)
 }

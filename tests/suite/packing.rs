@@ -7,9 +7,9 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::safetensors::Export;
 use tssd_format::{
-    Archive, ArchiveWriter, AttrValue, Attrs, Blob, CHUNK_BYTES, Compression, Draft, Dtype,
-    ErrorKind, Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta, TorchStoreStateDict,
-    Value,
+    Archive, ArchiveWriter, AttrValue, Attrs, Blob, CHUNK_BYTES, ChunkSize, Chunks, Compression,
+    Draft, Dtype, ErrorKind, Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta,
+    TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
 
@@ -17,19 +17,22 @@ fn compression() -> impl Strategy<Value = Compression> {
     prop_oneof![Just(Compression::None), Just(Compression::Zstd), Just(Compression::ShuffledZstd),]
 }
 
+fn chunks() -> impl Strategy<Value = Chunks> {
+    let size = (12_u8..21).prop_map(|log2| Chunks::Of(ChunkSize::from_log2(log2).unwrap()));
+    prop_oneof![Just(Chunks::Fine), size]
+}
+
 /// Options of every kind; a leaf is compressed or not by the length of its path.
 fn options() -> impl Strategy<Value = Options> {
     let align = prop::option::of((6_u32..15).prop_map(|log2| 1_u64 << log2));
-    (compression(), compression(), any::<[bool; 2]>(), align, -3_i32..6).prop_map(
-        |(even, odd, [digests, fine], align, level)| {
+    (compression(), compression(), any::<bool>(), chunks(), align, -3_i32..6).prop_map(
+        |(even, odd, digests, chunks, align, level)| {
             let mut options = Options::new()
                 .zstd_level(level)
+                .chunks(chunks)
                 .compress_leaves(move |path, _| if path.fqn().len() % 2 == 0 { even } else { odd });
             if digests {
                 options = options.digests();
-            }
-            if fine {
-                options = options.fine_chunks();
             }
             match align {
                 Some(bytes) => options.align(bytes).unwrap(),
@@ -196,7 +199,7 @@ fn dict_of(storages: &[Storage], tensors: &[Part]) -> StateDict {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     /// Where bytes are makes no difference to what is written, in any of the ways in which it is.
     #[test]

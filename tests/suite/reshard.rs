@@ -248,7 +248,7 @@ fn daemons_of_other_hosts_do_the_same() {
     let controller = Served::new(1 << 30);
     let keeper = Served::under(&controller);
     let (far, near) = (controller.connect_far(), keeper.connect());
-    let mut runner = TestRunner::new(ProptestConfig::with_cases(150));
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(1000));
     let counted = std::cell::Cell::new(0);
     runner
         .run(&case(3), |(shape, put, get)| {

@@ -133,7 +133,9 @@ pub(super) fn name(
         match leaf {
             Leaf::Named(fqn) => add(&[0, wide(fqn.len())]),
             Leaf::Run(_, references) => {
-                add(&[1, wide(references.len())]);
+                let global_shape = plan::global_shape(&references[0]);
+                add(&[1, wide(references.len()), wide(global_shape.len())]);
+                add(&global_shape);
                 for reference in *references {
                     let storage = reference.storage.map_or(u64::MAX, u64::from);
                     let region = plan::region(reference);

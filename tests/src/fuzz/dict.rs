@@ -2,8 +2,8 @@
 
 use arbitrary::{Result, Unstructured};
 use tssd_format::{
-    Compression, DeviceMesh, Dict, Dtype, Float, Int, Key, Options, Shard, ShardPlace, StateDict,
-    Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    Chunks, Compression, DeviceMesh, Dict, Dtype, Float, Int, Key, Options, Shard, ShardPlace,
+    StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 /// A state dict and the options to write it with; none if the bytes give none.
@@ -35,7 +35,7 @@ impl Maker<'_> {
             options = options.digests();
         }
         if fine {
-            options = options.fine_chunks();
+            options = options.chunks(Chunks::Fine);
         }
         if aligned {
             let bytes = 1 << self.u.int_in_range(6..=12)?;

@@ -1,7 +1,8 @@
 //! Compressed storages, and digests.
 
 use tssd_format::{
-    Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor, TensorMeta, Value,
+    ChunkSize, Chunks, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
+    TensorMeta, Value,
 };
 
 use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one};
@@ -94,14 +95,34 @@ pub(super) fn vectors() -> Vec<Vector> {
         file(
             "076-fine-chunks",
             "raw storages in chunks of 4 and of 8 KiB, one of one chunk, with digests",
-            encode(&fine_storages(), &digests.fine_chunks()),
+            encode(&fine_storages(), &digests.chunks(Chunks::Fine)),
         ),
         file(
             "077-fine-and-zstd",
             "fine chunks beside a compressed storage, whose chunks have 1 MiB",
-            encode(&moments(), &mixed.fine_chunks()),
+            encode(&moments(), &mixed.chunks(Chunks::Fine)),
         ),
+        cut("110-chunks-of-8k", 13),
+        cut("111-chunks-of-16k", 14),
+        cut("112-chunks-of-32k", 15),
+        cut("113-chunks-of-64k", 16),
+        cut("114-chunks-of-128k", 17),
+        cut("115-chunks-of-256k", 18),
+        cut("116-chunks-of-512k", 19),
     ]
+}
+
+/// A storage of one chunk of this size, one of a byte more, and one of fewer.
+fn cut(name: &'static str, log2: u8) -> Vector {
+    let size = ChunkSize::from_log2(log2).expect("a size of chunks");
+    let bytes = |len: u64| of_bytes(Dtype::Uint8, &[len], |place| place.to_le_bytes()[1]).into();
+    let dict = dict_of(vec![
+        ("whole".into(), bytes(size.bytes())),
+        ("more".into(), bytes(size.bytes() + 1)),
+        ("less".into(), bytes(100)),
+    ]);
+    let what = "storages of one chunk, of two and of a part of one";
+    file(name, what, encode(&dict, &Options::new().chunks(Chunks::Of(size))))
 }
 
 /// Numbers that look like weights: small, of both signs, with noisy low bits.

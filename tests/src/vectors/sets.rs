@@ -1,8 +1,9 @@
 //! Manifests, alone and with the archives that they name.
 
 use tssd_format::{
-    Archive, Attrs, ChunkSize, Compression, Container, Dtype, Key, Node, Options, ShardFile,
-    ShardPlace, StateDict, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, Value,
+    Archive, Attrs, ChunkSize, Chunks, Compression, Container, Dtype, Key, Node, Options,
+    ShardFile, ShardPlace, StateDict, Step, StorageReference, TensorMeta, TensorReference,
+    TensorSlice, Value,
 };
 
 use super::{Content, Vector, dict_of, encode, f32s, file, of_bytes};
@@ -35,7 +36,12 @@ pub(super) fn vectors() -> Vec<Vector> {
             4,
         ),
         set("084-shard-set-of-one", "a version of one writer", &Options::new(), 1),
-        set("085-shard-set-fine", "archives in fine chunks", &Options::new().fine_chunks(), 2),
+        set(
+            "085-shard-set-fine",
+            "archives in fine chunks",
+            &Options::new().chunks(Chunks::Fine),
+            2,
+        ),
     ]
 }
 

@@ -280,20 +280,217 @@ fn rows(wanted: Wanted) -> Vec<Wanted> {
 
 #[cfg(test)]
 mod tests {
-    use tssd_format::Runs;
+    use tssd_format::{Dtype, Runs, TensorSlice};
 
     use super::*;
 
+    fn meta(shape: &[u64]) -> TensorMeta {
+        TensorMeta::new(Dtype::Uint8, shape).unwrap()
+    }
+
+    fn copy(storage: u32, source: u64, len: u64) -> Copy {
+        Copy { storage, source, target: 0, runs: Runs::run(len) }
+    }
+
     #[test]
     fn a_plan_fits_what_has_all_that_it_copies() {
-        let copy = Copy { storage: 1, source: 8, target: 0, runs: Runs::run(4) };
-        let part = Part { len: 4, copies: vec![copy] };
         let mut plan = Plan::default();
-        plan.push(vec![part]);
+        plan.push(vec![Part { len: 4, copies: vec![copy(1, 8, 4)] }]);
         assert_eq!(plan.bytes, 4);
         let lens = |lens: &'static [u64]| move |storage: u32| lens.get(storage as usize).copied();
         assert!(plan.fits(lens(&[0, 12])));
         assert!(!plan.fits(lens(&[12, 11])));
         assert!(!plan.fits(lens(&[12])));
+    }
+
+    #[test]
+    fn a_plan_knows_how_far_it_reads() {
+        let mut plan = Plan::default();
+        plan.push(vec![Part { len: 9, copies: vec![copy(1, 8, 4), copy(1, 2, 5)] }]);
+        plan.push(vec![Part { len: 3, copies: vec![copy(2, 0, 3)] }]);
+        plan.push(vec![Part { len: 1, copies: vec![copy(1, 20, 1)] }]);
+        assert_eq!(plan.bytes, 13);
+        assert_eq!(plan.ends, [(1, 12), (2, 3), (1, 21)]);
+        let sources: Vec<u64> = plan.copies().map(|copy| copy.source).collect();
+        assert_eq!(sources, [8, 2, 0, 20]);
+    }
+
+    #[test]
+    fn the_last_plans_are_kept() {
+        let cache = PlanCache::default();
+        let name = |number: usize| [u8::try_from(number).unwrap(); 32];
+        for number in 0..=PLANS {
+            let plan = Plan { bytes: wide(number), ..Plan::default() };
+            cache.insert(name(number), Arc::new(plan));
+        }
+        assert!(cache.get(&name(0)).is_none());
+        for number in 1..=PLANS {
+            assert_eq!(cache.get(&name(number)).unwrap().bytes, wide(number));
+        }
+    }
+
+    /// What a test wants of one leaf.
+    #[derive(Clone)]
+    struct Wish {
+        fqn: &'static str,
+        references: Option<Vec<TensorReference>>,
+        part: Option<[Vec<u64>; 3]>,
+        meta: TensorMeta,
+    }
+
+    impl Wish {
+        fn request(&self) -> Request<'_> {
+            let leaf = match &self.references {
+                Some(references) => Leaf::Run(self.fqn, references),
+                None => Leaf::Named(self.fqn),
+            };
+            let part = self.part.as_ref().map(|[offsets, shape, global_shape]| Box {
+                offsets,
+                shape,
+                global_shape,
+            });
+            Request { leaf, part, meta: &self.meta }
+        }
+    }
+
+    /// All that can differ in what is read and wanted, each time one of it: each has a name of its own.
+    #[test]
+    fn what_differs_has_another_name() {
+        let place = |offsets: [u64; 2], global: [u64; 2]| {
+            Some(ShardPlace::new(TensorSlice::new(&offsets, &[2, 3], &global).unwrap()))
+        };
+        let reference =
+            TensorReference { meta: meta(&[2, 3]), storage: Some(1), byte_offset: 0, place: None };
+        let wish = Wish { fqn: "weight", references: None, part: None, meta: meta(&[2, 3]) };
+        let referring =
+            |reference: TensorReference| Wish { references: Some(vec![reference]), ..wish.clone() };
+        let part = |vectors: [[u64; 2]; 3]| Wish {
+            part: Some(vectors.map(|vector| vector.to_vec())),
+            ..wish.clone()
+        };
+        let of_meta = |meta: TensorMeta| Wish { meta, ..wish.clone() };
+        let named = |fqn| Wish { fqn, ..wish.clone() };
+        let wishes: Vec<Vec<Wish>> = vec![
+            vec![],
+            vec![wish.clone()],
+            vec![wish.clone(), wish.clone()],
+            vec![named("bias")],
+            vec![named("ab"), named("c")],
+            vec![named("a"), named("bc")],
+            vec![named("abc")],
+            vec![of_meta(meta(&[3, 2]))],
+            vec![of_meta(meta(&[6]))],
+            vec![of_meta(TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap())],
+            vec![of_meta(meta(&[2, 3]).with_strides(&[1, 2]).unwrap())],
+            vec![of_meta(meta(&[2, 3]).with_strides(&[4, 1]).unwrap())],
+            vec![part([[0, 0], [2, 3], [2, 3]])],
+            vec![part([[0, 1], [2, 3], [2, 3]])],
+            vec![part([[0, 0], [2, 4], [2, 3]])],
+            vec![part([[0, 0], [2, 3], [2, 5]])],
+            vec![referring(reference.clone())],
+            vec![Wish {
+                references: Some(vec![reference.clone(), reference.clone()]),
+                ..wish.clone()
+            }],
+            vec![referring(TensorReference { storage: None, ..reference.clone() })],
+            vec![referring(TensorReference { storage: Some(2), ..reference.clone() })],
+            vec![referring(TensorReference { byte_offset: 1, ..reference.clone() })],
+            vec![referring(TensorReference { place: place([0, 0], [2, 4]), ..reference.clone() })],
+            vec![referring(TensorReference { place: place([0, 0], [3, 4]), ..reference.clone() })],
+            vec![referring(TensorReference { place: place([1, 0], [3, 4]), ..reference.clone() })],
+        ];
+        let mut names = Vec::new();
+        for wishes in &wishes {
+            let requests: Vec<Request<'_>> = wishes.iter().map(Wish::request).collect();
+            for (layout, writer, cover) in [
+                ([1; 16], None, Cover::Whole),
+                ([2; 16], None, Cover::Whole),
+                ([1; 16], Some(0), Cover::Whole),
+                ([1; 16], Some(1), Cover::Whole),
+                ([1; 16], None, Cover::Part),
+            ] {
+                let found = name(&layout, writer, (&requests, cover));
+                assert_eq!(found, name(&layout, writer, (&requests, cover)));
+                names.push(found);
+            }
+        }
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+
+    /// Large wishes in parts of whole rows, one behind the other; all others as they are.
+    #[test]
+    fn large_wishes_are_cut_into_rows() {
+        const MIB: u64 = 1 << 20;
+        let wanted = |offset: u64, meta: TensorMeta| {
+            let mut offsets = vec![0; meta.shape().len()];
+            offsets.first_mut().into_iter().for_each(|first| *first = offset);
+            let region = Region::new(&offsets, meta.shape()).unwrap();
+            let global_shape = offsets.iter().zip(meta.shape()).map(|(offset, len)| offset + len);
+            Wanted { region, global_shape: global_shape.collect(), meta }
+        };
+        let strided = meta(&[64, MIB]).with_strides(&[2 * MIB, 1]).unwrap();
+        for (offset, meta, expected) in [
+            (0, meta(&[]), vec![1]),
+            (0, meta(&[0]), vec![0]),
+            (0, meta(&[0, 40 * MIB]), vec![0]),
+            (5, meta(&[32 * MIB - 1]), vec![32 * MIB - 1]),
+            (5, meta(&[32 * MIB]), vec![16 * MIB; 2]),
+            (5, meta(&[33 * MIB]), vec![16 * MIB, 16 * MIB, MIB]),
+            (0, meta(&[1, 40 * MIB]), vec![1]),
+            (0, meta(&[2, 40 * MIB]), vec![1, 1]),
+            // Sixteen MiB are no whole number of rows: a part has more.
+            (7, meta(&[8, 5 * MIB]), vec![4, 4]),
+            (7, meta(&[9, 5 * MIB]), vec![4, 4, 1]),
+            (0, strided, vec![64]),
+        ] {
+            let parts = rows(wanted(offset, meta.clone()));
+            let lens: Vec<u64> =
+                parts.iter().map(|part| part.meta.shape().first().copied().unwrap_or(1)).collect();
+            assert_eq!(lens, expected, "{meta:?}");
+            let mut next = offset;
+            for (part, len) in parts.iter().zip(&lens) {
+                assert_eq!(part.region.shape(), part.meta.shape());
+                assert_eq!(part.meta.shape().get(1..), meta.shape().get(1..));
+                assert_eq!(part.region.offsets().first().copied().unwrap_or(0), next);
+                assert_eq!(&part.global_shape, &wanted(offset, meta.clone()).global_shape);
+                next += len;
+            }
+        }
+    }
+
+    /// Memory that only counts.
+    #[derive(Debug)]
+    struct Far;
+
+    impl BlobMut for Far {
+        fn size(&self) -> u64 {
+            9
+        }
+
+        fn write_all_at(&self, _: &[u8], _: u64) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn each_part_has_its_memory() {
+        let mut plan = Plan::default();
+        let part = |len, source| Part { len, copies: vec![copy(0, source, wide(len))] };
+        plan.push(vec![part(2, 10), part(3, 20)]);
+        plan.push(vec![part(4, 30), part(5, 40)]);
+        let mut memory = [1, 2, 3, 4, 5, 6];
+        let targets = vec![TargetMemory::Here(&mut memory), TargetMemory::Elsewhere(&Far)];
+        let (here, beyond) = plan.cut(targets);
+        let here: Vec<_> =
+            here.iter().map(|(copies, bytes)| (copies[0].source, &bytes[..])).collect();
+        assert_eq!(here, [(10, &[1, 2][..]), (20, &[3, 4, 5])]);
+        let beyond: Vec<_> = beyond
+            .iter()
+            .map(|part| (part.number, part.start, part.len, part.copies[0].source))
+            .collect();
+        assert_eq!(beyond, [(1, 0, 4, 30), (1, 4, 5, 40)]);
     }
 }

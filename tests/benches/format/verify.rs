@@ -36,17 +36,21 @@ pub(crate) fn a_file(bench: &mut Bench) {
     for threads in [1, 2] {
         let case = format!("verify a file, {}", cores(threads));
         bench.race(
-            Race::new(&case, "in the page cache, every checksum; to read is pread into warm memory", 7)
-                .of(&model)
-                .with(
-                    Runner::ours("tssd", || {
-                        verify(&Archive::open(&path).unwrap(), threads);
-                    })
-                    .target(Target::Speed(0.9, READ)),
-                )
-                .with(Runner::limit(READ, || read_whole(&path, &mut warm, threads)))
-                .with(Runner::also("read 1 MiB at a time, and add", || read(threads, adding_up)))
-                .with(Runner::also("read 1 MiB at a time", || read(threads, |_| {}))),
+            Race::new(
+                &case,
+                "in the page cache, every checksum; to read is pread into warm memory",
+                7,
+            )
+            .of(&model)
+            .with(
+                Runner::ours("tssd", || {
+                    verify(&Archive::open(&path).unwrap(), threads);
+                })
+                .target(Target::Speed(0.9, READ)),
+            )
+            .with(Runner::limit(READ, || read_whole(&path, &mut warm, threads)))
+            .with(Runner::also("read 1 MiB at a time, and add", || read(threads, adding_up)))
+            .with(Runner::also("read 1 MiB at a time", || read(threads, |_| {}))),
         );
         let case = format!("verify memory, {}", cores(threads));
         bench.race(

@@ -1,7 +1,9 @@
 //! Every system call of a store fails, or is the last one of its process.
 
 mod child;
+mod process;
 mod scenario;
+mod short;
 mod strace;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +19,9 @@ use tssd_tests::command::quick_folder;
 use tssd_tests::proof::Proof;
 
 use self::child::{Actor, root};
+use self::process::Ended;
 use self::scenario::{DAEMON_RECOVERY, RECOVERY, SCENARIOS, Scenario, State, Step};
-use self::strace::{Call, Ended, Fault};
+use self::strace::{Call, Fault};
 use crate::folder;
 
 /// How many rounds CI wants.
@@ -126,7 +129,11 @@ impl Point {
     }
 
     fn ended(&self, place: &Place) -> Ended {
-        strace::inject(self.start.scenario, &place.0, &self.call, self.fault)
+        let scenario = self.start.scenario;
+        match self.fault {
+            Fault::Half => short::run(scenario, &place.0, &self.call),
+            fault => strace::inject(scenario, &place.0, &self.call, fault),
+        }
     }
 
     /// Whether the next put has to wait; or what is wrong.
@@ -211,7 +218,7 @@ impl Point {
     fn may_fail_by(&self, said: &str) -> bool {
         let kind = said.split(' ').next().unwrap_or_default();
         match self.fault {
-            Fault::Kill => false,
+            Fault::Kill | Fault::Half => false,
             // Opening a store says so of a folder that cannot be read; and a daemon, of one who is lost.
             Fault::Error(_) => matches!(kind, "io" | "unreachable"),
             // A file that has no bytes is damaged.
@@ -289,8 +296,8 @@ struct Figures {
 }
 
 impl Figures {
-    /// Runs the points, on all cores, as long as the proof goes on.
-    fn run(&mut self, proof: &Proof, points: &[Point]) {
+    /// Runs the points, on all cores, as long as there is to be another round.
+    fn run(&mut self, goes_on: impl Fn(u64) -> bool + Sync, points: &[Point]) {
         for point in points {
             self.covered.entry(point.start.scenario.name).or_default().1 += 1;
         }
@@ -299,7 +306,7 @@ impl Figures {
         let work = || loop {
             let point = {
                 let mut queue = queue.lock().unwrap();
-                if !proof.goes_on(queue.1.rounds, ROUNDS) {
+                if !goes_on(queue.1.rounds) {
                     break;
                 }
                 queue.1.rounds += 1;
@@ -326,6 +333,24 @@ impl Figures {
     }
 }
 
+impl Figures {
+    fn expect_good(&self) {
+        assert!(self.wrong.is_empty(), "{}", self.wrong.join("\n"));
+        assert!(self.missed * 50 <= self.rounds, "{} rounds did nothing", self.missed);
+    }
+
+    /// How many points are covered, of how many.
+    fn points(&self) -> (u64, u64) {
+        let all = self.covered.values();
+        all.fold((0, 0), |(covered, of), each| (covered + each.0, of + each.1))
+    }
+
+    fn by_scenario(&self) -> BTreeMap<&'static str, String> {
+        let all = self.covered.iter();
+        all.map(|(name, (covered, of))| (*name, format!("{covered} of {of}"))).collect()
+    }
+}
+
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn any_system_call_may_fail_or_be_the_last_one() {
@@ -348,7 +373,8 @@ fn any_system_call_may_fail_or_be_the_last_one() {
     starts = fresh.clone();
     while !fresh.is_empty() && proof.goes_on(figures.rounds, ROUNDS) {
         figures.starts += fresh.len() as u64;
-        figures.run(&proof, &fresh.iter().flat_map(Point::all).collect::<Vec<_>>());
+        let points: Vec<Point> = fresh.iter().flat_map(Point::all).collect();
+        figures.run(|rounds| proof.goes_on(rounds, ROUNDS), &points);
         fresh.clear();
         // Where there is time, all that can be left behind, until nothing is new.
         for start in &starts {
@@ -358,20 +384,39 @@ fn any_system_call_may_fail_or_be_the_last_one() {
         }
         starts.clone_from(&fresh);
     }
-    let (covered, of) = figures
-        .covered
-        .values()
-        .fold((0, 0), |(covered, of), each| (covered + each.0, of + each.1));
-    assert!(figures.wrong.is_empty(), "{}", figures.wrong.join("\n"));
-    assert!(figures.missed * 50 <= figures.rounds, "{} rounds did nothing", figures.missed);
-    let scenarios: BTreeMap<_, _> = figures
-        .covered
-        .iter()
-        .map(|(name, (covered, of))| (*name, format!("{covered} of {of}")))
-        .collect();
+    figures.expect_good();
+    let (covered, of) = figures.points();
     proof.end(json!({
         "rounds": figures.rounds, "points": of, "points covered": covered,
-        "states found": figures.starts, "by scenario": scenarios,
+        "states found": figures.starts, "by scenario": figures.by_scenario(),
         "had to wait for the dead": figures.blocked, "wrong": figures.wrong.len(),
+    }));
+}
+
+/// All of them, of processes that find all well and of some that find what killed ones have left.
+#[test]
+#[ignore = "cargo xtask reliability runs it"]
+fn any_read_or_write_may_be_short() {
+    let proof = Proof::begin("short reads and writes");
+    let mut figures = Figures::default();
+    let mut starts: Vec<Arc<Start>> =
+        SCENARIOS.iter().map(|each| Arc::new(Start::of(*each))).collect();
+    let mut known = BTreeSet::new();
+    for start in starts.clone() {
+        let calls: Vec<Call> = start.calls().into_iter().filter(Call::changes).collect();
+        starts.extend(left_behind(&start, &some(&calls, 3), &mut known));
+    }
+    figures.starts = starts.len() as u64;
+    let points = starts.iter().flat_map(|start| {
+        let calls = start.calls().into_iter().filter(short::may_be);
+        calls.map(|call| Point { start: start.clone(), call, fault: Fault::Half })
+    });
+    figures.run(|_| true, &points.collect::<Vec<_>>());
+    figures.expect_good();
+    let (covered, of) = figures.points();
+    proof.end(json!({
+        "points": of, "points covered": covered, "of one byte or none": figures.missed,
+        "states found": figures.starts, "by scenario": figures.by_scenario(),
+        "wrong": figures.wrong.len(),
     }));
 }

@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Command, Stdio};
 
-use super::child::{PLACE, SCENARIO};
+use super::process::{Ended, Process, end};
 use super::scenario::Scenario;
 
 /// What is done to a call in place of doing it.
@@ -18,6 +16,8 @@ pub(crate) enum Fault {
     Error(&'static str),
     /// It says that it has read or written no byte.
     Nothing,
+    /// It reads or writes half of the bytes.
+    Half,
 }
 
 impl fmt::Display for Fault {
@@ -26,11 +26,12 @@ impl fmt::Display for Fault {
             Self::Kill => f.write_str("SIGKILL"),
             Self::Error(error) => f.write_str(error),
             Self::Nothing => f.write_str("no byte"),
+            Self::Half => f.write_str("half of the bytes"),
         }
     }
 }
 
-use Fault::{Error, Kill, Nothing};
+use Fault::{Error, Half, Kill, Nothing};
 
 const EIO: Fault = Error("EIO");
 const EINTR: Fault = Error("EINTR");
@@ -92,9 +93,6 @@ const CHANGES: &[&str] = &[
     "unlinkat",
 ];
 
-/// How long a process takes at most.
-const PATIENCE: Duration = Duration::from_mins(1);
-
 /// A thread of the process: there are two that do something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Thread {
@@ -109,6 +107,8 @@ pub(crate) struct Call {
     /// The how-manieth of this name it is, of its thread.
     index: u64,
     thread: Thread,
+    /// The how-manieth of this name it is, from 1 on, of those on such files.
+    pub(crate) number: u64,
 }
 
 impl Call {
@@ -127,31 +127,18 @@ impl fmt::Display for Call {
     }
 }
 
-/// A process that has ended.
-#[derive(Debug)]
-pub(crate) struct Ended {
-    pub(crate) status: ExitStatus,
-    pub(crate) said: String,
-    pub(crate) complaints: String,
-    /// Whether the fault has happened.
-    pub(crate) is_hit: bool,
-}
-
-impl Ended {
-    pub(crate) fn is_killed(&self) -> bool {
-        self.status.signal() == Some(9)
-    }
-}
-
 /// The calls of a process that nothing happens to.
 pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
     let log = place.with_extension("strace");
-    let (ended, main, worker) = run(scenario, place, |command, main, _| {
-        command.args(["-f", "-y", "-s", "0", "-e", &traced(), "-p", &main, "-o"]).arg(&log);
-    });
+    let process = Process::start(scenario, place, &[]);
+    let [main, worker] = process.threads.clone();
+    let tracer = Tracer::start(&["-f", "-y", "-s", "0", "-e", &traced(), "-p", &main], &log);
+    let ended = process.finish();
+    drop(tracer);
     assert!(ended.status.success(), "{}: {ended:?}", scenario.name);
     let place = place.to_str().unwrap();
     let mut counts: BTreeMap<(Thread, &str), u64> = BTreeMap::new();
+    let mut ours: BTreeMap<&str, u64> = BTreeMap::new();
     let mut calls = Vec::new();
     let log = std::fs::read_to_string(log).unwrap();
     for line in log.lines() {
@@ -171,26 +158,31 @@ pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
         let index = counts.entry((thread, name)).or_default();
         *index += 1;
         if is_ours {
-            calls.push(Call { name, index: *index, thread });
+            let number = ours.entry(name).or_default();
+            *number += 1;
+            calls.push(Call { name, index: *index, thread, number: *number });
         }
     }
     calls
 }
 
-/// Runs a process to which something happens.
+/// Runs a process to which something happens that a tracer can do.
 pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault) -> Ended {
     let log = place.with_extension("strace");
-    let (mut ended, ..) = run(scenario, place, |command, main, worker| {
-        let thread = if call.thread == Thread::Main { main } else { worker };
-        let what = match fault {
-            Kill => "signal=SIGKILL".to_owned(),
-            Error(error) => format!("error={error}"),
-            Nothing => "retval=0".to_owned(),
-        };
-        let trace = format!("trace={}", call.name);
-        let inject = format!("inject={}:{what}:when={}", call.name, call.index);
-        command.args(["-s", "0", "-e", &trace, "-e", &inject, "-p", &thread, "-o"]).arg(&log);
-    });
+    let process = Process::start(scenario, place, &[]);
+    let [main, worker] = &process.threads;
+    let thread = if call.thread == Thread::Main { main } else { worker };
+    let what = match fault {
+        Kill => "signal=SIGKILL".to_owned(),
+        Error(error) => format!("error={error}"),
+        Nothing => "retval=0".to_owned(),
+        Half => unreachable!("a tracer does not do a part of a call"),
+    };
+    let trace = format!("trace={}", call.name);
+    let inject = format!("inject={}:{what}:when={}", call.name, call.index);
+    let tracer = Tracer::start(&["-s", "0", "-e", &trace, "-e", &inject, "-p", thread], &log);
+    let mut ended = process.finish();
+    drop(tracer);
     let log = std::fs::read_to_string(log).unwrap();
     ended.is_hit = ended.is_killed() || log.contains("(INJECTED)");
     ended
@@ -202,54 +194,13 @@ fn traced() -> String {
     format!("trace={}", names.join(","))
 }
 
-/// Runs a process, traced from where its scenario begins; and its threads.
-fn run(
-    scenario: Scenario,
-    place: &Path,
-    say: impl FnOnce(&mut Command, String, String),
-) -> (Ended, String, String) {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["syscalls::child::process", "--exact", "--ignored", "--nocapture"])
-        .arg("--test-threads=1")
-        .env(SCENARIO, scenario.name)
-        .env(PLACE, place)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
-    let (main, worker) = threads(&mut output);
-    let mut command = Command::new("strace");
-    say(&mut command, main.clone(), worker.clone());
-    let strace = Tracer::start(command);
-    child.stdin.take().unwrap().write_all(b"go\n").unwrap();
-    let status = end(&mut child);
-    let (mut said, mut complaints) = (String::new(), String::new());
-    output.read_to_string(&mut said).unwrap();
-    child.stderr.take().unwrap().read_to_string(&mut complaints).unwrap();
-    drop(strace);
-    (Ended { status, said, complaints, is_hit: false }, main, worker)
-}
-
-fn threads(output: &mut BufReader<ChildStdout>) -> (String, String) {
-    let mut line = String::new();
-    while output.read_line(&mut line).unwrap() > 0 {
-        // What runs tests says something before.
-        if let Some((_, threads)) = line.split_once("threads ") {
-            let (main, worker) = threads.trim().split_once(' ').unwrap();
-            return (main.to_owned(), worker.to_owned());
-        }
-        line.clear();
-    }
-    panic!("the process has not begun");
-}
-
 /// `strace`, which ends with what it traces.
 struct Tracer(Child);
 
 impl Tracer {
-    fn start(mut command: Command) -> Self {
+    fn start(arguments: &[&str], log: &Path) -> Self {
+        let mut command = Command::new("strace");
+        command.args(arguments).arg("-o").arg(log);
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut strace = spawned.spawn().unwrap_or_else(|error| {
             panic!("strace cannot be started ({error}): install it, such as by `apt-get install strace`")
@@ -268,18 +219,5 @@ impl Tracer {
 impl Drop for Tracer {
     fn drop(&mut self) {
         end(&mut self.0);
-    }
-}
-
-fn end(process: &mut Child) -> ExitStatus {
-    let started = Instant::now();
-    loop {
-        if let Some(status) = process.try_wait().unwrap() {
-            return status;
-        }
-        if started.elapsed() > PATIENCE {
-            let _ = process.kill();
-        }
-        std::thread::sleep(Duration::from_micros(500));
     }
 }

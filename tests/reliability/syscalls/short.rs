@@ -1,0 +1,34 @@
+//! A process of whose reads and writes one does half of what it was asked for, which no tracer can do: `tests/libshort`
+//! does.
+
+use std::path::{Path, PathBuf};
+
+use super::process::{Ended, Process};
+use super::scenario::Scenario;
+use super::strace::Call;
+
+/// The calls that a file may answer with fewer bytes than it was asked for.
+const CALLS: [&str; 4] = ["pread64", "pwrite64", "read", "write"];
+
+pub(crate) fn may_be(call: &Call) -> bool {
+    CALLS.contains(&call.name)
+}
+
+/// Runs a process one of whose calls is short.
+pub(crate) fn run(scenario: Scenario, place: &Path, call: &Call) -> Ended {
+    let meant = format!("{}:{}:{}", call.name, call.number, place.display());
+    let library = library();
+    let environment = [("LD_PRELOAD", library.as_os_str()), ("TSSD_SHORT", meant.as_ref())];
+    let mut ended = Process::start(scenario, place, &environment).finish();
+    ended.is_hit = ended.complaints.contains("short: ");
+    ended
+}
+
+/// Where cargo puts it beside this test.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let found = profile.join("libtssd_short.so");
+    assert!(found.is_file(), "no {}: run `cargo build -p tssd-short`", found.display());
+    found
+}

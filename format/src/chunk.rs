@@ -49,6 +49,16 @@ impl ChunkSize {
     }
 
     /// The size of so many bytes, if chunks can have it: a power of two from 4 KiB to 1 MiB.
+    ///
+    /// ```
+    /// use tssd_format::ChunkSize;
+    ///
+    /// assert_eq!(ChunkSize::from_bytes(64 << 10), ChunkSize::from_log2(16));
+    /// assert_eq!(ChunkSize::from_bytes(1 << 20), Some(ChunkSize::default()));
+    /// for none in [0, 1, 2 << 10, (64 << 10) + 1, 2 << 20, u64::MAX] {
+    ///     assert_eq!(ChunkSize::from_bytes(none), None);
+    /// }
+    /// ```
     pub fn from_bytes(bytes: u64) -> Option<Self> {
         let log2 = u8::try_from(bytes.checked_ilog2()?).ok()?;
         Self::from_log2(log2).filter(|size| size.bytes() == bytes)
@@ -108,5 +118,41 @@ impl Chunks {
         let first = storages.first().map(|(_, size)| Self::Of(*size)).unwrap_or_default();
         let is_so = |chunks: &Self| storages.iter().all(|(len, size)| chunks.size(*len) == *size);
         [Self::default(), Self::Fine, first].into_iter().find(is_so).unwrap_or(Self::Fine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_powers_of_two_from_4_kib_to_1_mib() {
+        let sizes: Vec<u64> = (0..=u8::MAX)
+            .filter_map(ChunkSize::from_log2)
+            .map(|size| {
+                assert_eq!(ChunkSize::from_bytes(size.bytes()), Some(size));
+                assert_eq!(ChunkSize::from_bytes(size.bytes() + 1), None);
+                size.bytes()
+            })
+            .collect();
+        assert_eq!(sizes, [4, 8, 16, 32, 64, 128, 256, 512, 1024].map(|kib: u64| kib << 10));
+    }
+
+    #[test]
+    fn how_storages_were_cut_is_found() {
+        let of = |log2| ChunkSize::from_log2(log2).unwrap();
+        let large = 6 << 20;
+        for (storages, expected) in [
+            (vec![], Chunks::default()),
+            (vec![(100, of(20)), (large, of(20))], Chunks::default()),
+            (vec![(100, of(12)), (large, of(14))], Chunks::Fine),
+            // Both ways lead to it; by the length is what was meant if there are others.
+            (vec![(100, of(12))], Chunks::Fine),
+            (vec![(100, of(16)), (large, of(16))], Chunks::Of(of(16))),
+            (vec![(100, of(12)), (large, of(12))], Chunks::Of(of(12))),
+            (vec![(100, of(13)), (large, of(17))], Chunks::Fine),
+        ] {
+            assert_eq!(Chunks::recorded(&storages), expected, "{storages:?}");
+        }
     }
 }

@@ -151,3 +151,41 @@ async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
     controller.withdraw(&second, 1).await;
     assert!(!root.path().join(second.folder()).exists());
 }
+
+#[tokio::test]
+async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
+    let root = tempfile::tempdir().unwrap();
+    let disk = Disk::at(root.path().canonicalize().unwrap());
+    // As a process each.
+    let controller = || {
+        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
+        let volume = Arc::new(DirectoryVolume::new(disk.clone()));
+        LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment))
+    };
+    let key = Key::new("policy").unwrap();
+    let numbered = |number| Proposal { number: Some(number), ..proposal(Durability::Disk) };
+    let killed = controller();
+    for number in [1, 2] {
+        killed.open(&key, &numbered(number), || true).await.unwrap();
+    }
+    // While it lives, two open versions are in the way, and its numbers are.
+    let other = controller();
+    let error = other.open(&key, &numbered(3), || true).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    drop(killed);
+    let (place, _) = other.open(&key, &numbered(3), || true).await.unwrap();
+    assert!(place.folder().contains("-3-"), "{}", place.folder());
+}
+
+#[test]
+fn what_a_killed_process_has_written_is_taken_over_if_it_is_the_same() {
+    let root = tempfile::tempdir().unwrap();
+    let volume = DirectoryVolume::new(Disk::at(root.path().canonicalize().unwrap()));
+    let put = |bytes: &[u8]| write(&volume, "policy/0-1-7/manifest.tssd", bytes, Durability::Disk);
+    put(b"what it is").unwrap();
+    // Who proves the version after it writes the same once more.
+    put(b"what it is").unwrap();
+    for other in [&b"what it was"[..], b"what it iz", b"what it i", b""] {
+        assert_eq!(put(other).unwrap_err().kind(), ErrorKind::Corrupt);
+    }
+}

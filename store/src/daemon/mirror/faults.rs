@@ -268,3 +268,39 @@ async fn what_was_committed_unheard_is_taken_up() {
     assert!(own.state(&key()).await.unwrap().head().unwrap().stored);
     assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
 }
+
+/// Not before it is given up does its number come free, which the next daemon's copy wants.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_killed_daemon_has_begun_to_copy_is_given_up() {
+    let faulty = Arc::default();
+    let (ledgers, volume) = over(bucket(&faulty));
+    let killed = LocalController::new(ledgers, volume.clone(), Arc::new(SystemEnvironment));
+    let proposal = Proposal {
+        writer: 0,
+        writers: WriterSet::one(0),
+        writers_defaulted: false,
+        job: None,
+        call: None,
+        number: Some(1),
+        rewind: false,
+        durability: Durability::Object,
+        file_len: 1,
+        device: None,
+        timeout: Duration::ZERO,
+    };
+    let (begun, _) = killed.open(&key(), &proposal, || true).await.unwrap();
+    let archive = TorchStoreStateDict::from_state_dict(&dict(7)).unwrap();
+    let len = u64::try_from(archive.as_bytes().len()).unwrap();
+    let mut reservation = volume.reserve(&begun.path(0), len, Durability::Disk).unwrap();
+    for part in &mut reservation.parts(&[len]) {
+        part.write(archive.as_bytes()).unwrap();
+    }
+    assert!(reservation.seal().unwrap());
+    drop(killed);
+    let host = Host::start(&faulty).await;
+    let report = put(&host.connect().await, 1).await.unwrap();
+    assert!(report.visible && report.stored, "{report:?}");
+    assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
+    assert_eq!(volume.list(&begun.folder()).unwrap(), [""; 0]);
+    host.end().await;
+}

@@ -111,11 +111,10 @@ impl Explorer {
         let begun = after.clone();
         let report = put(&store, value).await;
         let report = report.map_err(|error| format!("nothing can be put any more: {error}"))?;
-        let highest = promise.acknowledged.keys().next_back();
-        if highest.is_some_and(|highest| report.version <= *highest) {
+        if promise.highest().is_some_and(|highest| report.version <= highest) {
             return Err(format!("version {} is there once more", report.version));
         }
-        after.acknowledged.insert(report.version, value);
+        after.acknowledge(report.version, value);
         let found = visible(&store).await?;
         after.expect(&found)?;
         let pinned = store.pins(&key()).await.map_err(|error| error.to_string())?;

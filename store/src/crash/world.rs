@@ -98,6 +98,10 @@ pub(super) enum Act {
     PutTogether,
     /// One of two writers puts.
     PutHalf,
+    /// A version of one writer, in buckets.
+    Publish,
+    /// A version that takes back the newest ones, so many at least.
+    Rewind(u64),
     /// A process is killed after so many calls while it puts.
     Die(i64),
     /// And another one puts the same once more.
@@ -115,21 +119,24 @@ pub(super) enum Act {
 
 impl Act {
     pub(super) fn any(dice: &mut Dice) -> Self {
-        match dice.roll(16) {
-            0..6 => Self::Put,
-            6..9 => Self::PutTogether,
-            9 => Self::PutHalf,
-            10 => Self::Die(i64::try_from(dice.roll(80)).unwrap()),
-            11 => Self::DieAndRetry(i64::try_from(dice.roll(80)).unwrap()),
-            12 => Self::Retain(1 + u32::try_from(dice.roll(3)).unwrap()),
-            13 => {
+        // Publish and rewind leave more states than all others together.
+        match dice.roll(40) {
+            0..13 => Self::Put,
+            13..20 => Self::PutTogether,
+            20..23 => Self::PutHalf,
+            23..26 => Self::Die(i64::try_from(dice.roll(80)).unwrap()),
+            26..29 => Self::DieAndRetry(i64::try_from(dice.roll(80)).unwrap()),
+            29..32 => Self::Retain(1 + u32::try_from(dice.roll(3)).unwrap()),
+            32..34 => {
                 if dice.roll(2) == 0 {
                     Self::Pin
                 } else {
                     Self::Unpin
                 }
             }
-            14 => Self::Delete(dice.roll(3)),
+            34..37 => Self::Delete(dice.roll(3)),
+            37 => Self::Publish,
+            38 => Self::Rewind(dice.roll(3)),
             _ => Self::Pass,
         }
     }
@@ -214,7 +221,7 @@ impl World {
     /// A put has said that its version is visible.
     fn acknowledge(&mut self, put: Option<PutReport>, value: i64) {
         if let Some(report) = put.filter(|report| report.visible) {
-            self.promise.acknowledged.insert(report.version, value);
+            self.promise.acknowledge(report.version, value);
         }
     }
 
@@ -250,6 +257,21 @@ impl World {
                 let value = self.next_value();
                 let _ = put_half(&self.stores[0], value, 0).await;
             }
+            Act::Publish => {
+                let value = self.next_value();
+                let published = publish(&self.stores[0], value).await;
+                self.acknowledge(published.ok(), value);
+            }
+            Act::Rewind(back) => {
+                let back = usize::try_from(back).unwrap();
+                let number = self.promise.acknowledged.keys().rev().nth(back).copied().unwrap_or(1);
+                let value = self.promise.try_rewind(number);
+                self.note();
+                let options = PutOptions { version: Some(number), rewind: true, ..options(value) };
+                let dict = contents(value, None);
+                let put = self.stores[0].put_state_dict(&key(), &dict, &options).await;
+                self.acknowledge(put.ok(), value);
+            }
             Act::Die(calls) => {
                 let value = self.next_value();
                 self.die_in_put(calls, value).await;
@@ -282,13 +304,13 @@ impl World {
             }
             Act::Delete(back) => {
                 let back = usize::try_from(back).unwrap();
-                let Some(number) = self.promise.acknowledged.keys().rev().nth(back).copied() else {
-                    return;
-                };
+                let acknowledged = &self.promise.acknowledged;
+                let Some((number, value)) = acknowledged.iter().rev().nth(back) else { return };
+                let (number, value) = (*number, *value);
                 self.promise.doomed.insert(number);
                 self.note();
                 if self.stores[0].delete(&key(), Some(number)).await.unwrap() > 0 {
-                    self.promise.deleted.insert(number);
+                    self.promise.gone.insert(value);
                 }
             }
             Act::Pass => self.clock.pass(2 * OPEN_LIMIT),
@@ -312,6 +334,16 @@ pub(super) async fn put_half(store: &Store, value: i64, writer: u32) -> crate::R
     let (writer, writers) = (Some(writer), Some((0..2).collect()));
     let options = PutOptions { writer, writers, ..options(value) };
     store.put_state_dict(&key(), &dict, &options).await
+}
+
+/// Puts a value in buckets, of one tensor or value each.
+async fn publish(store: &Store, value: i64) -> crate::Result<PutReport> {
+    let mut publisher = store.publish(&key(), &options(value), 1)?;
+    let dict = contents(value, None);
+    for name in ["rows", "value"] {
+        publisher.add(name, dict.leaf(name).unwrap().clone()).await?;
+    }
+    publisher.finish().await
 }
 
 /// Each value is put by a job of its own.

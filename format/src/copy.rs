@@ -2,8 +2,9 @@
 //!
 //! A block is checksummed, which brings it into the cache as fast as memory gives it, and then stored
 //! past the cache, so that the target is not read first and does not push the source out. The stores go
-//! to four quarters of the block in turn, which keeps four pages open at once. To fetch the next block
-//! on the way was slower than to leave that to the processor.
+//! to four quarters of the block in turn, which keeps four pages open at once. Intel's processors do not
+//! fetch far enough ahead: they are told to fetch the next block on the way (of memcpy's speed: 0.91, and
+//! 0.65 if they are not). AMD's are slower if they are told to.
 
 use std::ops::Range;
 
@@ -123,7 +124,10 @@ pub fn copy_and_see(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "stores that bypass the cache exist only as intrinsics")]
 mod stream {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    use std::arch::x86_64::{
+        __cpuid, __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
+    };
+    use std::sync::LazyLock;
 
     use super::BLOCK;
 
@@ -154,20 +158,31 @@ mod stream {
         see(source_lead);
         target_lead.copy_from_slice(source_lead);
 
-        for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
+        let mut rest = source;
+        for target in target.chunks_mut(BLOCK) {
+            let (source, next) = rest.split_at(target.len());
+            rest = next;
             see(source);
             let ((lines, source_tail), (targets, target_tail)) =
                 (source.as_chunks(), target.as_chunks_mut());
-            copy_lines(lines, targets);
+            let next: &[Line] = if *IS_TOLD { next.as_chunks().0 } else { &[] };
+            copy_lines(lines, targets, next);
             target_tail.copy_from_slice(source_tail);
         }
     }
 
-    /// Copies lines to a target that is aligned to lines.
-    fn copy_lines(source: &[Line], target: &mut [Line]) {
+    /// Whether this processor is told what to fetch.
+    static IS_TOLD: LazyLock<bool> = LazyLock::new(|| {
+        let vendor = __cpuid(0);
+        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
+    });
+
+    /// Copies lines to a target that is aligned to lines, and fetches as many of the next ones.
+    fn copy_lines(source: &[Line], target: &mut [Line], next: &[Line]) {
         let quarter = source.len() / 4;
         for line in 0..quarter {
             for at in [line, line + quarter, line + 2 * quarter, line + 3 * quarter] {
+                next.get(at).into_iter().for_each(fetch);
                 copy_line(&source[at], &mut target[at]);
             }
         }
@@ -182,6 +197,12 @@ mod stream {
         for (source, target) in source.iter().zip(target) {
             store(target, load(source));
         }
+    }
+
+    fn fetch(line: &Line) {
+        // SAFETY: `_mm_prefetch` reads nothing that the program sees. It needs SSE, which every x86_64 processor
+        // has.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
     }
 
     fn load(source: &[u8; 16]) -> __m128i {

@@ -461,6 +461,38 @@ mod tests {
         }
     }
 
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let references = [TensorReference {
+            meta: meta(&[2, 3]),
+            storage: Some(1),
+            byte_offset: 5,
+            place: None,
+        }];
+        let add =
+            |plan: &mut Plan, wish: &Wish| plan.add(&wish.request(), &references, Cover::Whole);
+        let wish = |meta| Wish { fqn: "weight", references: None, part: None, meta };
+        let mut plan = Plan::default();
+        add(&mut plan, &wish(meta(&[2, 3]))).unwrap();
+        let all = Wish { references: Some(references.to_vec()), ..wish(meta(&[2, 3])) };
+        add(&mut plan, &all).unwrap();
+        let found: Vec<_> = plan.copies().map(|copy| (copy.source, copy.target)).collect();
+        assert_eq!((plan.targets.len(), found), (2, vec![(5, 0), (5, 0)]));
+        assert_eq!((plan.bytes, &plan.ends[..]), (12, &[(1, 11)][..]));
+        for wrong in [
+            wish(meta(&[3, 2])),
+            wish(meta(&[6])),
+            Wish { references: Some(references.to_vec()), ..wish(meta(&[2, 2])) },
+            Wish { part: Some([vec![0, 0], vec![2, 2], vec![2, 3]]), ..wish(meta(&[2, 3])) },
+            // Another tensor than the one that is there.
+            Wish { part: Some([vec![0, 0], vec![2, 3], vec![2, 4]]), ..wish(meta(&[2, 3])) },
+        ] {
+            let error = add(&mut plan, &wrong).unwrap_err();
+            assert_eq!((error.kind(), error.path()), (FormatKind::SliceMismatch, Some("weight")));
+        }
+        assert_eq!(plan.targets.len(), 2);
+    }
+
     /// Memory that only counts.
     #[derive(Debug)]
     struct Far;

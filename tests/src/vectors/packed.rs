@@ -8,6 +8,25 @@ use tssd_format::{
 use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one};
 
 pub(super) fn vectors() -> Vec<Vector> {
+    packed().into_iter().chain(cut()).collect()
+}
+
+/// Chunks of each size.
+fn cut() -> Vec<Vector> {
+    [
+        ("110-chunks-of-8k", 13),
+        ("111-chunks-of-16k", 14),
+        ("112-chunks-of-32k", 15),
+        ("113-chunks-of-64k", 16),
+        ("114-chunks-of-128k", 17),
+        ("115-chunks-of-256k", 18),
+        ("116-chunks-of-512k", 19),
+    ]
+    .map(|(name, log2)| in_chunks(name, log2))
+    .into()
+}
+
+fn packed() -> Vec<Vector> {
     let zstd = Options::new().compress(Compression::Zstd);
     let shuffled = Options::new().compress(Compression::ShuffledZstd);
     let digests = Options::new().digests();
@@ -102,18 +121,11 @@ pub(super) fn vectors() -> Vec<Vector> {
             "fine chunks beside a compressed storage, whose chunks have 1 MiB",
             encode(&moments(), &mixed.chunks(Chunks::Fine)),
         ),
-        cut("110-chunks-of-8k", 13),
-        cut("111-chunks-of-16k", 14),
-        cut("112-chunks-of-32k", 15),
-        cut("113-chunks-of-64k", 16),
-        cut("114-chunks-of-128k", 17),
-        cut("115-chunks-of-256k", 18),
-        cut("116-chunks-of-512k", 19),
     ]
 }
 
 /// A storage of one chunk of this size, one of a byte more, and one of fewer.
-fn cut(name: &'static str, log2: u8) -> Vector {
+fn in_chunks(name: &'static str, log2: u8) -> Vector {
     let size = ChunkSize::from_log2(log2).expect("a size of chunks");
     let bytes = |len: u64| of_bytes(Dtype::Uint8, &[len], |place| place.to_le_bytes()[1]).into();
     let dict = dict_of(vec![

@@ -68,8 +68,9 @@ pub(crate) struct Args {
     /// Align all storages to this many bytes: a power of two from 64 to 2MiB
     #[arg(long, value_name = "BYTES")]
     align: Option<Size>,
-    /// In what storages that are not compressed are proven: chunks of so many bytes, a power of two from 4KiB to 1MiB,
-    /// or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside them
+    /// Chunks, each with a checksum, of storages that are not compressed: of so many bytes, a power of two from 4KiB to
+    /// 1MiB, or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside
+    /// them. Without it, as the input has them
     #[arg(long, value_name = "BYTES", value_parser = chunks)]
     chunks: Option<Chunks>,
 }
@@ -78,9 +79,9 @@ fn chunks(text: &str) -> std::result::Result<Chunks, String> {
     if text == "fine" {
         return Ok(Chunks::Fine);
     }
-    let Size(bytes) = text.parse().map_err(|error| format!("{error}, or `fine`"))?;
-    let wrong = || format!("{bytes} bytes is no power of two from 4KiB to 1MiB");
-    ChunkSize::from_bytes(bytes).map(Chunks::Of).ok_or_else(wrong)
+    let size = text.parse().ok().and_then(|Size(bytes)| ChunkSize::from_bytes(bytes));
+    let wrong = || format!("`{text}` is neither `fine` nor a power of two from 4KiB to 1MiB");
+    size.map(Chunks::Of).ok_or_else(wrong)
 }
 
 /// The levels of zstd, fast ones among them.

@@ -109,7 +109,8 @@ impl Options {
     }
 
     /// The options that an archive records: with them, its state dict becomes the same bytes again,
-    /// if this writer wrote it with this version of zstd.
+    /// if this writer wrote it with this version of zstd. How storages were cut that are compressed, had they been raw,
+    /// nothing says: the chunks of those that are raw are taken for them too.
     pub fn recorded(archive: &Archive) -> Self {
         let mut options = Self::new().allow_opaque();
         options.attrs = archive.attrs();

@@ -409,3 +409,6 @@ fn disagree(path: &ObjectPath, copies: &[Held<'_>], what: &str) -> String {
     let writers: WriterSet = copies.iter().map(|(writer, _)| *writer).collect();
     format!("writers {writers} disagree on `{}`: {what}", path.fqn())
 }
+
+#[cfg(test)]
+mod tests;

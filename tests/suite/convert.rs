@@ -171,7 +171,8 @@ fn raw_storages_are_cut_as_is_asked_for() {
     assert_eq!(place.read("large.tssd"), place.read("in.tssd"));
     for wrong in ["2KiB", "2MiB", "5000", "coarse"] {
         let said = place.expect(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
-        assert!(said.contains("for '--chunks <BYTES>'"), "{said}");
+        let what = format!("`{wrong}` is neither `fine` nor a power of two from 4KiB to 1MiB");
+        assert!(said.contains("for '--chunks <BYTES>'") && said.contains(&what), "{said}");
     }
 }
 

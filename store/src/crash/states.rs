@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::Clock;
 use super::dice::Dice;
 use super::faulty::{BUGS, Bug};
-use super::promise::Promise;
+use super::promise::{Place, Promise};
 use super::world::{Act, Moment, Users, World, key, put, store, visible};
 use crate::disk::simulated::{Aftermath, Change, Event, Extent, SimulatedFiles, Tree};
 
@@ -111,15 +111,16 @@ impl Explorer {
         let begun = after.clone();
         let report = put(&store, value).await;
         let report = report.map_err(|error| format!("nothing can be put any more: {error}"))?;
-        if promise.highest().is_some_and(|highest| report.version <= highest) {
-            return Err(format!("version {} is there once more", report.version));
+        let place = (report.epoch, report.version);
+        if promise.newest().is_some_and(|newest| place <= newest) {
+            return Err(format!("version {place:?} is there once more"));
         }
-        after.acknowledge(report.version, value);
+        after.acknowledge(place, value);
         let found = visible(&store).await?;
         after.expect(&found)?;
         let pinned = store.pins(&key()).await.map_err(|error| error.to_string())?;
-        let held = found.keys().chain(pinned.values()).copied().collect();
-        only_what_is_held(&files, &held)?;
+        let pinned: BTreeSet<u64> = pinned.into_values().collect();
+        only_what_is_held(&files, |place| found.contains_key(&place) || pinned.contains(&place.1))?;
 
         if self.dice.roll(SECOND_CUTS) == 0 {
             let events = files.take_events().into_iter().map(Moment::Event);
@@ -152,7 +153,10 @@ impl Explorer {
 }
 
 /// Proves that nothing is left but what the ledger and these versions are made of.
-fn only_what_is_held(files: &SimulatedFiles, held: &BTreeSet<u64>) -> Result<(), String> {
+fn only_what_is_held(
+    files: &SimulatedFiles,
+    is_held: impl Fn(Place) -> bool,
+) -> Result<(), String> {
     let folder = format!("/{}", key().to_path());
     let mut records = 0;
     for path in files.paths() {
@@ -164,8 +168,10 @@ fn only_what_is_held(files: &SimulatedFiles, held: &BTreeSet<u64>) -> Result<(),
                 !name.starts_with(".tmp-")
             }
             version => {
-                let number = version.split('-').nth(1).and_then(|number| number.parse().ok());
-                number.is_some_and(|number: u64| held.contains(&number)) && is(name, "tssd")
+                let mut words = version.split('-');
+                let epoch = words.next().and_then(|epoch| epoch.parse().ok());
+                let number = words.next().and_then(|number| number.parse().ok());
+                epoch.zip(number).is_some_and(&is_held) && is(name, "tssd")
             }
         };
         if !is_ours {
@@ -276,6 +282,18 @@ fn every_fault_of_the_protocol_is_found() {
         "\nreliability {}",
         serde_json::json!({"power cuts: faults of the protocol": {"planted": BUGS.len(), "found": found}})
     );
+}
+
+/// Each of these moments is in every run, whatever chance brings.
+#[test]
+fn power_cuts_while_versions_are_published_and_taken_back() {
+    use Act::{Publish, Put, Retain, Rewind};
+    for users in [Users::Several, Users::One] {
+        for acts in [&[Put, Rewind(0), Put][..], &[Retain(2), Put, Publish, Rewind(1)]] {
+            let (_, found) = block_on(cut_the_power(users, acts, None, 1));
+            assert_eq!(found, Ok(()), "{users:?}, {acts:?}");
+        }
+    }
 }
 
 /// What this test has found.

@@ -11,7 +11,7 @@ use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
 use super::dice::Dice;
 use super::faulty::{Bug, Faulty};
 use super::mortal::{Life, Mortal};
-use super::promise::Promise;
+use super::promise::{Place, Promise};
 use super::{Clock, Fake};
 use crate::controller::LocalController;
 use crate::disk::simulated::{Event, SimulatedFiles};
@@ -20,7 +20,7 @@ use crate::ledger::{Durability, OPEN_LIMIT};
 use crate::ledgers::{Ledgers, OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::volume::DirectoryVolume;
-use crate::{GetOptions, JobId, Key, PutOptions, PutReport, Store};
+use crate::{ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Store};
 
 /// Who uses the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ pub(super) enum Act {
     PutHalf,
     /// A version of one writer, in buckets.
     Publish,
-    /// A version that takes back the newest ones, so many at least.
+    /// A version that takes back the newest one, and so many before it.
     Rewind(u64),
     /// A process is killed after so many calls while it puts.
     Die(i64),
@@ -221,7 +221,7 @@ impl World {
     /// A put has said that its version is visible.
     fn acknowledge(&mut self, put: Option<PutReport>, value: i64) {
         if let Some(report) = put.filter(|report| report.visible) {
-            self.promise.acknowledge(report.version, value);
+            self.promise.acknowledge((report.epoch, report.version), value);
         }
     }
 
@@ -259,18 +259,24 @@ impl World {
             }
             Act::Publish => {
                 let value = self.next_value();
-                let published = publish(&self.stores[0], value).await;
-                self.acknowledge(published.ok(), value);
+                let published = begun(publish(&self.stores[0], value).await);
+                self.acknowledge(published, value);
             }
             Act::Rewind(back) => {
                 let back = usize::try_from(back).unwrap();
-                let number = self.promise.acknowledged.keys().rev().nth(back).copied().unwrap_or(1);
-                let value = self.promise.try_rewind(number);
+                let acknowledged = &self.promise.acknowledged;
+                let number = acknowledged.keys().rev().nth(back).map_or(1, |place| place.1);
+                let value = self.promise.try_next();
+                self.promise.rewind = Some(number);
                 self.note();
                 let options = PutOptions { version: Some(number), rewind: true, ..options(value) };
                 let dict = contents(value, None);
                 let put = self.stores[0].put_state_dict(&key(), &dict, &options).await;
-                self.acknowledge(put.ok(), value);
+                let put = begun(put);
+                if put.is_none() {
+                    self.promise.rewind = None;
+                }
+                self.acknowledge(put, value);
             }
             Act::Die(calls) => {
                 let value = self.next_value();
@@ -294,7 +300,9 @@ impl World {
                 self.promise.pinned.clear();
                 self.note();
                 if let Ok(number) = self.stores[0].pin(&key(), None, "label").await {
-                    self.promise.pinned.insert(number);
+                    let is_meant = |place: &&Place| place.1 == number;
+                    let place = self.promise.acknowledged.keys().rev().find(is_meant).copied();
+                    self.promise.pinned.extend(place);
                 }
             }
             Act::Unpin => {
@@ -305,11 +313,11 @@ impl World {
             Act::Delete(back) => {
                 let back = usize::try_from(back).unwrap();
                 let acknowledged = &self.promise.acknowledged;
-                let Some((number, value)) = acknowledged.iter().rev().nth(back) else { return };
-                let (number, value) = (*number, *value);
-                self.promise.doomed.insert(number);
+                let Some((place, value)) = acknowledged.iter().rev().nth(back) else { return };
+                let (place, value) = (*place, *value);
+                self.promise.doomed.insert(place);
                 self.note();
-                if self.stores[0].delete(&key(), Some(number)).await.unwrap() > 0 {
+                if self.stores[0].delete(&key(), Some(place.1)).await.unwrap() > 0 {
                     self.promise.gone.insert(value);
                 }
             }
@@ -317,7 +325,7 @@ impl World {
         }
         let visible = visible(&self.stores[0]).await.unwrap();
         self.promise.expect(&visible).unwrap();
-        let gone = self.promise.acknowledged.keys().filter(|number| !visible.contains_key(number));
+        let gone = self.promise.acknowledged.keys().filter(|place| !visible.contains_key(place));
         self.promise.doomed.extend(gone);
         self.note();
     }
@@ -357,12 +365,21 @@ pub(super) fn options(value: i64) -> PutOptions {
     }
 }
 
-/// The visible versions, by number, and what they are.
-pub(super) async fn visible(store: &Store) -> Result<BTreeMap<u64, i64>, String> {
+/// The visible versions, by place, and what they are.
+pub(super) async fn visible(store: &Store) -> Result<BTreeMap<Place, i64>, String> {
     let versions = store.versions(&key()).await.map_err(|error| error.to_string())?;
     let mut visible = BTreeMap::new();
     for version in versions {
-        visible.insert(version.number, value_of(store, version.number).await?);
+        let place = (version.epoch, version.number);
+        visible.insert(place, value_of(store, version.number).await?);
     }
     Ok(visible)
+}
+
+/// What has come of a put; none if others are in its way, so that it has not begun.
+fn begun(put: crate::Result<PutReport>) -> Option<PutReport> {
+    match put {
+        Err(error) if error.kind() == ErrorKind::Busy => None,
+        put => Some(put.unwrap()),
+    }
 }

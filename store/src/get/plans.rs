@@ -138,10 +138,13 @@ pub(super) fn name(
                 add(&global_shape);
                 for reference in *references {
                     let storage = reference.storage.map_or(u64::MAX, u64::from);
-                    let region = plan::region(reference);
-                    add(&[storage, reference.byte_offset, wide(region.rank())]);
+                    let (region, strides) = (plan::region(reference), reference.meta.strides());
+                    let dtype = u64::from(reference.meta.dtype().code());
+                    add(&[storage, reference.byte_offset, dtype, wide(region.rank())]);
                     add(region.offsets());
                     add(region.shape());
+                    // Tied leaves may lie at one place in different orders.
+                    add(&strides);
                 }
             }
         }
@@ -395,6 +398,14 @@ mod tests {
             vec![referring(TensorReference { storage: None, ..reference.clone() })],
             vec![referring(TensorReference { storage: Some(2), ..reference.clone() })],
             vec![referring(TensorReference { byte_offset: 1, ..reference.clone() })],
+            vec![referring(TensorReference {
+                meta: meta(&[2, 3]).with_strides(&[1, 2]).unwrap(),
+                ..reference.clone()
+            })],
+            vec![referring(TensorReference {
+                meta: TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap(),
+                ..reference.clone()
+            })],
             vec![referring(TensorReference { place: place([0, 0], [2, 4]), ..reference.clone() })],
             vec![referring(TensorReference { place: place([0, 0], [3, 4]), ..reference.clone() })],
             vec![referring(TensorReference { place: place([1, 0], [3, 4]), ..reference.clone() })],
@@ -479,16 +490,21 @@ mod tests {
         let found: Vec<_> = plan.copies().map(|copy| (copy.source, copy.target)).collect();
         assert_eq!((plan.targets.len(), found), (2, vec![(5, 0), (5, 0)]));
         assert_eq!((plan.bytes, &plan.ends[..]), (12, &[(1, 11)][..]));
-        for wrong in [
-            wish(meta(&[3, 2])),
-            wish(meta(&[6])),
-            Wish { references: Some(references.to_vec()), ..wish(meta(&[2, 2])) },
-            Wish { part: Some([vec![0, 0], vec![2, 2], vec![2, 3]]), ..wish(meta(&[2, 3])) },
-            // Another tensor than the one that is there.
-            Wish { part: Some([vec![0, 0], vec![2, 3], vec![2, 4]]), ..wish(meta(&[2, 3])) },
+        let part = |shape: [u64; 2], global_shape: [u64; 2]| Wish {
+            part: Some([vec![0, 0], shape.to_vec(), global_shape.to_vec()]),
+            ..wish(meta(&[2, 3]))
+        };
+        let by_run = |meta| Wish { references: Some(references.to_vec()), ..wish(meta) };
+        for (wrong, kind) in [
+            (wish(meta(&[3, 2])), FormatKind::SliceMismatch),
+            (wish(meta(&[6])), FormatKind::SliceMismatch),
+            (by_run(meta(&[2, 2])), FormatKind::SliceMismatch),
+            (part([2, 2], [2, 3]), FormatKind::SliceMismatch),
+            // Of another tensor than the one that is there.
+            (part([2, 3], [2, 4]), FormatKind::OutsideGlobal),
         ] {
             let error = add(&mut plan, &wrong).unwrap_err();
-            assert_eq!((error.kind(), error.path()), (FormatKind::SliceMismatch, Some("weight")));
+            assert_eq!((error.kind(), error.path()), (kind, Some("weight")));
         }
         assert_eq!(plan.targets.len(), 2);
     }

@@ -27,8 +27,8 @@ pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     pub(crate) said: String,
     pub(crate) complaints: String,
-    /// Whether the fault has happened.
-    pub(crate) is_hit: bool,
+    /// Whether the fault has happened, if it has come to the call.
+    pub(crate) is_hit: Option<bool>,
 }
 
 impl Ended {
@@ -62,7 +62,7 @@ impl Process {
         let (mut said, mut complaints) = (String::new(), String::new());
         self.output.read_to_string(&mut said).unwrap();
         self.child.stderr.take().unwrap().read_to_string(&mut complaints).unwrap();
-        Ended { status, said, complaints, is_hit: false }
+        Ended { status, said, complaints, is_hit: None }
     }
 }
 

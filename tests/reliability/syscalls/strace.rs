@@ -123,7 +123,8 @@ impl Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} of {:?}", self.name, self.index, self.thread)
+        let Self { name, index, thread, number } = self;
+        write!(f, "{name} {index} of {thread:?}, {number} on its files")
     }
 }
 
@@ -184,7 +185,7 @@ pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault
     let mut ended = process.finish();
     drop(tracer);
     let log = std::fs::read_to_string(log).unwrap();
-    ended.is_hit = ended.is_killed() || log.contains("(INJECTED)");
+    ended.is_hit = (ended.is_killed() || log.contains("(INJECTED)")).then_some(true);
     ended
 }
 

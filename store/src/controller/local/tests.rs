@@ -168,7 +168,7 @@ async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
     for number in [1, 2] {
         killed.open(&key, &numbered(number), || true).await.unwrap();
     }
-    // While it lives, two open versions are in the way, and its numbers are.
+    // While it lives, two open versions are in the way.
     let other = controller();
     let error = other.open(&key, &numbered(3), || true).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");

@@ -14,7 +14,7 @@ use super::{Bucket, Mirror};
 use crate::address::over;
 use crate::arena::Pool;
 use crate::bucket::faulty::{FAULTS, Faulty};
-use crate::controller::{LocalController, Proposal, digest};
+use crate::controller::{LocalController, Place, Proposal, digest};
 use crate::daemon::elsewhere::Elsewhere;
 use crate::daemon::tiers::Tiers;
 use crate::daemon::{Daemon, DaemonOptions};
@@ -28,7 +28,7 @@ use crate::net::Identity;
 use crate::put::{PutOptions, PutReport};
 use crate::route::Route;
 use crate::store::Store;
-use crate::volume::{Archived, Near, Reservation, Volume};
+use crate::volume::{Archived, MemoryVolume, Near, Reservation, Volume};
 use crate::wire::{Data, Frame, FrameKind, Hello, Limits, Protocol, Request};
 
 fn key() -> Key {
@@ -90,6 +90,23 @@ async fn put(store: &Store, number: u64) -> crate::Result<PutReport> {
         ..PutOptions::default()
     };
     store.put_state_dict(&key(), &dict(number), &options).await
+}
+
+/// A put of version 1 that nothing has come of yet.
+fn proposal() -> Proposal {
+    Proposal {
+        writer: 0,
+        writers: WriterSet::one(0),
+        writers_defaulted: false,
+        job: None,
+        call: None,
+        number: Some(1),
+        rewind: false,
+        durability: Durability::Object,
+        file_len: 1,
+        device: None,
+        timeout: Duration::ZERO,
+    }
 }
 
 /// What is newest, whole.
@@ -241,20 +258,7 @@ async fn what_was_committed_unheard_is_taken_up() {
     let (ledgers, volume) = over(bucket(&faulty));
     let there = LocalController::new(ledgers, volume, Arc::new(SystemEnvironment));
     let mirror = Mirror::new(there, "s3://test".to_owned(), own.clone(), replicas, None);
-    let proposal = Proposal {
-        writer: 0,
-        writers: WriterSet::one(0),
-        writers_defaulted: false,
-        job: None,
-        call: None,
-        number: Some(1),
-        rewind: false,
-        durability: Durability::Object,
-        file_len: 1,
-        device: None,
-        timeout: Duration::ZERO,
-    };
-    let (place, _) = own.open(&key(), &proposal, || true).await.unwrap();
+    let (place, _) = own.open(&key(), &proposal(), || true).await.unwrap();
     let archive = TorchStoreStateDict::from_state_dict(&dict(1)).unwrap();
     let bytes = archive.as_bytes();
     pool.write(&place.path(0), bytes).unwrap().unwrap();
@@ -269,38 +273,43 @@ async fn what_was_committed_unheard_is_taken_up() {
     assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
 }
 
-/// Not before it is given up does its number come free, which the next daemon's copy wants.
+/// Not before it is given up does its number come free, which the next daemon's copy wants: when that begins, or when it
+/// comes across it.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_killed_daemon_has_begun_to_copy_is_given_up() {
-    let faulty = Arc::default();
-    let (ledgers, volume) = over(bucket(&faulty));
-    let killed = LocalController::new(ledgers, volume.clone(), Arc::new(SystemEnvironment));
-    let proposal = Proposal {
-        writer: 0,
-        writers: WriterSet::one(0),
-        writers_defaulted: false,
-        job: None,
-        call: None,
-        number: Some(1),
-        rewind: false,
-        durability: Durability::Object,
-        file_len: 1,
-        device: None,
-        timeout: Duration::ZERO,
-    };
-    let (begun, _) = killed.open(&key(), &proposal, || true).await.unwrap();
+    for is_there_before in [true, false] {
+        let faulty = Arc::default();
+        let early = if is_there_before { None } else { Some(Host::start(&faulty).await) };
+        let begun = begin_a_copy(&faulty).await;
+        let host = match early {
+            Some(host) => host,
+            None => Host::start(&faulty).await,
+        };
+        let report = put(&host.connect().await, 1).await.unwrap();
+        assert!(report.visible && report.stored, "{report:?}");
+        assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
+        let (_, volume) = over(bucket(&faulty));
+        assert_eq!(volume.list(&begun.folder()).unwrap(), [""; 0]);
+        host.end().await;
+    }
+}
+
+/// What a daemon leaves in a bucket that is killed while it copies another version 1 there.
+async fn begin_a_copy(faulty: &Arc<Faulty>) -> Place {
+    let environment = || Arc::new(SystemEnvironment);
+    let own = Arc::new(MemoryVolume::default());
+    let own = LocalController::new(Arc::new(OwnedLedgers::default()), own, environment());
+    let (put, _) = own.open(&key(), &proposal(), || true).await.unwrap();
+    let (ledgers, volume) = over(bucket(faulty));
+    let there = LocalController::new(ledgers, volume.clone(), environment());
+    let copy = there.open_copy(&put, WriterSet::one(0), Duration::ZERO).await;
+    let (copy, _) = copy.unwrap();
     let archive = TorchStoreStateDict::from_state_dict(&dict(7)).unwrap();
     let len = u64::try_from(archive.as_bytes().len()).unwrap();
-    let mut reservation = volume.reserve(&begun.path(0), len, Durability::Disk).unwrap();
+    let mut reservation = volume.reserve(&copy.path(0), len, Durability::Disk).unwrap();
     for part in &mut reservation.parts(&[len]) {
         part.write(archive.as_bytes()).unwrap();
     }
     assert!(reservation.seal().unwrap());
-    drop(killed);
-    let host = Host::start(&faulty).await;
-    let report = put(&host.connect().await, 1).await.unwrap();
-    assert!(report.visible && report.stored, "{report:?}");
-    assert_eq!(newest(&Store::over(bucket(&faulty))).await, 1);
-    assert_eq!(volume.list(&begun.folder()).unwrap(), [""; 0]);
-    host.end().await;
+    copy
 }

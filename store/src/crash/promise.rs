@@ -65,6 +65,9 @@ impl Promise {
             if self.acknowledged.get(place).is_some_and(|put| put != value) {
                 return Err(format!("version {place:?} is {value}, which it was not"));
             }
+            if self.acknowledged.iter().any(|(other, put)| put == value && other != place) {
+                return Err(format!("version {place:?} is {value}, which is another one"));
+            }
             if self.gone.contains(value) {
                 return Err(format!("version {place:?}, {value}, is back"));
             }

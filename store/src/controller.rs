@@ -171,6 +171,26 @@ pub(crate) struct Proposal {
     pub(crate) timeout: Duration,
 }
 
+#[cfg(test)]
+impl Proposal {
+    /// That of one writer, of a version of this number, who waits for nobody.
+    pub(crate) fn alone(number: u64, durability: Durability) -> Self {
+        Self {
+            writer: 0,
+            writers: WriterSet::one(0),
+            writers_defaulted: false,
+            job: None,
+            call: None,
+            number: Some(number),
+            rewind: false,
+            durability,
+            file_len: 1,
+            device: None,
+            timeout: Duration::ZERO,
+        }
+    }
+}
+
 /// An archive that is to be in the memory of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OnDevice {

@@ -16,10 +16,11 @@ mod put;
 mod ring;
 mod snapshot;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use tssd_store::{Device, ErrorKind, Key};
+use tssd_tests::command::library;
 
 fn key() -> Key {
     Key::new("policy").unwrap()
@@ -33,15 +34,6 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
         word.copy_from_slice(&mixed[..word.len()]);
     }
     bytes
-}
-
-/// The driver without a GPU, where cargo puts it beside this test.
-fn fake() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let found = profile.join("libtssd_fake_cuda.so");
-    assert!(found.is_file(), "no {}: run `cargo build -p tssd-fake-cuda`", found.display());
-    found
 }
 
 /// Runs the tests that need a GPU in a process that finds this driver.
@@ -89,7 +81,7 @@ fn all_of_it_on_a_driver_without_a_gpu() {
         (&little, &["snapshot::a_device_that_is_full"]),
     ] {
         for test in tests {
-            let output = run(Some(&fake()), environment, test);
+            let output = run(Some(&library("tssd-fake-cuda")), environment, test);
             expect_success(&output);
             let text = String::from_utf8_lossy(&output.stdout);
             assert!(!text.contains("left out") && !text.contains("ok. 0 passed"), "{text}");
@@ -110,7 +102,11 @@ fn what_is_missing_is_said() {
     } else {
         println!("left out: there is no {}", no_driver.display());
     }
-    expect_success(&run(Some(&fake()), &[no_device, ("TSSD_FAKE_CUDA_DEVICES", "0")], missing));
+    expect_success(&run(
+        Some(&library("tssd-fake-cuda")),
+        &[no_device, ("TSSD_FAKE_CUDA_DEVICES", "0")],
+        missing,
+    ));
     let found = run(None, &[none], missing);
     if String::from_utf8_lossy(&found.stdout).contains("a driver was found") {
         println!("left out: this machine has a driver");

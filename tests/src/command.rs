@@ -23,9 +23,24 @@ pub fn binary() -> PathBuf {
 }
 
 fn beside_this_test() -> PathBuf {
+    built(&format!("tssd{}", std::env::consts::EXE_SUFFIX))
+}
+
+/// Where cargo puts what it builds beside this test.
+fn built(file: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    profile.join(format!("tssd{}", std::env::consts::EXE_SUFFIX))
+    test.parent().and_then(Path::parent).unwrap().join(file)
+}
+
+/// A library of this package that processes load, which cargo has put beside this test.
+///
+/// # Panics
+///
+/// If it is not there.
+pub fn library(package: &str) -> PathBuf {
+    let path = built(&format!("lib{}.so", package.replace('-', "_")));
+    assert!(path.is_file(), "no {}: run `cargo build -p {package}`", path.display());
+    path
 }
 
 /// A directory in memory, where the system has such.

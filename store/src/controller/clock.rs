@@ -12,7 +12,7 @@ use crate::crash::Dice;
 use crate::disk::Disk;
 use crate::environment::{Environment, SystemEnvironment};
 use crate::key::Key;
-use crate::ledger::{Command, Durability, LeaseId, Selector, Timestamp, WriterSet};
+use crate::ledger::{Command, Durability, LeaseId, Selector, Timestamp};
 use crate::ledgers::{Ledgers, OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::volume::{DirectoryVolume, MemoryVolume, Volume};
@@ -54,19 +54,7 @@ fn at(number: u64) -> PutOptions {
 }
 
 fn proposal(number: u64) -> Proposal {
-    Proposal {
-        writer: 0,
-        writers: WriterSet::one(0),
-        writers_defaulted: false,
-        job: None,
-        call: None,
-        number: Some(number),
-        rewind: false,
-        durability: Durability::Disk,
-        file_len: 1,
-        device: None,
-        timeout: Duration::ZERO,
-    }
+    Proposal::alone(number, Durability::Disk)
 }
 
 /// Embedded in a directory, and as a daemon has it.

@@ -129,6 +129,13 @@ pub(super) fn name(
     bytes.push(u8::from(cover == Cover::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+    // Leaves may be tied that begin at one place, and lie there in different orders.
+    let add_order = |add: &mut dyn FnMut(&[u64]), meta: &TensorMeta| {
+        add(&[u64::from(meta.dtype().code()), u64::from(meta.is_contiguous())]);
+        if !meta.is_contiguous() {
+            add(&meta.strides());
+        }
+    };
     for Request { leaf, part, meta } in requests {
         match leaf {
             Leaf::Named(fqn) => add(&[0, wide(fqn.len())]),
@@ -138,22 +145,17 @@ pub(super) fn name(
                 add(&global_shape);
                 for reference in *references {
                     let storage = reference.storage.map_or(u64::MAX, u64::from);
-                    let (region, strides) = (plan::region(reference), reference.meta.strides());
-                    let dtype = u64::from(reference.meta.dtype().code());
-                    add(&[storage, reference.byte_offset, dtype, wide(region.rank())]);
+                    let region = plan::region(reference);
+                    add(&[storage, reference.byte_offset, wide(region.rank())]);
                     add(region.offsets());
                     add(region.shape());
-                    // Tied leaves may lie at one place in different orders.
-                    add(&strides);
+                    add_order(&mut add, &reference.meta);
                 }
             }
         }
-        add(&[u64::from(meta.dtype().code()), wide(meta.shape().len())]);
+        add(&[wide(meta.shape().len())]);
         add(meta.shape());
-        add(&[u64::from(meta.is_contiguous())]);
-        if !meta.is_contiguous() {
-            add(&meta.strides());
-        }
+        add_order(&mut add, meta);
         add(&[u64::from(part.is_some())]);
         for vector in part.iter().flat_map(|part| [part.offsets, part.shape, part.global_shape]) {
             add(&[wide(vector.len())]);

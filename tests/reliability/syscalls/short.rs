@@ -1,7 +1,9 @@
 //! A process of whose reads and writes one does half of what it was asked for, which no tracer can do: `tests/libshort`
 //! does.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use tssd_tests::command::library;
 
 use super::process::{Ended, Process};
 use super::scenario::Scenario;
@@ -17,19 +19,10 @@ pub(crate) fn may_be(call: &Call) -> bool {
 /// Runs a process one of whose calls is short.
 pub(crate) fn run(scenario: Scenario, place: &Path, call: &Call) -> Ended {
     let meant = format!("{}:{}:{}", call.name, call.number, place.display());
-    let library = library();
+    let library = library("tssd-short");
     let environment = [("LD_PRELOAD", library.as_os_str()), ("TSSD_SHORT", meant.as_ref())];
     let mut ended = Process::start(scenario, place, &environment).finish();
     let says = |word| ended.complaints.contains(word);
     ended.is_hit = says("short: ").then_some(true).or(says("whole: ").then_some(false));
     ended
-}
-
-/// Where cargo puts it beside this test.
-fn library() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let found = profile.join("libtssd_short.so");
-    assert!(found.is_file(), "no {}: run `cargo build -p tssd-short`", found.display());
-    found
 }

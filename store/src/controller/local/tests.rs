@@ -6,7 +6,7 @@ use crate::controller::folder::write;
 use crate::controller::{Catalog, digest, folder_of};
 use crate::disk::Disk;
 use crate::environment::SystemEnvironment;
-use crate::ledger::{Durability, Selection, WriterSet};
+use crate::ledger::{Durability, Selection};
 use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::DirectoryMeta;
 use crate::volume::{DirectoryVolume, MemoryVolume, Near, Reservation};
@@ -67,29 +67,13 @@ impl Volume for Failing {
     }
 }
 
-fn proposal(durability: Durability) -> Proposal {
-    Proposal {
-        writer: 0,
-        writers: WriterSet::one(0),
-        writers_defaulted: false,
-        job: None,
-        call: None,
-        number: Some(1),
-        rewind: false,
-        durability,
-        file_len: 1,
-        device: None,
-        timeout: Duration::ZERO,
-    }
-}
-
 #[tokio::test]
 async fn a_try_that_comes_while_another_one_is_proven_hears_how_that_ends() {
     let (volume, key) = (MemoryVolume::default(), Key::new("policy").unwrap());
     let ledgers = Arc::new(OwnedLedgers::default());
     let controller =
         LocalController::new(ledgers, Arc::new(volume.clone()), Arc::new(SystemEnvironment));
-    let proposal = proposal(Durability::Memory);
+    let proposal = Proposal::alone(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
     let dict = tssd_format::StateDict::new();
     let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
@@ -139,7 +123,7 @@ async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
     let volume = Arc::new(DirectoryVolume::new(disk));
     let controller =
         LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
-    let (key, proposal) = (Key::new("policy").unwrap(), proposal(Durability::Disk));
+    let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Disk));
     let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
     controller.delete(&key, Selection::All).await.unwrap();
     let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();
@@ -163,7 +147,7 @@ async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
         LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment))
     };
     let key = Key::new("policy").unwrap();
-    let numbered = |number| Proposal { number: Some(number), ..proposal(Durability::Disk) };
+    let numbered = |number| Proposal::alone(number, Durability::Disk);
     let killed = controller();
     for number in [1, 2] {
         killed.open(&key, &numbered(number), || true).await.unwrap();

@@ -94,19 +94,7 @@ async fn put(store: &Store, number: u64) -> crate::Result<PutReport> {
 
 /// A put of version 1 that nothing has come of yet.
 fn proposal() -> Proposal {
-    Proposal {
-        writer: 0,
-        writers: WriterSet::one(0),
-        writers_defaulted: false,
-        job: None,
-        call: None,
-        number: Some(1),
-        rewind: false,
-        durability: Durability::Object,
-        file_len: 1,
-        device: None,
-        timeout: Duration::ZERO,
-    }
+    Proposal::alone(1, Durability::Object)
 }
 
 /// What is newest, whole.

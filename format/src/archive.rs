@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
+use crate::buffer::Buffer;
 use crate::digest::{self, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -18,7 +19,7 @@ use crate::index::Index;
 use crate::key::ObjectPath;
 use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
-use crate::storage::{StorageReference, Unpack};
+use crate::storage::{ChunkReader, StorageReference, Unpack};
 use crate::structure::{Node, TensorReference};
 use crate::tensor::Tensor;
 use crate::views::{Views, native};
@@ -320,16 +321,39 @@ impl Archive {
         let decode = || {
             let mut unpack = Unpack::new(storage, range.clone())?;
             for chunk in storage.chunks(&range) {
-                let place = storage.stored_chunk(chunk);
-                let stored = self.read(storage.shard, place.clone())?;
-                // What is decoded must be what was written.
-                let crc = crc32fast::hash(&stored);
-                storage.prove_chunk(chunk, crc).map_err(|error| error.byte(place.start))?;
-                unpack.add(chunk, &stored).map_err(|error| error.byte(place.start))?;
+                self.proven(storage, chunk, |stored| unpack.add(chunk, stored))?;
             }
             Ok(unpack.finish())
         };
         decode().map_err(|error: Error| error.at(self.leaf_in(number)))
+    }
+
+    /// Shows the raw bytes of each chunk of a storage, in order.
+    pub(crate) fn each_chunk(
+        &self,
+        storage: &StorageReference,
+        mut see: impl FnMut(u64, &[u8]),
+    ) -> Result<()> {
+        let mut reader = ChunkReader::new(storage)?;
+        storage.chunks(&(0..storage.len)).try_for_each(|chunk| {
+            self.proven(storage, chunk, |stored| {
+                see(chunk, reader.read(chunk, stored)?);
+                Ok(())
+            })
+        })
+    }
+
+    /// Gives the stored bytes of a chunk to whoever decodes them, which must be what was written.
+    fn proven(
+        &self,
+        storage: &StorageReference,
+        chunk: u64,
+        mut take: impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let place = storage.stored_chunk(chunk);
+        let stored = self.read(storage.shard, place.clone())?;
+        let proven = storage.prove_chunk(chunk, crc32fast::hash(&stored));
+        proven.and_then(|()| take(&stored)).map_err(|error| error.byte(place.start))
     }
 
     fn blob_of(&self, shard: u32) -> Result<&Arc<dyn Blob>> {
@@ -343,7 +367,7 @@ impl Archive {
         if let Some(bytes) = blob.bytes() {
             return Ok(bytes.slice(size(range.start)?..size(range.end)?));
         }
-        let mut bytes = vec![0; size(range.end - range.start)?];
+        let mut bytes = Buffer::new(size(range.end - range.start)?)?;
         blob.read_exact_at(&mut bytes, range.start)?;
         Ok(bytes.into())
     }

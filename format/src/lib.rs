@@ -67,6 +67,7 @@ mod writer;
 // Reading them.
 mod archive;
 mod blob;
+mod buffer;
 mod decode;
 mod index;
 #[cfg(feature = "json")]
@@ -88,6 +89,7 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
+pub use buffer::Buffer;
 pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
 pub use copy::{copy, copy_and_checksum, copy_and_see, copy_runs};
 pub use digest::Digest;

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
+use crate::buffer::Buffer;
 use crate::chunk::ChunkSize;
 use crate::codec::Decoder;
 use crate::digest::Digest;
@@ -137,12 +138,11 @@ impl StorageReference {
 /// The memory has exactly the length of the range; it and one chunk of 1 MiB are all that decoding
 /// takes, whatever a frame claims.
 pub struct Unpack<'a> {
-    storage: &'a StorageReference,
+    reader: ChunkReader<'a>,
     range: Range<u64>,
-    bytes: Vec<u8>,
-    /// A chunk of which the range touches a part.
-    whole: Vec<u8>,
-    decoder: Decoder,
+    bytes: Buffer,
+    /// How many of them have been added.
+    filled: usize,
 }
 
 impl<'a> Unpack<'a> {
@@ -152,11 +152,9 @@ impl<'a> Unpack<'a> {
     ///
     /// `TooLarge` if it does not fit into memory; `Io` if zstd has no memory.
     pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
-        let too_large = || Error::new(ErrorKind::TooLarge);
-        let len = usize::try_from(range.end - range.start).map_err(|_| too_large())?;
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| too_large())?;
-        Ok(Self { storage, range, bytes, whole: Vec::new(), decoder: Decoder::new()? })
+        let len = usize::try_from(range.end - range.start);
+        let bytes = Buffer::new(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
+        Ok(Self { reader: ChunkReader::new(storage)?, range, bytes, filled: 0 })
     }
 
     /// Adds a chunk, given its stored bytes; chunks come in order.
@@ -165,29 +163,59 @@ impl<'a> Unpack<'a> {
     ///
     /// `FrameCorrupt`; `FeatureMissing` in a build without zstd.
     pub fn add(&mut self, number: u64, stored: &[u8]) -> Result<()> {
-        let chunk = self.storage.chunk(number);
+        let chunk = self.reader.storage.chunk(number);
         let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
         let within = place(part.start - chunk.start)..place(part.end - chunk.start);
-        let packing = self.storage.packing.as_ref();
-        match packing.filter(|packing| packing.chunks[place(number)].is_zstd) {
-            None => self.bytes.extend_from_slice(&stored[within]),
-            Some(packing) if part == chunk => {
-                let start = self.bytes.len();
-                self.bytes.resize(start + within.len(), 0);
-                self.decoder.decode(stored, packing.shuffle, &mut self.bytes[start..])?;
-            }
-            Some(packing) => {
-                self.whole.resize(place(chunk.end - chunk.start), 0);
-                self.decoder.decode(stored, packing.shuffle, &mut self.whole)?;
-                self.bytes.extend_from_slice(&self.whole[within]);
-            }
+        let target = &mut self.bytes[self.filled..][..within.len()];
+        if part == chunk {
+            self.reader.read_into(number, stored, target)?;
+        } else {
+            target.copy_from_slice(&self.reader.read(number, stored)?[within]);
         }
+        self.filled += target.len();
         Ok(())
     }
 
     /// The bytes, once all chunks are added.
     pub fn finish(self) -> Bytes {
-        self.bytes.into()
+        Bytes::from(self.bytes).slice(..self.filled)
+    }
+}
+
+/// Decodes chunks of a storage; keeps its working memory from one to the next.
+pub(crate) struct ChunkReader<'a> {
+    storage: &'a StorageReference,
+    decoder: Decoder,
+    chunk: Vec<u8>,
+}
+
+impl<'a> ChunkReader<'a> {
+    pub(crate) fn new(storage: &'a StorageReference) -> Result<Self> {
+        Ok(Self { storage, decoder: Decoder::new()?, chunk: Vec::new() })
+    }
+
+    /// The raw bytes of a chunk, given its stored ones.
+    pub(crate) fn read<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
+        let Some(shuffle) = self.shuffle(number) else { return Ok(stored) };
+        let chunk = self.storage.chunk(number);
+        self.chunk.resize(place(chunk.end - chunk.start), 0);
+        self.decoder.decode(stored, shuffle, &mut self.chunk)?;
+        Ok(&self.chunk)
+    }
+
+    /// As [`Self::read`], into memory of their length.
+    fn read_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
+        if let Some(shuffle) = self.shuffle(number) {
+            return self.decoder.decode(stored, shuffle, target);
+        }
+        target.copy_from_slice(stored);
+        Ok(())
+    }
+
+    /// How a chunk is shuffled, if it is compressed.
+    fn shuffle(&self, number: u64) -> Option<u8> {
+        let packing = self.storage.packing.as_ref()?;
+        packing.chunks[place(number)].is_zstd.then_some(packing.shuffle)
     }
 }
 

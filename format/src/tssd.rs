@@ -3,6 +3,7 @@
 use bytes::Bytes;
 
 use crate::archive::Archive;
+use crate::buffer::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::layout::Layout;
@@ -63,7 +64,7 @@ impl TorchStoreStateDict {
     pub fn with_options(dict: &StateDict, options: &Options) -> Result<Self> {
         let layout = Layout::plan(dict, options)?;
         let len = usize::try_from(layout.file_len());
-        let mut bytes = vec![0; len.map_err(|_| Error::new(ErrorKind::TooLarge))?];
+        let mut bytes = Buffer::new(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
         layout.write_into(&mut bytes)?;
         Self::from_bytes(bytes)
     }

@@ -227,13 +227,12 @@ fn prove_storage(
         Check::Meaning => {
             let mut crc = crc32fast::Hasher::new();
             let mut digests = Vec::new();
-            for chunk in storage.chunks(&(0..storage.len)) {
-                let raw = archive.storage_range(number, storage.chunk(chunk))?;
-                crc.update(&raw);
+            archive.each_chunk(storage, |chunk, raw| {
+                crc.update(raw);
                 let mut hasher = ChunkHasher::new(chunk, extent(storage));
-                hasher.update(&raw);
+                hasher.update(raw);
                 digests.push(hasher.finish());
-            }
+            })?;
             check_crc(storage, crc.finalize())?;
             let digest = digest::merge(extent(storage), &digests);
             match storage.digest {

@@ -10,7 +10,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see};
+use tssd_format::{
+    Blob, Buffer, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see,
+};
 
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
@@ -219,8 +221,8 @@ impl OpenVersion {
         let reference = &self.stored(storage).reference;
         let blob = self.archive(reference).blob();
         let chunks = reference.chunks(&range);
+        let failed = |error: FormatError| Error::format(self.name(), error);
         if reference.packing.is_some() {
-            let failed = |error: FormatError| Error::format(self.name(), error);
             let mut unpack = Unpack::new(reference, range).map_err(failed)?;
             for chunk in chunks {
                 let stored = self.proven(storage, chunk)?;
@@ -240,7 +242,7 @@ impl OpenVersion {
         // Whole chunks are read, because only they can be proven.
         let (first, last) =
             (reference.chunk(chunks.start).start, reference.chunk(chunks.end).start);
-        let mut read = vec![0; native(last - first)];
+        let mut read = Buffer::new(native(last - first)).map_err(failed)?;
         blob.read_exact_at(&mut read, reference.offset + first)
             .map_err(|error| Error::io(self.name(), error))?;
         if self.archive(reference).is_summed() {

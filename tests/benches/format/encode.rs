@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict};
+use tssd_format::{Archive, Buffer, Fill, Filled, Layout, Options, StateDict};
 use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
@@ -36,6 +36,9 @@ pub(crate) fn into_memory(bench: &mut Bench) {
                     .of(model)
                     .with(Runner::ours("tssd", || {
                         encode(&model.dict, &mut vec![0_u8; len], threads);
+                    }))
+                    .with(Runner::also("tssd, a Buffer", || {
+                        encode(&model.dict, &mut Buffer::new(len).unwrap(), threads);
                     }))
                     .with(Runner::limit("memcpy", || memory.copy_fresh(threads))),
             );

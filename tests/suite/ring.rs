@@ -348,3 +348,34 @@ fn who_follows_a_key_misses_no_version() {
     let error = Store::memory().unwrap().follow(&key()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
+
+/// Writers that make versions visible side by side: the follower has each of them, in order, though only the newest is
+/// kept.
+#[test]
+fn versions_of_writers_that_know_nothing_of_each_other_are_all_told() {
+    let served = Served::new(1 << 30);
+    let reader = served.connect();
+    reader.retain(&key(), NonZeroU32::MIN).unwrap();
+    let mut follower = reader.follow(&key()).unwrap();
+    let visible = thread::scope(|scope| {
+        let writer = |writer: u64| {
+            let served = &served;
+            let mut dict = StateDict::new();
+            dict.insert("writer", tensor(&writer.to_le_bytes()));
+            scope.spawn(move || {
+                let store = served.connect();
+                let put = |_| store.put_state_dict(&key(), &dict, &PutOptions::default());
+                (0..30).map(put).filter_map(Result::ok).map(|report| report.version).collect()
+            })
+        };
+        let writers: Vec<_> = (0..8).map(writer).collect();
+        let visible = writers.into_iter().flat_map(|writer| -> Vec<u64> { writer.join().unwrap() });
+        visible.collect::<std::collections::BTreeSet<_>>()
+    });
+    let mut told = Vec::new();
+    while let Some(opened) = follower.next(&GetOptions::default(), Duration::ZERO).unwrap() {
+        told.push(opened.version());
+    }
+    assert!(visible.len() > 100, "{visible:?}");
+    assert_eq!(told, Vec::from_iter(visible));
+}

@@ -66,6 +66,8 @@ pub(super) struct House {
     /// How many kilobytes of copies may be on their way to other hosts.
     pub(super) copies: Arc<Semaphore>,
     inner: Mutex<Inner>,
+    /// Whoever has it makes a version visible that somebody follows the key of.
+    telling: AsyncMutex<()>,
     /// Rung whenever something comes for those who follow keys, or they have read it.
     followed: Notify,
     next: AtomicU64,
@@ -201,6 +203,7 @@ impl House {
             instance,
             copies: Arc::new(Semaphore::new(COPIES)),
             inner: Mutex::default(),
+            telling: AsyncMutex::default(),
             followed: Notify::new(),
             next: AtomicU64::new(1),
             started: Instant::now(),

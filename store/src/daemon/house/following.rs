@@ -65,6 +65,13 @@ impl House {
         self.followed.notify_waiters();
     }
 
+    /// Holds up others who commit to a key that is followed, until this is dropped: each version is held for those
+    /// who follow it before the next one is visible, which would be told first, or take its place.
+    pub(in crate::daemon) async fn turn(&self, key: &Key) -> Option<impl Drop> {
+        let is_followed = self.inner().followers.values().any(|follower| follower.key == *key);
+        if is_followed { Some(self.telling.lock().await) } else { None }
+    }
+
     /// A version is visible: all who follow its key have it from here on.
     pub(in crate::daemon) async fn tell_followers(
         &self,

@@ -339,7 +339,13 @@ impl Session {
                 open.lens = kept_lens(lens)?;
             }
             self.publish(&mut open, data).await?;
+            let turn = self.house.turn(&open.place.key).await;
             let progress = self.house.registry.commit(&open.place, digest, &open.lens).await?;
+            if progress.visible {
+                let Place { key, id, epoch, number, .. } = &open.place;
+                self.house.tell_followers(key, (*id, (*epoch, *number))).await;
+            }
+            drop(turn);
             // A contribution that was committed before is no other put.
             if open.committed.is_none() {
                 let mut counts = self.house.counters.count();
@@ -352,10 +358,6 @@ impl Session {
         };
         match committed.await {
             Ok(progress) => {
-                if progress.visible {
-                    let Place { key, id, epoch, number, .. } = &open.place;
-                    self.house.tell_followers(key, (*id, (*epoch, *number))).await;
-                }
                 self.house.let_go_of_replaced(&open.place.key).await;
                 self.store(contribution, open, digest).await?;
                 Ok(progress)

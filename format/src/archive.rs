@@ -9,7 +9,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::buffer::Buffer;
 use crate::digest::{self, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -17,6 +16,7 @@ use crate::fill::length;
 use crate::frame::{FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
+use crate::memory::zeroed;
 use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
 use crate::storage::{ChunkReader, StorageReference, Unpack};
@@ -328,7 +328,7 @@ impl Archive {
         decode().map_err(|error: Error| error.at(self.leaf_in(number)))
     }
 
-    /// Shows the raw bytes of each chunk of a storage, in order.
+    /// Shows the raw bytes of each chunk of a storage, in order. Stored bytes are proven where they are decoded.
     pub(crate) fn each_chunk(
         &self,
         storage: &StorageReference,
@@ -336,6 +336,10 @@ impl Archive {
     ) -> Result<()> {
         let mut reader = ChunkReader::new(storage)?;
         storage.chunks(&(0..storage.len)).try_for_each(|chunk| {
+            if storage.packing.is_none() {
+                see(chunk, &self.read(storage.shard, storage.stored_chunk(chunk))?);
+                return Ok(());
+            }
             self.proven(storage, chunk, |stored| {
                 see(chunk, reader.read(chunk, stored)?);
                 Ok(())
@@ -367,7 +371,7 @@ impl Archive {
         if let Some(bytes) = blob.bytes() {
             return Ok(bytes.slice(size(range.start)?..size(range.end)?));
         }
-        let mut bytes = Buffer::new(size(range.end - range.start)?)?;
+        let mut bytes = zeroed(size(range.end - range.start)?)?;
         blob.read_exact_at(&mut bytes, range.start)?;
         Ok(bytes.into())
     }

@@ -67,12 +67,12 @@ mod writer;
 // Reading them.
 mod archive;
 mod blob;
-mod buffer;
 mod decode;
 mod index;
 #[cfg(feature = "json")]
 mod json;
 mod lookup;
+mod memory;
 #[cfg(feature = "mmap")]
 mod mmap;
 mod shard_set;
@@ -89,7 +89,6 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
-pub use buffer::Buffer;
 pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
 pub use copy::{copy, copy_and_checksum, copy_and_see, copy_runs};
 pub use digest::Digest;
@@ -102,6 +101,7 @@ pub use frame::DATA_START;
 pub use json::{to_json, to_json_without_elements};
 pub use key::{Key, ObjectPath, Step};
 pub use layout::{Draft, Layout, manifest};
+pub use memory::zeroed;
 pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
 pub use mmap::{Map, map_file};

@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use crate::buffer::Buffer;
 use crate::chunk::ChunkSize;
 use crate::codec::Decoder;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::zeroed;
 
 /// One storage: a run of bytes of the blob, or of another file of the shard set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -140,7 +140,7 @@ impl StorageReference {
 pub struct Unpack<'a> {
     reader: ChunkReader<'a>,
     range: Range<u64>,
-    bytes: Buffer,
+    bytes: Vec<u8>,
     /// How many of them have been added.
     filled: usize,
 }
@@ -153,7 +153,7 @@ impl<'a> Unpack<'a> {
     /// `TooLarge` if it does not fit into memory; `Io` if zstd has no memory.
     pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
         let len = usize::try_from(range.end - range.start);
-        let bytes = Buffer::new(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
+        let bytes = zeroed(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
         Ok(Self { reader: ChunkReader::new(storage)?, range, bytes, filled: 0 })
     }
 

@@ -3,10 +3,10 @@
 use bytes::Bytes;
 
 use crate::archive::Archive;
-use crate::buffer::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::layout::Layout;
+use crate::memory::zeroed;
 use crate::options::Options;
 use crate::state_dict::StateDict;
 use crate::structure::{Node, TensorReference};
@@ -64,7 +64,7 @@ impl TorchStoreStateDict {
     pub fn with_options(dict: &StateDict, options: &Options) -> Result<Self> {
         let layout = Layout::plan(dict, options)?;
         let len = usize::try_from(layout.file_len());
-        let mut bytes = Buffer::new(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
+        let mut bytes = zeroed(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
         layout.write_into(&mut bytes)?;
         Self::from_bytes(bytes)
     }

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
-    Attrs, Buffer, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
-    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs,
+    Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
+    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, zeroed,
 };
 
 pub(crate) use self::plans::PlanCache;
@@ -248,9 +248,9 @@ impl<'a> Read<'a> {
         self.needed += meta.nbytes();
         let part = Some(Box { offsets, shape, global_shape: &global_shape });
         let request = Request { leaf: Leaf::Named(fqn), part, meta: &meta };
-        let memories = vec![(&mut *memory).into()];
+        let memories = vec![(&mut memory).into()];
         self.fill((&[request], Cover::Whole), memories, |_| Ok(references.clone()))?;
-        Tensor::new(meta, Bytes::from(memory).into(), 0).map_err(|error| self.format_error(error))
+        Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
     /// The archives that leaves are in, or the parts of them that are wanted.
@@ -375,9 +375,9 @@ impl<'a> Read<'a> {
         };
         let copies: Vec<Copy> = storages.iter().map(|storage| whole(*storage)).collect();
         let memories = storages.iter().map(|storage| memory(self.version.storage_len(*storage)));
-        let mut memories: Vec<Buffer> = memories.collect::<Result<_>>()?;
+        let mut memories: Vec<Vec<u8>> = memories.collect::<Result<_>>()?;
         let copies = copies.iter().map(std::slice::from_ref);
-        self.pull(copies.zip(memories.iter_mut().map(|memory| &mut **memory)).collect())?;
+        self.pull(copies.zip(memories.iter_mut().map(Vec::as_mut_slice)).collect())?;
         Ok(storages.into_iter().zip(memories.into_iter().map(Bytes::from)).collect())
     }
 
@@ -400,10 +400,10 @@ impl<'a> Read<'a> {
                 meta,
             });
         }
-        let targets = memories.iter_mut().map(|memory| (&mut **memory).into()).collect();
+        let targets = memories.iter_mut().map(TargetMemory::from).collect();
         let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
         self.fill((&requests, Cover::Whole), targets, references)?;
-        let tensor = |(meta, memory)| Tensor::new(meta, Bytes::from(memory).into(), 0);
+        let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
         let tensors = metas.into_iter().zip(memories).map(tensor);
         tensors.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
     }
@@ -568,12 +568,12 @@ impl Drop for Read<'_> {
     }
 }
 
-/// New memory.
-fn memory(bytes: u64) -> Result<Buffer> {
+/// New memory; what does not fit is refused before the system is asked to give up.
+fn memory(bytes: u64) -> Result<Vec<u8>> {
     let too_large =
         || Error::new(ErrorKind::Invalid, format_args!("{bytes} bytes do not fit into memory"));
     let len = usize::try_from(bytes).map_err(|_| too_large())?;
-    Buffer::new(len).map_err(|_| too_large())
+    zeroed(len).map_err(|_| too_large())
 }
 
 /// Lengths of what is in memory.

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, Buffer, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see,
+    Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see, zeroed,
 };
 
 use crate::controller::Located;
@@ -242,7 +242,7 @@ impl OpenVersion {
         // Whole chunks are read, because only they can be proven.
         let (first, last) =
             (reference.chunk(chunks.start).start, reference.chunk(chunks.end).start);
-        let mut read = Buffer::new(native(last - first)).map_err(failed)?;
+        let mut read = zeroed(native(last - first)).map_err(failed)?;
         blob.read_exact_at(&mut read, reference.offset + first)
             .map_err(|error| Error::io(self.name(), error))?;
         if self.archive(reference).is_summed() {

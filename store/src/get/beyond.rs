@@ -50,7 +50,7 @@ impl Read<'_> {
             let mut jobs: Vec<(&[Copy], &mut [u8])> = batch
                 .iter()
                 .map(|part| part.copies)
-                .zip(memories.iter_mut().map(|memory| &mut **memory))
+                .zip(memories.iter_mut().map(Vec::as_mut_slice))
                 .collect();
             let near = |copies: &[Copy], target: &mut [u8]| {
                 let mut near =

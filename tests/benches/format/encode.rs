@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use tssd_format::{Archive, Buffer, Fill, Filled, Layout, Options, StateDict};
+use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict, zeroed};
 use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
@@ -37,8 +37,8 @@ pub(crate) fn into_memory(bench: &mut Bench) {
                     .with(Runner::ours("tssd", || {
                         encode(&model.dict, &mut vec![0_u8; len], threads);
                     }))
-                    .with(Runner::also("tssd, a Buffer", || {
-                        encode(&model.dict, &mut Buffer::new(len).unwrap(), threads);
+                    .with(Runner::also("tssd, huge pages", || {
+                        encode(&model.dict, &mut zeroed(len).unwrap(), threads);
                     }))
                     .with(Runner::limit("memcpy", || memory.copy_fresh(threads))),
             );

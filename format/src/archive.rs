@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
+use crate::checksum::checksum;
 use crate::digest::{self, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -356,7 +357,7 @@ impl Archive {
     ) -> Result<()> {
         let place = storage.stored_chunk(chunk);
         let stored = self.read(storage.shard, place.clone())?;
-        let proven = storage.prove_chunk(chunk, crc32fast::hash(&stored));
+        let proven = storage.prove_chunk(chunk, checksum(&stored));
         proven.and_then(|()| take(&stored)).map_err(|error| error.byte(place.start))
     }
 
@@ -381,7 +382,7 @@ impl Archive {
     pub(crate) fn crc_of(&self, shard: u32, range: Range<u64>) -> Result<u32> {
         let blob = self.blob_of(shard)?;
         if blob.bytes().is_some() {
-            return Ok(crc32fast::hash(&self.read(shard, range)?));
+            return Ok(checksum(&self.read(shard, range)?));
         }
         let mut crc = crc32fast::Hasher::new();
         let mut block = READ.take();

@@ -2,9 +2,8 @@
 //!
 //! A block is checksummed, which brings it into the cache as fast as memory gives it, and then stored
 //! past the cache, so that the target is not read first and does not push the source out. The stores go
-//! to four quarters of the block in turn, which keeps four pages open at once. Intel's processors do not
-//! fetch far enough ahead: they are told to fetch the next block on the way, which a Xeon of 2 MiB of L2 thanks
-//! with 0.87 of memcpy's speed for 0.64 (docs/performance.md). AMD's are slower if they are told to.
+//! to four quarters of the block in turn, which keeps four pages open at once. Where it helps, the core is told
+//! to fetch the next block on the way.
 
 use std::ops::Range;
 
@@ -15,6 +14,11 @@ use crate::runs::Runs;
 /// What is checksummed and then copied while it is in the cache. Its quarters do not begin at the same
 /// place of a page: loads that lie where a store of another page has just gone would wait for it.
 const BLOCK: usize = 4 * 525 * 64;
+
+/// The same where the core is told what to fetch: no more than comes while the block before is copied, and all of
+/// it stays in the L1.
+#[cfg(target_arch = "x86_64")]
+const TOLD_BLOCK: usize = 4 * 64 * 64;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
 #[cfg(target_arch = "x86_64")]
@@ -124,14 +128,10 @@ pub fn copy_and_see(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "stores that bypass the cache exist only as intrinsics")]
 mod stream {
-    use std::arch::x86_64::{
-        __cpuid, __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
-    };
-    use std::sync::LazyLock;
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
-    use super::BLOCK;
-
-    type Line = [u8; 64];
+    use super::{BLOCK, TOLD_BLOCK};
+    use crate::fetch::{Line, fetch, helps};
 
     /// Lets whoever sees what is published after it see the streaming stores before it.
     pub(super) struct Fence;
@@ -158,24 +158,19 @@ mod stream {
         see(source_lead);
         target_lead.copy_from_slice(source_lead);
 
+        let is_told = helps();
         let mut rest = source;
-        for target in target.chunks_mut(BLOCK) {
+        for target in target.chunks_mut(if is_told { TOLD_BLOCK } else { BLOCK }) {
             let (source, next) = rest.split_at(target.len());
             rest = next;
             see(source);
             let ((lines, source_tail), (targets, target_tail)) =
                 (source.as_chunks(), target.as_chunks_mut());
-            let next: &[Line] = if *IS_TOLD { next.as_chunks().0 } else { &[] };
+            let next: &[Line] = if is_told { next.as_chunks().0 } else { &[] };
             copy_lines(lines, targets, next);
             target_tail.copy_from_slice(source_tail);
         }
     }
-
-    /// Whether this processor is told what to fetch.
-    static IS_TOLD: LazyLock<bool> = LazyLock::new(|| {
-        let vendor = __cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
-    });
 
     /// Copies lines to a target that is aligned to lines, and fetches as many of the next ones.
     fn copy_lines(source: &[Line], target: &mut [Line], next: &[Line]) {
@@ -199,12 +194,6 @@ mod stream {
         }
     }
 
-    fn fetch(line: &Line) {
-        // SAFETY: `_mm_prefetch` reads nothing that the program sees. It needs SSE, which every x86_64 processor
-        // has.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
-    }
-
     fn load(source: &[u8; 16]) -> __m128i {
         // SAFETY: `_mm_loadu_si128` reads 16 bytes at any alignment, and `source` is 16 bytes. It
         // needs SSE2, which every x86_64 processor has.
@@ -214,8 +203,8 @@ mod stream {
     fn store(target: &mut [u8; 16], value: __m128i) {
         debug_assert!(target.as_ptr().addr().is_multiple_of(16));
         // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-        // we borrow mutably. `copy_unfenced` has cut the target at a multiple of 64, and blocks
-        // (134,400 bytes), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
+        // we borrow mutably. `copy_unfenced` has cut the target at a multiple of 64, and blocks (whole
+        // lines), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
         unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
     }
 }

@@ -37,13 +37,14 @@ macro_rules! dtypes {
 
             #[inline]
             const fn row(self) -> &'static Row {
-                match self {
-                    $(Self::$variant => &Row {
-                        name: $name, itemsize: $itemsize, bits: $bits, safetensors: $safetensors,
-                    },)*
-                }
+                // Codes have no gaps. A widening cast: `usize::from` is not const.
+                &ROWS[self.code() as usize]
             }
         }
+
+        static ROWS: [Row; Dtype::ALL.len()] = [$(Row {
+            name: $name, itemsize: $itemsize, bits: $bits, safetensors: $safetensors,
+        },)*];
     };
 }
 

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use bytes::Bytes;
 
+use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
 use crate::decode::{decode, value};
 use crate::encode::{AttrValue, Attrs, ShardFile};
@@ -33,7 +34,7 @@ pub(crate) struct Index {
 impl Index {
     /// Proves an index, given where the trailer says that it is.
     pub(crate) fn parse(bytes: Bytes, place: IndexPlace) -> Result<Self> {
-        if crc32fast::hash(&bytes) != place.index_crc32 {
+        if checksum(&bytes) != place.index_crc32 {
             return Err(Error::new(ErrorKind::IndexCorrupt).byte(place.index_off));
         }
         let size = |len: u32| usize::try_from(len).unwrap_or(usize::MAX);

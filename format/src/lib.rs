@@ -53,10 +53,12 @@ mod table;
 
 // Writing them.
 mod arrange;
+mod checksum;
 mod codec;
 mod copy;
 mod digest;
 mod encode;
+mod fetch;
 mod fill;
 mod layout;
 mod options;
@@ -89,6 +91,7 @@ mod error;
 
 pub use archive::Archive;
 pub use blob::Blob;
+pub use checksum::checksum;
 pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
 pub use copy::{copy, copy_and_checksum, copy_and_see, copy_runs};
 pub use digest::Digest;

@@ -83,17 +83,19 @@ pub fn numel(shape: &[u64]) -> u64 {
     shape.iter().fold(1, |numel, size| numel.saturating_mul(*size))
 }
 
-/// Proves that a shape is within the limits of the format.
+/// Proves that a shape is within the limits of the format, and says how many bytes a contiguous tensor of it has.
 #[inline]
-pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<()> {
+pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<u64> {
     if shape.len() > MAX_RANK {
         return Err(Error::new(ErrorKind::RankTooLarge).note(shape.len()));
     }
+    let mut is_empty = false;
     let bytes = shape.iter().try_fold(itemsize, |bytes, size| {
+        is_empty |= *size == 0;
         if *size >= SIZE_LIMIT { None } else { bytes.checked_mul((*size).max(1)) }
     });
     match bytes {
-        Some(bytes) if bytes < SIZE_LIMIT => Ok(()),
+        Some(bytes) if bytes < SIZE_LIMIT => Ok(if is_empty { 0 } else { bytes }),
         _ => Err(Error::new(ErrorKind::ShapeOverflow).note(format_args!("shape {shape:?}"))),
     }
 }

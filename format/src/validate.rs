@@ -71,20 +71,31 @@ enum Use {
 }
 
 impl<'a> Validator<'a> {
-    #[inline]
     fn claim_heap(&mut self, range: u64) -> Result<&'a [u8]> {
         let bytes = self.views.heap_at(range)?;
+        self.claim(range)?;
+        Ok(bytes)
+    }
+
+    fn claim_text(&mut self, range: u64) -> Result<()> {
+        let bytes = self.claim_heap(range)?;
+        self.text(range, bytes)
+    }
+
+    /// Claims a range that lies in the heap.
+    #[inline]
+    fn claim(&mut self, range: u64) -> Result<()> {
         let (offset, len) = split_heap_range(range);
         if range == 0 || self.heap.claim(offset.into(), len.into()) {
-            Ok(bytes)
+            Ok(())
         } else {
             Err(Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}")))
         }
     }
 
+    /// Proves that the bytes of a claimed range are text.
     #[inline]
-    fn claim_text(&mut self, range: u64) -> Result<()> {
-        let bytes = self.claim_heap(range)?;
+    fn text(&mut self, range: u64, bytes: &[u8]) -> Result<()> {
         let start = native(split_heap_range(range).0);
         if bytes.is_empty() || self.heap.is_text(start, || is_text(bytes)) {
             Ok(())

@@ -11,6 +11,7 @@ use std::thread;
 
 use tssd_format::{
     Archive, Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
+    checksum,
 };
 
 use crate::disk::Replacement;
@@ -249,7 +250,7 @@ pub fn prove<E: From<Error> + Send>(
         pause()?;
         let Range { start: from, end: to } = storage.chunk(chunk);
         let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
-        let crc = crc32fast::hash(&bytes[place(from)..place(to)]);
+        let crc = checksum(&bytes[place(from)..place(to)]);
         let at = storage.stored_chunk(chunk).start;
         Ok::<_, E>(storage.prove_chunk(chunk, crc).map_err(|error| error.byte(at))?)
     })?;

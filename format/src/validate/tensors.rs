@@ -4,6 +4,7 @@ use super::claims::Claims;
 use super::{Use, Validator, wide};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fetch::fetch_ahead;
 use crate::key::ObjectPath;
 use crate::record::{self, NONE, kind};
 use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
@@ -29,6 +30,10 @@ impl<'a> Validator<'a> {
         let views = self.views;
         let mut slices = Claims::new(views.slices.len());
         for (number, tensor) in views.tensors.iter().enumerate() {
+            fetch_ahead(views.tensors, number);
+            // Mostly a tensor has a storage of its own, and a few entries of dims.
+            fetch_ahead(views.storages, number);
+            fetch_ahead(views.dims, number);
             self.tensor(tensor, &mut slices)
                 .map_err(|error| error.at(path_of_tensor(views, number)))?;
         }
@@ -54,8 +59,11 @@ impl<'a> Validator<'a> {
             NONE => None,
             start => Some(self.claim_dims(u64::from(start), rank)?),
         };
-        check_shape(dtype.itemsize(), shape)?;
-        let span = span_bytes(dtype.itemsize(), shape, strides)?;
+        let contiguous = check_shape(dtype.itemsize(), shape)?;
+        let span = match strides {
+            None => contiguous,
+            strides => span_bytes(dtype.itemsize(), shape, strides)?,
+        };
         let byte_offset = tensor.byte_offset.to_native();
         let end = byte_offset.checked_add(span).filter(|end| span == 0 || *end < SIZE_LIMIT);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;

@@ -73,11 +73,12 @@ impl Validator<'_> {
         }
         let key = node.key.to_native();
         if key::kind::is_heap(node.key_kind) {
-            check_key_len(self.views.heap_at(key)?)?;
+            let bytes = self.views.heap_at(key)?;
+            check_key_len(bytes)?;
+            self.claim(key)?;
             if node.key_kind == key::kind::STR {
-                return self.claim_text(key);
+                return self.text(key, bytes);
             }
-            self.claim_heap(key)?;
         }
         self.views.file_key(node)?.check()
     }
@@ -197,7 +198,7 @@ impl Validator<'_> {
                     Error::new(ErrorKind::TensorRun).note(format_args!("{count} tensors from {a}"))
                 );
             }
-            kind::TENSOR => self.run(a, count)?,
+            kind::TENSOR if count > 1 => self.run(a, count)?,
             _ => {}
         }
         Ok(())
@@ -223,10 +224,10 @@ impl Validator<'_> {
         if node.kind == kind::STR { self.claim_text(a) } else { self.claim_heap(a).map(drop) }
     }
 
-    /// The records of one tensor leaf, against each other.
+    /// The records of one tensor leaf that has several, against each other.
     fn run(&self, first: u64, count: u32) -> Result<()> {
         let run = &self.views.tensors[narrow(first)..narrow(first + u64::from(count))];
-        if count > 1 && run.iter().any(|tensor| tensor.slice == NONE) {
+        if run.iter().any(|tensor| tensor.slice == NONE) {
             return Err(Error::new(ErrorKind::TensorRun).note("a whole tensor among slices"));
         }
         let [one, others @ ..] = run else { return Ok(()) };

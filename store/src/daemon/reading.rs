@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::{Bytes, BytesMut};
-use tssd_format::{Archive, Blob, StorageReference};
+use tssd_format::{Archive, Blob, StorageReference, checksum};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{Mutex, MutexGuard};
@@ -181,7 +181,7 @@ impl Storage {
         let place = self.reference.stored_chunk(chunk);
         let len = place.end - place.start;
         let bytes = gather(blob, &[Range::plain(place.start, len)])?.into_bytes();
-        if crc32fast::hash(&bytes) != self.reference.crcs[number] {
+        if checksum(&bytes) != self.reference.crcs[number] {
             let (start, end) = (place.start, place.end);
             let text = format_args!("`{name}`: bytes {start}..{end} do not have their checksum");
             return Err(Error::new(ErrorKind::Corrupt, text));

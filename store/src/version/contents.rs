@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, Key, Node,
-    ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR,
+    ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
 use crate::controller::Located;
@@ -180,7 +180,7 @@ impl Contents {
     /// Compares the checksum of the stored bytes of a chunk.
     pub(super) fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
         self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
-        let proven = self.stored(storage).reference.prove_chunk(chunk, crc32fast::hash(bytes));
+        let proven = self.stored(storage).reference.prove_chunk(chunk, checksum(bytes));
         proven.map_err(|_| self.corrupt(storage, chunk))
     }
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use rangemap::RangeSet;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
+use tssd_format::checksum;
 
 use crate::arena::Writing;
 use crate::daemon::elsewhere::Elsewhere;
@@ -144,7 +145,7 @@ impl Coming {
             let memory = coming.memory.read().expect("nobody panics while writing");
             let Some(memory) = &*memory else { return Ok(None) };
             let data = collect(memory.bytes(), &ranges, bytes);
-            let crc32 = prove.then(|| crc32fast::hash(&data));
+            let crc32 = prove.then(|| checksum(&data));
             Ok(Some((data, Sum { crc32 })))
         })
         .await

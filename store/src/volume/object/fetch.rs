@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use tssd_format::{Loop, Runs, copy_and_see, copy_runs};
+use tssd_format::{Loop, Runs, checksum, copy_and_see, copy_runs};
 
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
@@ -143,8 +143,7 @@ impl Fetcher {
                     for number in storage.chunks(&raw) {
                         let chunk = storage.stored_chunk(number);
                         if proven.insert(chunk.start)
-                            && crc32fast::hash(within(chunk.clone()))
-                                != storage.crcs[native(number)]
+                            && checksum(within(chunk.clone())) != storage.crcs[native(number)]
                         {
                             return Err(self.corrupt(&want.blob, &chunk));
                         }

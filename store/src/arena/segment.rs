@@ -121,6 +121,9 @@ unsafe impl Sync for Map {}
 /// To map less than this is sooner done than another thread started.
 const POPULATE_BYTES: usize = 32 << 20;
 
+/// A huge page of processors with pages of 4 KiB.
+const HUGE_PAGE: usize = 2 << 20;
+
 impl Map {
     fn new(memory: &OwnedFd, capacity: u64, protection: ProtFlags) -> io::Result<Self> {
         let len = usize::try_from(capacity).map_err(io::Error::other)?;
@@ -137,12 +140,22 @@ impl Map {
     /// Lets the system map all pages now, on all cores: to give or to map one at a time, when it is touched,
     /// takes it several times as long.
     fn populated(self, advice: Advice) -> Self {
+        self.ask_for_huge_pages();
         let parts = (0..self.len).step_by(POPULATE_BYTES).collect();
         let Ok(_) = parallel::map(parts, |at| {
             self.populate(at, advice);
             Ok::<(), Infallible>(())
         });
         self
+    }
+
+    /// Where they fit in as a whole: the rest of one would be memory that nobody counts. Systems that give memory of
+    /// files none, as most do by default, take no notice.
+    fn ask_for_huge_pages(&self) {
+        let len = self.len - self.len % HUGE_PAGE;
+        // SAFETY: the part lies in the map, and the advice changes no byte.
+        let _ =
+            unsafe { rustix::mm::madvise(self.start.as_ptr().cast(), len, Advice::LinuxHugepage) };
     }
 
     /// Of the part that begins at a byte of it. A system that does not know the advice, or lacks the memory,

@@ -18,7 +18,7 @@ const BLOCK: usize = 4 * 525 * 64;
 /// The same where the core is told what to fetch: no more than comes while the block before is copied, and all of
 /// it stays in the L1.
 #[cfg(target_arch = "x86_64")]
-const TOLD_BLOCK: usize = 4 * 64 * 64;
+const TOLD_BLOCK: usize = 4 * 128 * 64;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
 #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,7 @@
 //! Telling the core what of memory it is about to need.
 //!
-//! Intel's processors do not fetch far enough ahead by themselves: a Xeon of 2 MiB of L2 thanks it with 1.4
-//! times the speed of a checksum (docs/performance.md). AMD's are slower if they are told of all that comes.
+//! Intel's processors do not fetch far enough ahead by themselves: a Xeon of 2 MiB of L2 thanks it with 1.3
+//! times the speed of a checksum (docs/performance.md). AMD's copy slower if they are told of all that comes.
 
 /// What a cache takes from memory at a time.
 pub(crate) type Line = [u8; 64];

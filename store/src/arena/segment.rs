@@ -149,8 +149,8 @@ impl Map {
         self
     }
 
-    /// Where they fit in as a whole: the rest of one would be memory that nobody counts. Systems that give memory of
-    /// files none, as most do by default, take no notice.
+    /// Where they fit in as a whole: the rest of one would be memory that nobody counts. Systems that give anonymous
+    /// files none, as most do by default, take no notice; of files of a store they may read more at once.
     fn ask_for_huge_pages(&self) {
         let len = self.len - self.len % HUGE_PAGE;
         // SAFETY: the part lies in the map, and the advice changes no byte.

@@ -16,8 +16,7 @@ use crate::runs::Runs;
 const BLOCK: usize = 4 * 525 * 64;
 
 /// The same where the core is told what to fetch: no more than comes while the block before is copied, which an L1 of
-/// 48 KiB mostly keeps. Quarters of whole pages
-/// were as fast as others on a Xeon.
+/// 48 KiB mostly keeps. Quarters of whole pages were as fast as others on a Xeon.
 #[cfg(target_arch = "x86_64")]
 const TOLD_BLOCK: usize = 4 * 128 * 64;
 

@@ -45,6 +45,12 @@ mod slice;
 mod storage;
 mod tensor;
 
+// Bytes in memory: got, moved and summed.
+mod checksum;
+mod copy;
+mod fetch;
+mod memory;
+
 // What files are.
 mod frame;
 mod record;
@@ -53,12 +59,9 @@ mod table;
 
 // Writing them.
 mod arrange;
-mod checksum;
 mod codec;
-mod copy;
 mod digest;
 mod encode;
-mod fetch;
 mod fill;
 mod layout;
 mod options;
@@ -74,7 +77,6 @@ mod index;
 #[cfg(feature = "json")]
 mod json;
 mod lookup;
-mod memory;
 #[cfg(feature = "mmap")]
 mod mmap;
 mod shard_set;

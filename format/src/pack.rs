@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 
+use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
 use crate::codec::Encoder;
 use crate::digest::{ChunkHasher, Digest};
@@ -95,7 +96,7 @@ impl Pack {
             });
             chunks.push(StoredChunk {
                 frame: encoder.encode(raw, self.shuffle)?.map(Bytes::from),
-                crc: crc32fast::hash(raw),
+                crc: checksum(raw),
                 digest,
             });
         }

@@ -31,9 +31,8 @@ impl<'a> Validator<'a> {
         let mut slices = Claims::new(views.slices.len());
         for (number, tensor) in views.tensors.iter().enumerate() {
             fetch_ahead(views.tensors, number);
-            // Mostly a tensor has a storage of its own, and a few entries of dims.
+            // Mostly each tensor has a storage of its own.
             fetch_ahead(views.storages, number);
-            fetch_ahead(views.dims, number);
             self.tensor(tensor, &mut slices)
                 .map_err(|error| error.at(path_of_tensor(views, number)))?;
         }

@@ -140,7 +140,6 @@ impl Map {
     /// Lets the system map all pages now, on all cores: to give or to map one at a time, when it is touched,
     /// takes it several times as long.
     fn populated(self, advice: Advice) -> Self {
-        self.ask_for_huge_pages();
         let parts = (0..self.len).step_by(POPULATE_BYTES).collect();
         let Ok(_) = parallel::map(parts, |at| {
             self.populate(at, advice);
@@ -149,13 +148,14 @@ impl Map {
         self
     }
 
-    /// Where they fit in as a whole: the rest of one would be memory that nobody counts. Systems that give anonymous
-    /// files none, as most do by default, take no notice; of files of a store they may read more at once.
-    fn ask_for_huge_pages(&self) {
+    /// Asks for memory in huge pages, where they fit in as a whole: the rest of one would be memory that nobody counts.
+    /// Systems that give anonymous files none, as most do by default, take no notice.
+    fn in_huge_pages(self) -> Self {
         let len = self.len - self.len % HUGE_PAGE;
         // SAFETY: the part lies in the map, and the advice changes no byte.
         let _ =
             unsafe { rustix::mm::madvise(self.start.as_ptr().cast(), len, Advice::LinuxHugepage) };
+        self
     }
 
     /// Of the part that begins at a byte of it. A system that does not know the advice, or lacks the memory,
@@ -191,7 +191,7 @@ impl WriteMap {
     pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let map = Map::new(memory, capacity, protection)?;
-        Ok(Self(map.populated(Advice::LinuxPopulateWrite)))
+        Ok(Self(map.in_huge_pages().populated(Advice::LinuxPopulateWrite)))
     }
 
     /// The same for memory of which perhaps little is written: the system gives its pages as they are.

@@ -96,8 +96,13 @@ pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<u64> {
     });
     match bytes {
         Some(bytes) if bytes < SIZE_LIMIT => Ok(if is_empty { 0 } else { bytes }),
-        _ => Err(Error::new(ErrorKind::ShapeOverflow).note(format_args!("shape {shape:?}"))),
+        _ => Err(shape_overflow(shape)),
     }
+}
+
+#[cold]
+fn shape_overflow(shape: &[u64]) -> Error {
+    Error::new(ErrorKind::ShapeOverflow).note(format_args!("shape {shape:?}"))
 }
 
 /// How many bytes lie between the first byte of the first element and the last byte of the last

@@ -20,7 +20,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
 use crate::text::is_text;
-use crate::views::{Views, native};
+use crate::views::{Views, dims_range_error, heap_range_error, native};
 
 /// Proves the tables of a file whose index begins at `index_off`.
 ///
@@ -89,7 +89,7 @@ impl<'a> Validator<'a> {
         if range == 0 || self.heap.claim(offset.into(), len.into()) {
             Ok(())
         } else {
-            Err(Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}")))
+            Err(heap_range_error(range))
         }
     }
 
@@ -105,14 +105,13 @@ impl<'a> Validator<'a> {
     }
 
     #[inline]
-    fn claim_dims(&mut self, start: u64, len: u64) -> Result<&'a [u64]> {
-        let outside =
-            || Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"));
-        if !self.dims.in_order(start, len) {
-            return Err(outside());
+    fn claim_dims(&mut self, start: u32, len: u64) -> Result<&'a [u64]> {
+        let dims = self.views.dims_at(start, len)?;
+        if self.dims.in_order(start.into(), len) {
+            Ok(dims)
+        } else {
+            Err(dims_range_error(start, len))
         }
-        let start = u32::try_from(start).map_err(|_| outside())?;
-        self.views.dims_at(start, len)
     }
 }
 

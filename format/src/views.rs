@@ -19,22 +19,21 @@ impl<'a> Views<'a> {
     pub(crate) fn heap_at(&self, range: u64) -> Result<&'a [u8]> {
         let (offset, len) = split_heap_range(range);
         let (offset, len) = (native(offset), native(len));
-        offset.checked_add(len).and_then(|end| self.heap.get(offset..end)).ok_or_else(|| {
-            Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
-        })
+        offset
+            .checked_add(len)
+            .and_then(|end| self.heap.get(offset..end))
+            .ok_or_else(|| heap_range_error(range))
     }
 
     #[inline]
     pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64]> {
-        let start = native(start);
+        let first = native(start);
         usize::try_from(len)
             .ok()
-            .and_then(|len| self.dims.get(start..start.checked_add(len)?))
+            .and_then(|len| self.dims.get(first..first.checked_add(len)?))
             // This crate compiles for little-endian hosts only.
             .map(bytemuck::cast_slice)
-            .ok_or_else(|| {
-                Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
-            })
+            .ok_or_else(|| dims_range_error(start, len))
     }
 
     /// The key of a node that has one.
@@ -147,6 +146,21 @@ pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
         node = parent;
     }
     steps.into_iter().rev().collect()
+}
+
+// By value and out of the way: who formats a number from where it is computed keeps it in memory.
+
+/// A range of the heap that is not one.
+#[cold]
+pub(crate) fn heap_range_error(range: u64) -> Error {
+    let (offset, len) = split_heap_range(range);
+    Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
+}
+
+/// A range of dims that is not one.
+#[cold]
+pub(crate) fn dims_range_error(start: u32, len: u64) -> Error {
+    Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
 }
 
 /// Numbers of records, on machines where `usize` has 32 bits at least.

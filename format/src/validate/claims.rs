@@ -30,7 +30,7 @@ impl Claims {
     /// *Claimed once*: the range starts where the one before it ended.
     #[inline]
     pub(super) fn once(&mut self, start: u64, len: u64) -> bool {
-        let extends = start == self.claimed && len <= self.len.saturating_sub(start);
+        let extends = start == self.claimed && len <= self.len - self.claimed;
         if extends {
             self.claimed += len;
         }
@@ -73,6 +73,11 @@ impl HeapClaims {
             }
             return is_new;
         }
+        self.is_known(start, len)
+    }
+
+    /// Whether the range is the same as an earlier one.
+    fn is_known(&self, start: u64, len: u64) -> bool {
         // What is long is named once: else a short file could mean very much.
         let end = start.saturating_add(len);
         if len > INLINE_MAX || end > self.claims.claimed {

@@ -25,9 +25,8 @@ impl Validator<'_> {
     fn slice(&mut self, slice: &record::Slice, placements: &mut Claims) -> Result<()> {
         let wrong = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
         let (rank, mesh_rank) = (u64::from(slice.rank), u64::from(slice.mesh_rank));
-        let start = |field: rend::u32_le| u64::from(field.to_native());
-        self.claim_dims(start(slice.offsets), rank)?;
-        self.claim_dims(start(slice.global_shape), rank)?;
+        self.claim_dims(slice.offsets.to_native(), rank)?;
+        self.claim_dims(slice.global_shape.to_native(), rank)?;
         let fields = [slice.mesh, slice.coordinates, slice.ranks, slice.placements, slice.names];
         if slice.flags != 0 {
             return Err(wrong("flags"));
@@ -43,12 +42,12 @@ impl Validator<'_> {
         let size = mesh.iter().try_fold(1_u64, |size, dim| size.checked_mul(*dim));
         let size = size.filter(|size| (1..1 << 32).contains(size)).ok_or_else(|| wrong("size"))?;
         if slice.ranks == NONE {
-            self.claim_dims(start(slice.mesh), mesh_rank)?;
+            self.claim_dims(slice.mesh.to_native(), mesh_rank)?;
         } else {
             self.mesh_with_ranks(slice, size)?;
         }
         if slice.coordinates != NONE {
-            let coordinates = self.claim_dims(start(slice.coordinates), mesh_rank)?;
+            let coordinates = self.claim_dims(slice.coordinates.to_native(), mesh_rank)?;
             if coordinates.iter().zip(mesh).any(|(coordinate, size)| coordinate >= size) {
                 return Err(wrong("coordinates outside the mesh"));
             }
@@ -61,7 +60,7 @@ impl Validator<'_> {
                 return Err(wrong("names without ranks"));
             }
             let mut seen = std::collections::BTreeSet::new();
-            for name in self.claim_dims(start(slice.names), mesh_rank)? {
+            for name in self.claim_dims(slice.names.to_native(), mesh_rank)? {
                 let name = self.claim_heap(*name)?;
                 if name.len() > MAX_NAME_BYTES {
                     return Err(wrong("long name"));
@@ -79,14 +78,16 @@ impl Validator<'_> {
     fn mesh_with_ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
         let wrong = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
         let start = u64::from(slice.mesh.to_native());
-        let (first, len) = (start + u64::from(slice.mesh_rank), u64::from(slice.mesh_rank) + size);
+        let mesh_rank = u64::from(slice.mesh_rank);
+        let (first, len) = (start + mesh_rank, mesh_rank + size);
         if u64::from(slice.ranks.to_native()) != first {
             return Err(wrong("ranks do not follow the mesh"));
         }
         if self.meshes.get(&start) == Some(&len) {
             return Ok(());
         }
-        let (_, ranks) = self.claim_dims(start, len)?.split_at(usize::from(slice.mesh_rank));
+        let mesh = self.claim_dims(slice.mesh.to_native(), len)?;
+        let (_, ranks) = mesh.split_at(usize::from(slice.mesh_rank));
         let before = self.meshes.range(..=start).next_back();
         let after = self.meshes.range(start..).next();
         if before.is_some_and(|(other, len)| other + len > start)

@@ -21,56 +21,36 @@ impl Validator<'_> {
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
-            let check = || -> Result<(u64, ChunkSize)> {
-                let wrong = |kind| Err(Error::new(kind).byte(storage.offset.to_native()));
-                if !matches!(storage.align_log2, 6..=21) {
-                    return wrong(ErrorKind::Alignment);
-                }
-                // The lower bits of a multiple of the alignment, which are zero: no division.
-                let below = (1_u64 << storage.align_log2) - 1;
-                let codec_fits = match storage.codec {
-                    0 => {
-                        storage.shuffle == 0
-                            && storage.chunks == NONE
-                            && storage.stored_len == storage.raw_len
-                    }
-                    1 => storage.shuffle == 0 || is_width(storage.shuffle),
-                    _ => false,
-                };
-                let size = ChunkSize::from_log2(storage.chunk_log2);
-                let size = size.filter(|it| storage.codec == 0 || *it == ChunkSize::default());
-                let Some(size) = size.filter(|_| codec_fits && storage.reserved == 0) else {
-                    return wrong(ErrorKind::UnknownCodec);
-                };
-                let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
-                let from = if storage.shard == last_shard { end } else { DATA_START };
-                let next = offset.checked_add(len).filter(|_| len > 0);
-                let tiles = if is_manifest {
-                    offset >= from
-                        && offset & below == 0
-                        && storage.shard >= last_shard
-                        && self.shard_end(storage).is_some_and(|end| next <= Some(end))
-                } else {
-                    let place = from.checked_add(below).map(|end| end & !below);
-                    place == Some(offset) && storage.shard == 0
-                };
-                match next.filter(|_| tiles) {
-                    Some(next) => Ok((next, size)),
-                    None => wrong(ErrorKind::StorageLayout),
-                }
+            let at = |error: Error| error.at(format_args!("storage {number}"));
+            let size = chunk_size(storage).map_err(at)?;
+            let from = if storage.shard == last_shard { end } else { DATA_START };
+            let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
+            // The lower bits of a multiple of the alignment, which are zero: no division.
+            let below = (1_u64 << storage.align_log2) - 1;
+            let gap = offset.checked_sub(from).filter(|_| offset & below == 0 && len > 0);
+            let next = offset.checked_add(len);
+            let tiles = if is_manifest {
+                gap.is_some()
+                    && storage.shard >= last_shard
+                    && self.shard_end(storage).is_some_and(|end| next <= Some(end))
+            } else {
+                gap.is_some_and(|gap| gap <= below) && storage.shard == 0
             };
-            let size;
-            (end, size) = check().map_err(|error| error.at(format_args!("storage {number}")))?;
+            let Some(next) = next.filter(|_| tiles) else {
+                return Err(at(odd(ErrorKind::StorageLayout, storage)));
+            };
+            end = next;
             last_shard = storage.shard.to_native();
             let count = size.count(storage.raw_len.to_native());
             if !checksums.once(u64::from(storage.crcs.to_native()), count) {
-                return Err(Error::new(ErrorKind::CrcTable).at(format_args!("storage {number}")));
+                return Err(at(Error::new(ErrorKind::CrcTable)));
             }
-            if storage.codec != 0 && !packed.once(u64::from(storage.chunks.to_native()), count) {
-                return Err(Error::new(ErrorKind::ChunkTable).at(format_args!("storage {number}")));
-            }
-            if storage.codec != 0 && !self.chunks_fit(storage, count) {
-                return Err(Error::new(ErrorKind::ChunkTable).at(format_args!("storage {number}")));
+            let is_packed = storage.codec != 0;
+            if is_packed
+                && !(packed.once(u64::from(storage.chunks.to_native()), count)
+                    && self.chunks_fit(storage, count))
+            {
+                return Err(at(Error::new(ErrorKind::ChunkTable)));
             }
         }
         let blob_end = if is_manifest { DATA_START } else { end };
@@ -123,4 +103,32 @@ impl Validator<'_> {
         let shard = usize::try_from(storage.shard.to_native()).ok()?;
         self.views.shards.get(shard).map(|shard| shard.index_off.to_native())
     }
+}
+
+/// The chunks that a storage has, if its alignment and its codec are ones that there are.
+#[inline]
+fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
+    if !matches!(storage.align_log2, 6..=21) {
+        return Err(odd(ErrorKind::Alignment, storage));
+    }
+    let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| {
+        let fits = match storage.codec {
+            0 => {
+                storage.shuffle == 0
+                    && storage.chunks == NONE
+                    && storage.stored_len == storage.raw_len
+            }
+            1 => {
+                (storage.shuffle == 0 || is_width(storage.shuffle)) && *size == ChunkSize::default()
+            }
+            _ => false,
+        };
+        fits && storage.reserved == 0
+    });
+    size.ok_or_else(|| odd(ErrorKind::UnknownCodec, storage))
+}
+
+#[cold]
+fn odd(kind: ErrorKind, storage: &record::Storage) -> Error {
+    Error::new(kind).byte(storage.offset.to_native())
 }

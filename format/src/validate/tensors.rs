@@ -53,10 +53,10 @@ impl<'a> Validator<'a> {
             return Err(Error::new(ErrorKind::TensorFlags));
         }
         let rank = u64::from(tensor.rank);
-        let shape = self.claim_dims(u64::from(tensor.shape.to_native()), rank)?;
+        let shape = self.claim_dims(tensor.shape.to_native(), rank)?;
         let strides = match tensor.strides.to_native() {
             NONE => None,
-            start => Some(self.claim_dims(u64::from(start), rank)?),
+            start => Some(self.claim_dims(start, rank)?),
         };
         let contiguous = check_shape(dtype.itemsize(), shape)?;
         let span = match strides {
@@ -64,7 +64,7 @@ impl<'a> Validator<'a> {
             strides => span_bytes(dtype.itemsize(), shape, strides)?,
         };
         let byte_offset = tensor.byte_offset.to_native();
-        let end = byte_offset.checked_add(span).filter(|end| span == 0 || *end < SIZE_LIMIT);
+        let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT || span == 0);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
         self.bytes_of(tensor, span, end)?;
         // A division, which most tensors do without.
@@ -97,10 +97,7 @@ impl<'a> Validator<'a> {
             return outside("there is no such storage");
         };
         if end > storage.raw_len.to_native() {
-            return Err(Error::new(ErrorKind::TensorRange).note(format_args!(
-                "bytes {}..{end} of a storage of {}",
-                tensor.byte_offset, storage.raw_len
-            )));
+            return Err(outside_storage(tensor, end, storage));
         }
         if self.uses[number] == Use::Content {
             return Err(Error::new(ErrorKind::TextPlace).note("a tensor lies in a leaf's content"));
@@ -125,6 +122,14 @@ impl<'a> Validator<'a> {
         }
         Ok(())
     }
+}
+
+#[cold]
+fn outside_storage(tensor: &record::Tensor, end: u64, storage: &record::Storage) -> Error {
+    Error::new(ErrorKind::TensorRange).note(format_args!(
+        "bytes {}..{end} of a storage of {}",
+        tensor.byte_offset, storage.raw_len
+    ))
 }
 
 /// The path of the leaf that has claimed a tensor: the last one that starts at it or before.

@@ -25,20 +25,19 @@ impl Validator<'_> {
         }
         let mut children = Claims { claimed: 1, ..Claims::new(nodes.len()) };
         let mut runs = Claims::new(tensors.len());
-        let (mut level, mut level_end) = (1, 1);
-        for (number, node) in nodes.iter().enumerate() {
-            if wide(number) == level_end {
-                level += 1;
-                level_end = children.claimed;
+        // The children of one level are the next one.
+        let (mut level, mut depth) = (0..1, 1);
+        while !level.is_empty() {
+            for (number, node) in level.clone().zip(&nodes[level.clone()]) {
+                let proven = if depth > MAX_DEPTH && kind::is_container(node.kind) {
+                    Err(Error::new(ErrorKind::TooDeep))
+                } else {
+                    self.node(number, node, &mut children, &mut runs)
+                };
+                proven.map_err(|error| error.at(path_of(self.views, number)))?;
             }
-            let proven = if wide(number) >= level_end {
-                Err(Error::new(ErrorKind::ChildRange).note("node of no container"))
-            } else if kind::is_container(node.kind) && level > MAX_DEPTH {
-                Err(Error::new(ErrorKind::TooDeep))
-            } else {
-                self.node(number, node, &mut children, &mut runs)
-            };
-            proven.map_err(|error| error.at(path_of(self.views, number)))?;
+            level = level.end..narrow(children.claimed);
+            depth += 1;
         }
         if !children.is_complete() {
             return Err(Error::new(ErrorKind::ChildRange).note("nodes of no container"));
@@ -68,10 +67,10 @@ impl Validator<'_> {
     /// The key of a node by itself; whether it fits its container is for the container to say.
     #[inline]
     fn key(&mut self, node: &record::Node) -> Result<()> {
-        if node.key_kind == key::kind::INDEX {
-            return if node.key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
-        }
         let key = node.key.to_native();
+        if node.key_kind == key::kind::INDEX {
+            return if key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
+        }
         if key::kind::is_heap(node.key_kind) {
             let bytes = self.views.heap_at(key)?;
             check_key_len(bytes)?;
@@ -107,37 +106,68 @@ impl Validator<'_> {
             return Err(Error::new(ErrorKind::LeafValue).note("b of a container"));
         }
         let range = narrow(first)..narrow(first + count);
-        let records = &self.views.nodes[range.clone()];
-        if let Some(odd) = records.iter().find(|child| !key_fits(node.kind, child)) {
-            return Err(Error::new(ErrorKind::KeyKind)
-                .note(format_args!("key kind {} in node kind {}", odd.key_kind, node.kind)));
+        let order = &self.views.by_key[range.clone()];
+        let in_order = if kind::is_keyed(node.kind) {
+            self.keys(node.kind, order, &range)
+        } else {
+            self.places(node.kind, order, &range)
+        };
+        // Rarely is there a need for a look at the children by themselves, which comes first.
+        if in_order.is_err() {
+            let mut records = self.views.nodes[range.clone()].iter();
+            if let Some(odd) = records.find(|child| !key_fits(node.kind, child)) {
+                return Err(odd_key(node.kind, odd));
+            }
         }
         if node.kind == kind::DIVERGENT && (inside_divergent || self.views.shards.is_empty()) {
             return Err(Error::new(ErrorKind::ShardTable)
                 .note("a divergent node stands in a manifest, and in no other one"));
         }
         if node.kind == kind::DIVERGENT || inside_divergent {
-            self.divergent.push(range.clone());
+            self.divergent.push(range);
         }
-        let order = &self.views.by_key[range.clone()];
-        if kind::is_keyed(node.kind) {
-            self.keys(order, &range)
-        } else if range.map(wide).eq(order.iter().map(|child| u64::from(child.to_native()))) {
-            Ok(())
-        } else {
-            Err(Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order"))
+        in_order
+    }
+
+    /// Children without keys, in the order in which they stand.
+    fn places(
+        &self,
+        container: u8,
+        order: &[rend::u32_le],
+        children: &std::ops::Range<usize>,
+    ) -> Result<()> {
+        for (place, child) in children.clone().zip(order) {
+            if native(child.to_native()) != place {
+                return Err(
+                    Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order")
+                );
+            }
+            let node = &self.views.nodes[place];
+            if !key_fits(container, node) {
+                return Err(odd_key(container, node));
+            }
         }
+        Ok(())
     }
 
     /// Strictly increasing keys: no key twice, no child twice.
-    fn keys(&self, order: &[rend::u32_le], children: &std::ops::Range<usize>) -> Result<()> {
+    fn keys(
+        &self,
+        container: u8,
+        order: &[rend::u32_le],
+        children: &std::ops::Range<usize>,
+    ) -> Result<()> {
+        let nodes = &self.views.nodes[children.clone()];
         let mut last: Option<KeyOrder<'_>> = None;
         for child in order {
             let child = native(child.to_native());
-            if !children.contains(&child) {
+            let Some(node) = child.checked_sub(children.start).and_then(|at| nodes.get(at)) else {
                 return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
+            };
+            if !key_fits(container, node) {
+                return Err(odd_key(container, node));
             }
-            let next = self.views.key_order(&self.views.nodes[child])?;
+            let next = self.views.key_order(node)?;
             check_key_len(next.1)?;
             if last.is_some_and(|last| last >= next) {
                 return Err(Error::new(ErrorKind::DuplicateKey).at(path_of(self.views, child)));
@@ -164,6 +194,10 @@ impl Validator<'_> {
     fn leaf(&mut self, node: &record::Node, runs: &mut Claims) -> Result<()> {
         let wrong = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
         let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
+        // What nearly all leaves are.
+        if node.kind == kind::TENSOR && node.flags == 0 && count == 1 && b == 0 && runs.once(a, 1) {
+            return Ok(());
+        }
         let is_content = matches!(node.kind, kind::STR | kind::BYTES | kind::OPAQUE);
         if node.flags != 0 && !(is_content && node.flags == STORED) {
             return wrong("flags");
@@ -191,7 +225,13 @@ impl Validator<'_> {
                     self.claim_text(b)?;
                 }
             }
-            kind::SIZE => drop(self.claim_dims(a, u64::from(count))?),
+            kind::SIZE => {
+                let len = u64::from(count);
+                let start = u32::try_from(a).map_err(|_| {
+                    Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {a}"))
+                })?;
+                self.claim_dims(start, len)?;
+            }
             kind::DEVICE => self.claim_text(a)?,
             kind::TENSOR if count == 0 || !runs.once(a, u64::from(count)) => {
                 return Err(
@@ -245,11 +285,20 @@ impl Validator<'_> {
 #[inline]
 fn check_key_len(bytes: &[u8]) -> Result<()> {
     if bytes.len() > key::MAX_KEY_BYTES {
-        return Err(
-            Error::new(ErrorKind::KeyKind).note(format_args!("key of {} bytes", bytes.len()))
-        );
+        return Err(long_key(bytes.len()));
     }
     Ok(())
+}
+
+#[cold]
+fn long_key(len: usize) -> Error {
+    Error::new(ErrorKind::KeyKind).note(format_args!("key of {len} bytes"))
+}
+
+#[cold]
+fn odd_key(container: u8, child: &record::Node) -> Error {
+    Error::new(ErrorKind::KeyKind)
+        .note(format_args!("key kind {} in node kind {container}", child.key_kind))
 }
 
 /// Whether a child's key kind is one that its container allows.

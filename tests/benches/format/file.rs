@@ -27,7 +27,7 @@ pub(crate) fn save(bench: &mut Bench) {
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         let clear = || clear(folder.path());
         bench.race(
-            Race::new("save", "a new file, nobody waits for the disk", 5)
+            Race::new("save", "a new file, nobody waits for the disk", 11)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))

@@ -398,8 +398,8 @@ impl Store {
                 let (filled, differences) =
                     fill_all(&own, &opened, into, Allowed { strict, cast })?;
                 let Filled { report, copied } = filled;
-                let report = get_report(py, &report, 0, &differences, copied)?;
-                return Ok((into.clone(), report));
+                let report = || get_report(py, &report, 0, &differences, copied);
+                return Ok((into.clone(), return_report.then(report).transpose()?));
             }
             let root = match names {
                 Some(names) => select(py, &opened, names)?,
@@ -409,14 +409,15 @@ impl Store {
             let framework = Framework::of(py, None)?;
             let made = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
             let same = Differences::default();
-            let report = get_report(py, &version.report, version.viewed, &same, None)?;
+            let report = || get_report(py, &version.report, version.viewed, &same, None);
+            let report = return_report.then(report).transpose()?;
             Ok::<_, Failure>((made.state_dict()?, report))
         };
         let (value, report) = read().map_err(|error| error.of_key(name.as_str(), number))?;
-        if return_report {
-            return Ok(PyTuple::new(py, [value, report])?.into_any());
-        }
-        Ok(value)
+        Ok(match report {
+            Some(report) => PyTuple::new(py, [value, report])?.into_any(),
+            None => value,
+        })
     }
 
     /// Puts one value, as a state dict that has nothing else: see `put_state_dict` for the arguments.

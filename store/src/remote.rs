@@ -160,6 +160,11 @@ impl Client {
         })
     }
 
+    /// Whether nothing has to be mapped or asked for to open it.
+    fn has_mapped(&self, place: &Location) -> bool {
+        matches!(place, Location::Span(span) if self.maps.has(span.segment))
+    }
+
     /// How the bytes of these archives come.
     fn route_of(&self, archives: &Archives) -> Route {
         let hollow = archives.values().filter(|place| matches!(place, Location::Hollow(_))).count();
@@ -362,14 +367,18 @@ impl Controller for RemoteController {
 async fn located(client: &Arc<Client>, Answer { reply, owed }: Answer) -> Result<Located> {
     let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
     let (client, route) = (client.clone(), client.route_of(&leased.archives));
-    // What has come for the first time is mapped with all its pages: that takes long.
-    let (manifest, archives) = wait(move || {
+    let is_mapped = {
+        let mut places = leased.archives.values().chain([&leased.manifest]);
+        places.all(|place| client.has_mapped(place))
+    };
+    let open = move || {
         let named = leased.archives.into_iter();
         let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
         let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
         Ok((client.manifest(leased.manifest)?, archives))
-    })
-    .await?;
+    };
+    // What has come for the first time is mapped with all its pages: that takes long.
+    let (manifest, archives) = if is_mapped { open()? } else { wait(open).await? };
     Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
 }
 

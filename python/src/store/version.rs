@@ -32,7 +32,7 @@ pub(crate) struct Version {
     pub(super) report: GetReport,
     /// How many bytes are seen through views.
     pub(super) viewed: u64,
-    /// Each is asked for once.
+    /// By storage. Each is asked for once.
     blocks: Mutex<BTreeMap<u32, Block>>,
     stored: BTreeMap<u32, Bytes>,
 }
@@ -57,16 +57,20 @@ struct Wanted {
 
 impl Wanted {
     /// Goes through a tree; tensors of several slices become whole ones.
-    fn of(&mut self, path: &mut Vec<Step>, node: &mut Node) -> Result<()> {
+    fn of<'a>(&mut self, path: &mut Vec<&'a Step>, node: &'a mut Node) -> Result<()> {
         match node {
             Node::Container(_, children) => {
                 for (step, child) in children {
-                    path.push(step.clone());
+                    path.push(step);
                     self.of(path, child)?;
                     path.pop();
                 }
             }
             Node::Stored(_, storage) => self.stored.push(*storage),
+            // One that is whole already, as most are.
+            Node::Tensors(run) if matches!(&run[..], [TensorReference { place: None, .. }]) => {
+                self.storages.extend(run[0].storage);
+            }
             Node::Tensors(run) => *run = vec![self.tensor(path, run, None)?],
             Node::Leaf(_) => {}
         }
@@ -76,7 +80,7 @@ impl Wanted {
     /// One tensor, or a box of it: what it will be a view of.
     fn tensor(
         &mut self,
-        path: &[Step],
+        path: &[&Step],
         run: &[TensorReference],
         region: Option<&Region>,
     ) -> Result<TensorReference> {
@@ -106,8 +110,8 @@ impl Wanted {
     }
 }
 
-fn fqn(path: &[Step]) -> String {
-    path.iter().cloned().collect::<ObjectPath>().fqn()
+fn fqn(path: &[&Step]) -> String {
+    path.iter().copied().cloned().collect::<ObjectPath>().fqn()
 }
 
 /// A box of a tensor as a view of one stored slice of it, if that has all of the box.
@@ -177,7 +181,8 @@ impl Version {
             return Err(Refusal::new("not_found", text).advice(advice).into());
         }
         let (path, mut node) = found?;
-        let (mut path, mut wanted) = (path.steps().to_vec(), Wanted::default());
+        let mut path: Vec<&Step> = path.steps().iter().collect();
+        let mut wanted = Wanted::default();
         match (&mut node, region) {
             (Node::Tensors(run), Some(region)) => {
                 *run = vec![wanted.tensor(&path, run, Some(region))?];
@@ -215,13 +220,11 @@ impl Version {
             Ok((seen, copied, opened.storages(&wanted.stored).await?))
         })?;
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
-        let mut blocks = BTreeMap::new();
-        let mut viewed = 0;
-        for (number, private) in storages.iter().zip(seen) {
-            let Some(private) = private else { continue };
-            viewed += size(private.len());
-            blocks.insert(*number, Block::from(private));
-        }
+        let seen =
+            storages.iter().zip(seen).filter_map(|(number, private)| Some((*number, private?)));
+        let seen = seen.map(|(number, private)| (number, Block::from(private)));
+        let mut blocks: BTreeMap<u32, Block> = seen.collect();
+        let viewed = blocks.values().map(|block| size(block.len())).sum();
         let read: u64 = copied.iter().map(|(_, bytes)| size(bytes.len())).sum();
         let (made, assembled) = py.detach(|| made(own, opened, &copied, wanted.made))?;
         let mut report = opened.report();

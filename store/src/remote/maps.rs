@@ -84,6 +84,11 @@ impl Maps {
         map.archive(offset, len).ok_or_else(|| broken("an archive reaches beyond its segment"))
     }
 
+    /// Whether a segment is mapped to read.
+    pub(super) fn has(&self, segment: SegmentId) -> bool {
+        self.inner().read.contains_key(&segment)
+    }
+
     fn read_map(&self, segment: SegmentId) -> Result<Arc<ReadMap>> {
         if let Some(map) = self.inner().read.get(&segment) {
             return Ok(map.clone());

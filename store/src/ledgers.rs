@@ -5,7 +5,9 @@ mod records;
 mod shared;
 
 use std::any::Any;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -56,9 +58,14 @@ async fn first(origin: Option<&Arc<dyn Ledgers>>, key: &Key, blank: &Arc<State>)
 /// Makes this the state of a ledger, as [`Turn::save`]. Whoever asks may stop waiting: the turn lasts until it is
 /// written.
 pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<bool> {
-    let saving = sync::spawn(async move { turn.save(next).await });
+    let mut saving = Box::pin(async move { turn.save(next).await });
+    // What is written nowhere is done at once: no other thread has to wake up for it.
+    let tried = poll_fn(|context| Poll::Ready(saving.as_mut().poll(context)));
+    if let Poll::Ready(saved) = tried.await {
+        return saved;
+    }
     let ended = |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
-    saving.await.map_err(ended)?
+    sync::spawn(saving).await.map_err(ended)?
 }
 
 /// The right to advance one ledger.

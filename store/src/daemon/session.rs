@@ -5,10 +5,8 @@ mod guest;
 mod writing;
 
 use std::collections::BTreeMap;
-use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -39,9 +37,6 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// How many requests of one connection are worked on at once; the next ones wait.
 const REQUESTS: usize = 64;
-
-/// Longer data of a request, in bytes, is taken by another thread, while what comes next is read.
-const SOON_TAKEN: usize = 64 << 10;
 
 /// How many kilobytes that were asked for are on their way to one client at most.
 const READING: usize = 16 << 10;
@@ -235,16 +230,10 @@ impl Session {
                 FrameKind::Request => {
                     let permit = permits.clone().acquire_owned().await;
                     let session = self.clone();
-                    let is_long = frame.data.len() > SOON_TAKEN;
-                    let mut answer = Box::pin(async move {
+                    tasks.spawn(async move {
                         session.answer(frame).await;
                         drop(permit);
                     });
-                    // What waits for nobody is answered here: no other thread has to wake up for it.
-                    let tried = poll_fn(|context| Poll::Ready(answer.as_mut().poll(context)));
-                    if is_long || tried.await.is_pending() {
-                        tasks.spawn(answer);
-                    }
                 }
                 // No client says such a thing.
                 FrameKind::Part | FrameKind::Reply => return false,

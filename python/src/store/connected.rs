@@ -1,9 +1,11 @@
 //! A store, and the threads of this process that wait for it.
 
 use std::mem::ManuallyDrop;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -86,32 +88,46 @@ impl Connected {
             let text = "it was opened before this process was forked";
             return Err(Refusal::new("invalid", text).advice("open it again").into());
         }
-        let interrupt = Interrupt::new();
         let timeout = timeout.map(seconds).transpose()?;
-        let all = async {
-            let mut work = pin!(work);
-            let late = async {
-                match timeout {
-                    Some(timeout) => {
-                        tokio::time::sleep(timeout).await;
-                        timeout
-                    }
-                    None => std::future::pending().await,
-                }
-            };
-            let mut late = pin!(late);
-            loop {
-                tokio::select! {
-                    done = &mut work => return Ok(done?),
-                    timeout = &mut late => {
-                        let text = format!("it has not happened within {timeout:?}");
-                        return Err(Refusal::new("timeout", text).into());
-                    }
-                    () = tokio::time::sleep(EVERY) => interrupt.check()?,
-                }
+        py.detach(|| self.wait(timeout, pin!(work)))
+    }
+
+    /// Waits for work on this thread. The runtime would have to be woken up for a timer that looks for signals.
+    fn wait<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut work: Pin<&mut impl Future<Output = tssd_store::Result<T>>>,
+    ) -> Result<T> {
+        let _inside = self.runtime.enter();
+        let (interrupt, started) = (Interrupt::new(), Instant::now());
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        let mut looked = started;
+        loop {
+            if let Poll::Ready(done) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
+                return Ok(done?);
             }
-        };
-        py.detach(|| self.runtime.block_on(all))
+            if looked.elapsed() >= EVERY {
+                interrupt.check()?;
+                looked = Instant::now();
+            }
+            let left = match timeout {
+                Some(timeout) => timeout.checked_sub(started.elapsed()).ok_or_else(|| {
+                    let text = format!("it has not happened within {timeout:?}");
+                    Failure::from(Refusal::new("timeout", text))
+                })?,
+                None => EVERY,
+            };
+            thread::park_timeout(left.min(EVERY));
+        }
+    }
+}
+
+/// Wakes up the thread that waits.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 

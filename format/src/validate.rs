@@ -20,7 +20,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
 use crate::text::is_text;
-use crate::views::{Views, dims_range_error, heap_range_error, native};
+use crate::views::{Views, native, outside_dims, outside_heap};
 
 /// Proves the tables of a file whose index begins at `index_off`.
 ///
@@ -89,7 +89,7 @@ impl<'a> Validator<'a> {
         if range == 0 || self.heap.claim(offset.into(), len.into()) {
             Ok(())
         } else {
-            Err(heap_range_error(range))
+            Err(outside_heap(range))
         }
     }
 
@@ -110,7 +110,7 @@ impl<'a> Validator<'a> {
         if self.dims.in_order(start.into(), len) {
             Ok(dims)
         } else {
-            Err(dims_range_error(start, len))
+            Err(outside_dims(start.into(), len))
         }
     }
 }

@@ -22,7 +22,7 @@ impl<'a> Views<'a> {
         offset
             .checked_add(len)
             .and_then(|end| self.heap.get(offset..end))
-            .ok_or_else(|| heap_range_error(range))
+            .ok_or_else(|| outside_heap(range))
     }
 
     #[inline]
@@ -33,7 +33,7 @@ impl<'a> Views<'a> {
             .and_then(|len| self.dims.get(first..first.checked_add(len)?))
             // This crate compiles for little-endian hosts only.
             .map(bytemuck::cast_slice)
-            .ok_or_else(|| dims_range_error(start, len))
+            .ok_or_else(|| outside_dims(start.into(), len))
     }
 
     /// The key of a node that has one.
@@ -148,18 +148,17 @@ pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
     steps.into_iter().rev().collect()
 }
 
-// By value and out of the way: who formats a number from where it is computed keeps it in memory.
-
-/// A range of the heap that is not one.
+/// A range of the heap that is not one: by value and out of the way, like all errors of what is proven for each tensor.
+/// Who formats a number where it is computed keeps it in memory.
 #[cold]
-pub(crate) fn heap_range_error(range: u64) -> Error {
+pub(crate) fn outside_heap(range: u64) -> Error {
     let (offset, len) = split_heap_range(range);
     Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
 }
 
 /// A range of dims that is not one.
 #[cold]
-pub(crate) fn dims_range_error(start: u32, len: u64) -> Error {
+pub(crate) fn outside_dims(start: u64, len: u64) -> Error {
     Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
 }
 

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use crate::error::Result;
 
 /// How often signals are looked for: to take the GIL can take as long as another thread wants.
-const EVERY: Duration = Duration::from_millis(50);
+pub(crate) const EVERY: Duration = Duration::from_millis(50);
 
 thread_local! {
     /// What cancels the call that this thread is in.

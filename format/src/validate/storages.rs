@@ -37,7 +37,7 @@ impl Validator<'_> {
                 gap.is_some_and(|gap| gap <= below) && storage.shard == 0
             };
             let Some(next) = next.filter(|_| tiles) else {
-                return Err(at(odd(ErrorKind::StorageLayout, storage)));
+                return Err(at(odd_storage(ErrorKind::StorageLayout, storage)));
             };
             end = next;
             last_shard = storage.shard.to_native();
@@ -109,7 +109,7 @@ impl Validator<'_> {
 #[inline]
 fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
     if !matches!(storage.align_log2, 6..=21) {
-        return Err(odd(ErrorKind::Alignment, storage));
+        return Err(odd_storage(ErrorKind::Alignment, storage));
     }
     let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| {
         let fits = match storage.codec {
@@ -125,10 +125,10 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
         };
         fits && storage.reserved == 0
     });
-    size.ok_or_else(|| odd(ErrorKind::UnknownCodec, storage))
+    size.ok_or_else(|| odd_storage(ErrorKind::UnknownCodec, storage))
 }
 
 #[cold]
-fn odd(kind: ErrorKind, storage: &record::Storage) -> Error {
+fn odd_storage(kind: ErrorKind, storage: &record::Storage) -> Error {
     Error::new(kind).byte(storage.offset.to_native())
 }

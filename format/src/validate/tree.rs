@@ -1,5 +1,7 @@
 //! The tree: nodes, keys, leaves. Spec: section 5.
 
+use std::ops::Range;
+
 use super::claims::Claims;
 use super::{Use, Validator, dtype, narrow, wide};
 use crate::error::{Error, ErrorKind, Result};
@@ -8,7 +10,7 @@ use crate::number::is_shortest_big;
 use crate::record::{self, INLINE_MAX, NONE, STORED, kind, split_heap_range};
 use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
-use crate::views::{Views, native, path_of};
+use crate::views::{Views, native, outside_dims, path_of};
 
 impl Validator<'_> {
     pub(super) fn nodes(&mut self) -> Result<()> {
@@ -106,14 +108,10 @@ impl Validator<'_> {
             return Err(Error::new(ErrorKind::LeafValue).note("b of a container"));
         }
         let range = narrow(first)..narrow(first + count);
-        let order = &self.views.by_key[range.clone()];
-        let in_order = if kind::is_keyed(node.kind) {
-            self.keys(node.kind, order, &range)
-        } else {
-            self.places(node.kind, order, &range)
-        };
-        // Rarely is there a need for a look at the children by themselves, which comes first.
-        if in_order.is_err() {
+        let is_keyed = kind::is_keyed(node.kind);
+        let in_order = if is_keyed { self.keys(node.kind, &range) } else { self.places(&range) };
+        // Keys that are in order were looked at one by one; else this look at all of them comes first.
+        if !is_keyed || in_order.is_err() {
             let mut records = self.views.nodes[range.clone()].iter();
             if let Some(odd) = records.find(|child| !key_fits(node.kind, child)) {
                 return Err(odd_key(node.kind, odd));
@@ -130,33 +128,19 @@ impl Validator<'_> {
     }
 
     /// Children without keys, in the order in which they stand.
-    fn places(
-        &self,
-        container: u8,
-        order: &[rend::u32_le],
-        children: &std::ops::Range<usize>,
-    ) -> Result<()> {
-        for (place, child) in children.clone().zip(order) {
-            if native(child.to_native()) != place {
-                return Err(
-                    Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order")
-                );
-            }
-            let node = &self.views.nodes[place];
-            if !key_fits(container, node) {
-                return Err(odd_key(container, node));
-            }
+    fn places(&self, children: &Range<usize>) -> Result<()> {
+        let order =
+            self.views.by_key[children.clone()].iter().map(|child| u64::from(child.to_native()));
+        if children.clone().map(wide).eq(order) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order"))
         }
-        Ok(())
     }
 
-    /// Strictly increasing keys: no key twice, no child twice.
-    fn keys(
-        &self,
-        container: u8,
-        order: &[rend::u32_le],
-        children: &std::ops::Range<usize>,
-    ) -> Result<()> {
+    /// Strictly increasing keys that fit their container: no key twice, no child twice.
+    fn keys(&self, container: u8, children: &Range<usize>) -> Result<()> {
+        let order = &self.views.by_key[children.clone()];
         let nodes = &self.views.nodes[children.clone()];
         let mut last: Option<KeyOrder<'_>> = None;
         for child in order {
@@ -227,9 +211,7 @@ impl Validator<'_> {
             }
             kind::SIZE => {
                 let len = u64::from(count);
-                let start = u32::try_from(a).map_err(|_| {
-                    Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {a}"))
-                })?;
+                let start = u32::try_from(a).map_err(|_| outside_dims(a, len))?;
                 self.claim_dims(start, len)?;
             }
             kind::DEVICE => self.claim_text(a)?,

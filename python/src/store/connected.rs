@@ -13,10 +13,7 @@ use tokio::runtime::{Builder, Runtime};
 use tssd_store::{ConnectOptions, Store};
 
 use crate::error::{Failure, Refusal, Result};
-use crate::interrupt::Interrupt;
-
-/// How often signals are looked for while something is waited for.
-const EVERY: Duration = Duration::from_millis(50);
+use crate::interrupt::{EVERY, Interrupt};
 
 /// A store, and the threads on which it waits: they are those of one process.
 pub(crate) struct Connected {

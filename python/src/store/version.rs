@@ -67,11 +67,11 @@ impl Wanted {
                 }
             }
             Node::Stored(_, storage) => self.stored.push(*storage),
-            // One that is whole already, as most are.
-            Node::Tensors(run) if matches!(&run[..], [TensorReference { place: None, .. }]) => {
-                self.storages.extend(run[0].storage);
-            }
-            Node::Tensors(run) => *run = vec![self.tensor(path, run, None)?],
+            Node::Tensors(run) => match &run[..] {
+                // It is whole already, as most are.
+                [TensorReference { place: None, storage, .. }] => self.storages.extend(*storage),
+                _ => *run = vec![self.tensor(path, run, None)?],
+            },
             Node::Leaf(_) => {}
         }
         Ok(())
@@ -220,10 +220,9 @@ impl Version {
             Ok((seen, copied, opened.storages(&wanted.stored).await?))
         })?;
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
-        let seen =
-            storages.iter().zip(seen).filter_map(|(number, private)| Some((*number, private?)));
-        let seen = seen.map(|(number, private)| (number, Block::from(private)));
-        let mut blocks: BTreeMap<u32, Block> = seen.collect();
+        let viewed = storages.iter().zip(seen);
+        let viewed = viewed.filter_map(|(number, private)| Some((*number, private?.into())));
+        let mut blocks: BTreeMap<u32, Block> = viewed.collect();
         let viewed = blocks.values().map(|block| size(block.len())).sum();
         let read: u64 = copied.iter().map(|(_, bytes)| size(bytes.len())).sum();
         let (made, assembled) = py.detach(|| made(own, opened, &copied, wanted.made))?;

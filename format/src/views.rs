@@ -61,14 +61,10 @@ impl<'a> Views<'a> {
     pub(crate) fn child(&self, container: usize, step: &Step) -> Option<usize> {
         let node = &self.nodes[container];
         let children = self.children(container);
-        match step {
-            Step::Index(index) if !kind::is_keyed(node.kind) => {
-                children.clone().nth(native(*index))
-            }
-            Step::Key(key) if kind::is_keyed(node.kind) => {
-                // A key that no file can hold is in none.
-                self.child_with(children, &FileKey::of(key).ok()?)
-            }
+        match (kind::is_keyed(node.kind), step) {
+            (false, Step::Index(index)) => children.clone().nth(native(*index)),
+            // A key that no file can hold is in none.
+            (true, Step::Key(key)) => self.child_with(children, &FileKey::of(key).ok()?),
             _ => None,
         }
     }
@@ -130,9 +126,7 @@ impl<'a> Views<'a> {
 /// sense.
 pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
     let mut steps = Vec::new();
-    while node > 0 {
-        let parent = (0..node).find(|parent| views.children(*parent).contains(&node));
-        let Some(parent) = parent else { break };
+    while let Some(parent) = (0..node).find(|parent| views.children(*parent).contains(&node)) {
         let place = node - views.children(parent).start;
         let step = if kind::is_keyed(views.nodes[parent].kind) {
             match views.file_key(&views.nodes[node]).and_then(|key| key.to_key()) {

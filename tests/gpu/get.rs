@@ -5,9 +5,9 @@ use std::sync::Arc;
 use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
 use tssd_store::blocking::Store;
 use tssd_store::{DeviceMemory, ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
+use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
-use crate::caller::{Allocation, Caller, devices};
 use crate::{key, pattern};
 
 const ROWS: u64 = 1200;

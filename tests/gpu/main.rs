@@ -10,7 +10,6 @@
     reason = "tests count small things, and fail by panicking"
 )]
 
-mod caller;
 mod get;
 mod put;
 mod ring;

@@ -9,9 +9,9 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{DeviceMemory, ErrorKind, GetOptions, PutOptions, Stream, Target, TargetMemory};
+use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
-use crate::caller::{Allocation, Caller, devices};
 use crate::{key, pattern};
 
 /// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta};
+use tssd_format::{Dtype, StateDict, Tensor, TensorMeta};
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
     Device, DeviceMemory, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Residency,
     Ring, Target, TargetMemory, Transport,
 };
+use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
-use crate::caller::{Allocation, Caller, devices};
 use crate::{child, key, pattern};
 
 /// One that is cut, and some that are not, of other dtypes: each where its elements may be.
@@ -61,7 +61,7 @@ impl<'a> Model<'a> {
         for (at, (name, dtype, allocation)) in (0..).zip(&self.tensors) {
             self.caller.stall(allocation);
             self.caller.fill(allocation, pattern(version * 10 + at, allocation.len));
-            let storage = Storage::elsewhere(Arc::new(self.caller.memory(allocation))).unwrap();
+            let storage = self.caller.storage(allocation);
             let meta = meta(*dtype, len_of(version, allocation.len));
             dict.insert(*name, Tensor::new(meta, storage, 0).unwrap());
         }

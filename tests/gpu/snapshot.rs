@@ -11,10 +11,10 @@ use tssd_store::{
     Device, Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency,
     Target, TargetMemory, Transport,
 };
+use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::raw::{Raw, frame};
 use tssd_tests::served::Served;
 
-use crate::caller::{Allocation, Caller, devices};
 use crate::get::{Wanted, cut, matrix, place};
 use crate::put::{Model, expected};
 use crate::{child, key, pattern, set};
@@ -34,7 +34,7 @@ fn shared() -> impl Iterator<Item = usize> {
 
 /// One tensor of bytes.
 fn dict(caller: &Caller, allocation: &Arc<Allocation>) -> StateDict {
-    let storage = Storage::elsewhere(Arc::new(caller.memory(allocation))).unwrap();
+    let storage = caller.storage(allocation);
     let meta = TensorMeta::new(Dtype::Uint8, &[allocation.len as u64]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("weight", Tensor::new(meta, storage, 0).unwrap());
@@ -98,7 +98,7 @@ fn tensors_are_filled_within_the_memory_of_the_device_in_any_sharding() {
             crate::get::publish_from(&writers, step, &|bytes| {
                 let allocation = caller.allocate(bytes.len());
                 caller.fill(&allocation, bytes);
-                let storage = Storage::elsewhere(Arc::new(caller.memory(&allocation))).unwrap();
+                let storage = caller.storage(&allocation);
                 (storage, on_device())
             });
             let whole = [0, 0, 1200, 1000];

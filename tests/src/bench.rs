@@ -14,6 +14,8 @@ mod record;
 mod shapes;
 mod versions;
 
+use std::collections::BTreeMap;
+
 use serde_json::json;
 
 use crate::bench::record::Records;
@@ -22,9 +24,9 @@ pub use crate::bench::curve::Curve;
 pub use crate::bench::fsdp::Fsdp;
 pub use crate::bench::limit::{Memory, cores, faults, on_cores};
 pub use crate::bench::model::{Model, adding_up, name_of_expert, normal, targets};
-pub use crate::bench::options::Options;
+pub use crate::bench::options::{Options, refuse};
 pub use crate::bench::race::{Race, Role, Runner, Target};
-pub use crate::bench::shapes::stacked_shapes;
+pub use crate::bench::shapes::{shapes_of, stacked_shapes};
 
 /// One run of a suite: how much of it is wanted, and where the records go.
 pub struct Bench {
@@ -36,14 +38,48 @@ pub struct Bench {
 /// A case of a suite, by name.
 pub type Case = (&'static str, fn(&mut Bench));
 
+/// A suite, as its record has it.
+pub struct Suite<'a> {
+    name: &'a str,
+    model: &'a str,
+    size: Option<u64>,
+    versions: BTreeMap<String, String>,
+}
+
+impl<'a> Suite<'a> {
+    /// A suite of this name, whose model is a small one unless the command line says otherwise.
+    pub fn new(name: &'a str) -> Self {
+        Self { name, model: "shape:qwen3-0.6b", size: None, versions: BTreeMap::new() }
+    }
+
+    /// The same with another model, of so many bytes at most.
+    #[must_use]
+    pub fn of(self, model: &'a str, size: u64) -> Self {
+        Self { model, size: Some(size), ..self }
+    }
+
+    /// The same with crates that it measures against, in the versions that it was built with.
+    #[must_use]
+    pub fn against(self, crates: &[&str]) -> Self {
+        Self { versions: versions::of(crates), ..self }
+    }
+
+    /// The same on something that has a version.
+    #[must_use]
+    pub fn on(mut self, name: impl Into<String>, version: impl Into<String>) -> Self {
+        self.versions.insert(name.into(), version.into());
+        self
+    }
+}
+
 impl Bench {
     /// Runs the cases of a suite: those whose names have one of the command line's words in them, or all.
-    /// The record of the suite says which versions of the peers it was built with.
-    pub fn run(suite: &str, peers: &[&str], cases: &[Case]) {
-        let options = Options::from_args(suite);
+    pub fn run(suite: Suite<'_>, cases: &[Case]) {
+        let Suite { name, model, size, versions } = suite;
+        let options = Options::from_args(name, model, size);
         let mut bench = Self { options, records: Records::from_env() };
         bench.records.write(&json!({"suite": {
-            "name": suite, "versions": versions::of(peers), "options": bench.options.to_json(),
+            "name": name, "versions": versions, "options": bench.options.to_json(),
         }}));
         for (name, case) in cases {
             if bench.options.wants(name) {

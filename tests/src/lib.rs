@@ -5,6 +5,8 @@
 pub mod authority;
 #[cfg(target_os = "linux")]
 pub mod bench;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+pub mod caller;
 pub mod command;
 pub mod damage;
 pub mod dice;

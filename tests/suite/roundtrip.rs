@@ -160,6 +160,25 @@ fn keys_keep_their_types() {
     assert_eq!(archive.value(&exact).unwrap(), Value::from(tensor(1)));
 }
 
+/// Lists have places, dicts have keys, of which some are ints.
+#[test]
+fn steps_are_of_the_kind_of_their_container() {
+    let list = || Value::List((7_i64..10).map(Value::from).collect());
+    let mut dict = StateDict::new();
+    dict.insert("a", Dict::from_iter([("b", list())]));
+    dict.insert("a.b", list());
+    dict.insert("c", Dict::from_iter([(0_i64, 5_i64)]));
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    let (a, c) = (ObjectPath::root().key("a").key("b"), ObjectPath::root().key("c"));
+    assert_eq!(archive.value(&a.clone().index(2)).unwrap(), Value::from(9_i64));
+    assert_eq!(archive.value(&c.clone().key(0)).unwrap(), Value::from(5_i64));
+    for path in [a.clone().key(2), a.clone().index(3), c.clone().index(0), c.key(1)] {
+        assert_eq!(archive.value(&path).unwrap_err().kind(), ErrorKind::NotFound, "{path}");
+    }
+    let error = archive.leaf("a.b.2").unwrap_err().to_string();
+    assert!(error.contains(r#"["a"]["b"][2] and ["a.b"][2]"#), "{error}");
+}
+
 /// Readers prove the order, so the writer must find it whatever keys have in common.
 #[test]
 fn keys_are_ordered_wherever_they_differ() {

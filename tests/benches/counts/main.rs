@@ -12,7 +12,7 @@ mod sharded;
 use std::alloc::System;
 
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
-use tssd_tests::bench::{Bench, peer};
+use tssd_tests::bench::{Bench, Suite, peer};
 use tssd_tests::served::Served;
 
 #[global_allocator]
@@ -26,8 +26,7 @@ fn main() {
         return peer::serve(Served::new(16 << 30));
     }
     Bench::run(
-        "counts",
-        &[],
+        Suite::new("counts"),
         &[
             ("operations", operations::steady),
             ("reshard", reshard::matrix),

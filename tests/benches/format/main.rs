@@ -12,12 +12,11 @@ mod small;
 mod theirs;
 mod verify;
 
-use tssd_tests::bench::Bench;
+use tssd_tests::bench::{Bench, Suite};
 
 fn main() {
     Bench::run(
-        "format",
-        &["safetensors", "object_store"],
+        Suite::new("format").against(&["safetensors", "object_store"]),
         &[
             ("open", open::all_names),
             ("encode", encode::into_memory),

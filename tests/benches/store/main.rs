@@ -16,15 +16,14 @@ mod tiny;
 mod views;
 
 use tssd_store::Key;
-use tssd_tests::bench::Bench;
+use tssd_tests::bench::{Bench, Suite};
 
 fn main() {
     if pull::is_child() {
         return;
     }
     Bench::run(
-        "store",
-        &["object_store"],
+        Suite::new("store").against(&["object_store"]),
         &[
             ("put", copies::put),
             ("get", copies::get),

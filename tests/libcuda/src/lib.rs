@@ -215,6 +215,17 @@ pub extern "C" fn cuMemFree_v2(pointer: CUdeviceptr) -> CUresult {
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult {
+    answer(|| {
+        let (left, all) = pages::left();
+        // SAFETY: they are the caller's.
+        unsafe { put(free, left) }?;
+        // SAFETY: as above.
+        unsafe { put(total, all) }
+    })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetAllocationGranularity(
     granularity: *mut usize,
     wanted: *const CUmemAllocationProp,

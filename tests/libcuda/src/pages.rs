@@ -43,6 +43,18 @@ fn limit() -> usize {
     limit.and_then(|limit| limit.parse().ok()).unwrap_or(usize::MAX)
 }
 
+/// How many bytes are left of a limit, and the limit.
+pub(crate) fn left() -> (usize, usize) {
+    let limit = limit();
+    (limit.saturating_sub(own(&held(&ALL))), limit)
+}
+
+/// How many bytes this process has made.
+fn own(all: &[Weak<Pages>]) -> usize {
+    let living = all.iter().filter_map(Weak::upgrade);
+    living.filter(|pages| pages.is_own).map(|pages| pages.len).sum()
+}
+
 /// The device and the serial number of a file, if it is one of this driver's.
 fn name(path: &Path) -> Option<(c_int, String)> {
     let link = std::fs::read_link(path).ok()?;
@@ -55,9 +67,7 @@ impl Pages {
     /// New memory of a device.
     pub(crate) fn new(device: c_int, len: usize) -> Result<Arc<Self>, Code> {
         let mut all = held(&ALL);
-        let living = all.iter().filter_map(Weak::upgrade);
-        let own: usize = living.filter(|pages| pages.is_own).map(|pages| pages.len).sum();
-        if own.checked_add(len).is_none_or(|sum| sum > limit()) {
+        if own(&all).checked_add(len).is_none_or(|sum| sum > limit()) {
             return Err(Code::OutOfMemory);
         }
         let serial = std::fs::read_to_string("/proc/sys/kernel/random/uuid");

@@ -13,11 +13,10 @@ pub struct Options {
     cases: Vec<String>,
 }
 
-const DEFAULT_MODEL: &str = "shape:qwen3-0.6b";
-
 impl Options {
-    pub(crate) fn from_args(suite: &str) -> Self {
-        match Self::parse(std::env::args().skip(1)) {
+    /// Of a suite, whose model is this one, and has so many bytes at most, unless they say otherwise.
+    pub(crate) fn from_args(suite: &str, model: &str, size: Option<u64>) -> Self {
+        match Self::parse(model, size, std::env::args().skip(1)) {
             Ok(options) => options,
             Err(error) => refuse(&format!(
                 "{error}\n\nUsage: cargo xtask bench {suite} [CASE…] [--model DIR|shape:NAME] \
@@ -27,12 +26,16 @@ impl Options {
         }
     }
 
-    fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, String> {
+    fn parse(
+        model: &str,
+        most: Option<u64>,
+        arguments: impl IntoIterator<Item = String>,
+    ) -> Result<Self, String> {
         let mut options = Self {
-            model: DEFAULT_MODEL.into(),
+            model: model.into(),
             iterations: None,
             warmup: 1,
-            size: None,
+            size: most,
             cases: Vec::new(),
         };
         let mut arguments = arguments.into_iter();
@@ -72,7 +75,7 @@ impl Options {
 }
 
 /// Ends the bench: what is wanted cannot be done.
-pub(crate) fn refuse(why: &str) -> ! {
+pub fn refuse(why: &str) -> ! {
     eprintln!("{why}");
     std::process::exit(2);
 }
@@ -101,7 +104,9 @@ mod tests {
 
     #[test]
     fn options_are_read() {
-        let parse = |words: &str| Options::parse(words.split_whitespace().map(str::to_owned));
+        let parse = |words: &str| {
+            Options::parse("a model", Some(7), words.split_whitespace().map(str::to_owned))
+        };
         let options = parse("put --size 2GB --iterations=3 --bench --warmup 0 get").unwrap();
         assert_eq!(
             (options.size, options.iterations, options.warmup),
@@ -109,6 +114,9 @@ mod tests {
         );
         assert!(options.wants("put cold") && options.wants("get") && !options.wants("views"));
         assert!(parse("").unwrap().wants("views"));
+        let options = parse("").unwrap();
+        assert_eq!((options.model.as_str(), options.size), ("a model", Some(7)));
+        assert_eq!(parse("--model shape:x").unwrap().model, "shape:x");
         for bad in ["--size", "--size 3TB", "--size GB", "--iterations x", "--nothing"] {
             assert!(parse(bad).is_err(), "{bad}");
         }

@@ -1,7 +1,7 @@
 //! Other processes of a bench: this program again, in another role.
 
-use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Stdio};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use crate::served::Served;
 
@@ -19,6 +19,13 @@ pub fn say(words: &[&str]) {
     println!("{}", words.join(" "));
 }
 
+/// The next thing that the parent tells, a line; none if it is gone, or wants no more.
+pub fn told() -> Option<String> {
+    let mut line = String::new();
+    let read = std::io::stdin().read_line(&mut line).unwrap();
+    (read > 0).then_some(line)
+}
+
 /// Until the parent is gone, or wants no more.
 pub fn until_the_end() {
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
@@ -34,7 +41,8 @@ pub fn serve(served: Served) {
 /// A child of this process. It ends with this.
 pub struct Peer {
     child: Child,
-    /// The words that it has said.
+    output: BufReader<ChildStdout>,
+    /// The words that it has said when it began.
     pub said: Vec<String>,
 }
 
@@ -48,9 +56,31 @@ impl Peer {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.env(ROLE, role).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut peer = Self { child, output, said: Vec::new() };
+        peer.said = peer.hear();
+        peer
+    }
+
+    /// Tells it something: a line.
+    ///
+    /// # Panics
+    ///
+    /// If it is gone.
+    pub fn tell(&mut self, line: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    /// The words that it says next.
+    ///
+    /// # Panics
+    ///
+    /// If it says no more.
+    pub fn hear(&mut self) -> Vec<String> {
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        Self { child, said: line.split_whitespace().map(str::to_owned).collect() }
+        let read = self.output.read_line(&mut line).unwrap();
+        assert!(read > 0, "the other process has ended");
+        line.split_whitespace().map(str::to_owned).collect()
     }
 }
 

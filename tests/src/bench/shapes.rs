@@ -3,6 +3,9 @@ use std::path::Path;
 use serde::Deserialize;
 use tssd_format::{Dtype, TensorMeta};
 
+use super::cut::cut;
+use super::options::{Options, refuse};
+
 #[derive(Deserialize)]
 struct Table {
     dtype: String,
@@ -59,6 +62,15 @@ pub(crate) fn shapes(name: &str) -> Result<Vec<(String, TensorMeta)>, String> {
             .collect()
     };
     Ok(table.metas(table.rows().into_iter().flat_map(experts)))
+}
+
+/// Names and shapes of what the command line says, without elements.
+pub fn shapes_of(options: &Options) -> Vec<(String, TensorMeta)> {
+    let shapes = match options.model.strip_prefix("shape:") {
+        Some(name) => shapes(name).and_then(|shapes| cut(shapes, options.size, |meta| meta)),
+        None => Err("this suite takes shapes: --model shape:NAME".to_owned()),
+    };
+    shapes.unwrap_or_else(|error| refuse(&error))
 }
 
 /// The same with all experts of a layer as one tensor, as who trains them has them.
@@ -130,6 +142,7 @@ mod tests {
         for (name, tensors, parameters) in [
             ("qwen3-0.6b", 310, 596_049_920),
             ("qwen3-4b", 398, 4_022_468_096),
+            ("qwen3-8b", 399, 8_190_735_360),
             ("qwen3-30b", 18_867, 30_532_122_624),
         ] {
             let shapes = shapes(name).unwrap();

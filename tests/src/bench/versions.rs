@@ -2,13 +2,13 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The versions of crates that `Cargo.lock` names.
-pub(crate) fn of<'a>(crates: &[&'a str]) -> BTreeMap<&'a str, String> {
+pub(crate) fn of(crates: &[&str]) -> BTreeMap<String, String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.lock");
     let lock = std::fs::read_to_string(path).unwrap();
-    let version = |name: &'a str| {
+    let version = |name: &&str| {
         let (_, package) = lock.split_once(&format!("name = \"{name}\"\nversion = \"")).unwrap();
         let (version, _) = package.split_once('"').unwrap();
-        (name, version.to_owned())
+        ((*name).to_owned(), version.to_owned())
     };
-    crates.iter().copied().map(version).collect()
+    crates.iter().map(version).collect()
 }

@@ -1,0 +1,84 @@
+//! A version from one process into the tensors of another one on the same device.
+
+use tssd_format::{Dtype, TensorMeta};
+use tssd_store::{PutOptions, Residency, Ring, Transport};
+use tssd_tests::bench::{Bench, Race, Runner, Target, name_of_expert, shapes_of};
+use tssd_tests::caller::Caller;
+use tssd_tests::served::Served;
+
+use crate::packed::Packer;
+use crate::reader::{Ask, Reader};
+use crate::weights::Weights;
+use crate::{ORDINAL, SOON, handles, key};
+
+const COPIES: &str = "two plain copies";
+const HANDLES: &str = "a handle for each tensor";
+const PACKED: &str = "packed, one dtype";
+
+/// Of a model.
+pub(crate) fn few(bench: &mut Bench) {
+    let shapes = shapes_of(&bench.options);
+    let name = bench.options.model.trim_start_matches("shape:").to_owned();
+    race(bench, &name, &shapes, 5.0);
+}
+
+/// The same bytes in 20,000 tensors.
+pub(crate) fn many(bench: &mut Bench) {
+    const TENSORS: u64 = 20_000;
+    let bytes: u64 = shapes_of(&bench.options).iter().map(|(_, meta)| meta.nbytes()).sum();
+    let meta = TensorMeta::new(Dtype::Bfloat16, &[(bytes / 2 / TENSORS).max(1)]).unwrap();
+    let shapes = (0..20_000).map(|number| (name_of_expert(number), meta.clone()));
+    race(bench, "experts", &shapes.collect::<Vec<_>>(), 50.0);
+}
+
+fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], wanted: f64) {
+    let caller = &Caller::new(ORDINAL);
+    let weights = &Weights::new(caller, shapes);
+    weights.write(caller);
+    let sums = weights.sums(caller);
+    let served = Served::new(64 << 20);
+    let (store, reader) = (served.connect(), &Reader::new(&served.url(), shapes));
+    let put = |name: &str, residency| {
+        let require = Some(Transport::CudaIpc);
+        let options = PutOptions { residency, require, timeout: SOON, ..PutOptions::default() };
+        store.put_state_dict(&key(name), &weights.dict(caller), &options).unwrap();
+    };
+    let through = |name: &str, residency| {
+        reader.meanwhile(&Ask::Receive(name.to_owned()), || put(name, residency));
+    };
+    let ring = || through("ring", Residency::Ring(Ring::default()));
+    let lent = || through("lent", Residency::Lent(Ring::default()));
+    let device = || {
+        put("device", Residency::Device);
+        reader.ask(&Ask::Get("device".to_owned()));
+    };
+    let packer = Packer::new(caller, weights);
+    let (packed, handles) = (|| packer.publish(reader), || handles::publish(weights, reader));
+    let len = usize::try_from(weights.bytes()).unwrap();
+    let [one, other] = [(); 2].map(|()| caller.allocate(len));
+    let copies = || {
+        caller.copy((&other, 0), (&one, 0), len);
+        caller.copy((&one, 0), (&other, 0), len);
+        caller.wait();
+    };
+    let what = "a new version, from one process into the tensors of another one on the same GPU";
+    bench.race(
+        Race::new("across", what, 9)
+            .of_tensors(name, shapes.len())
+            .bytes(weights.bytes())
+            .with(
+                Runner::ours("tssd, through a ring", ring)
+                    .target(Target::Speed(1.0 / 1.3, COPIES))
+                    .target(Target::Speed(wanted, HANDLES))
+                    .target(Target::Speed(1.0, PACKED)),
+            )
+            .with(Runner::also("tssd, lent where it is", lent))
+            .with(Runner::also("tssd, kept on the device", device))
+            .with(Runner::peer(HANDLES, handles))
+            .with(Runner::peer(PACKED, packed))
+            .with(Runner::limit(COPIES, copies)),
+    );
+    for turn in [&ring as &dyn Fn(), &lent, &device, &handles, &packed] {
+        reader.expect_all(&sums, turn);
+    }
+}

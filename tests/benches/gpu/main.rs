@@ -1,0 +1,45 @@
+//! What the store takes for tensors of a GPU, between two processes of it: each case against plain copies of the driver
+//! and against the schemes that others use, in one run. A name or a part of one runs that case alone.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
+
+mod across;
+mod handles;
+mod host;
+mod packed;
+mod reader;
+mod room;
+mod weights;
+
+use std::time::Duration;
+
+use tssd_store::{Device, Key};
+use tssd_tests::bench::{Bench, Suite, refuse};
+
+/// Nothing takes longer.
+const SOON: Duration = Duration::from_mins(2);
+
+/// The device that is measured: the first one.
+const ORDINAL: usize = 0;
+
+fn main() {
+    if reader::is_child() {
+        return;
+    }
+    let device =
+        Device::all().unwrap_or_else(|error| refuse(&error.to_string())).swap_remove(ORDINAL);
+    let suite = Suite::new("gpu").of("shape:qwen3-8b", 8_000_000_000);
+    Bench::run(
+        suite.on(device.name(), device.uuid()),
+        &[
+            ("across", across::few),
+            ("many", across::many),
+            ("host", host::there_and_back),
+            ("room", room::of_a_ring),
+        ],
+    );
+}
+
+fn key(name: &str) -> Key {
+    Key::new(name).unwrap()
+}

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "the caller's tensors are made here")]
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
@@ -46,7 +47,7 @@ impl Caller {
     pub fn allocate(&self, len: usize) -> Arc<Allocation> {
         // SAFETY: it is freed once, when nobody has it any more.
         let pointer = unsafe { result::malloc_sync(len.max(1)) }.unwrap();
-        let allocation = Arc::new(Allocation { pointer, len, is_own: true });
+        let allocation = Arc::new(Allocation { pointer, len, origin: Origin::Own });
         self.clear(&allocation);
         self.wait();
         allocation
@@ -61,7 +62,7 @@ impl Caller {
             (0, sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32);
         // SAFETY: there is room for a pointer; the driver refuses what is no handle.
         unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut pointer, handle, flags) }.result().unwrap();
-        Arc::new(Allocation { pointer, len, is_own: false })
+        Arc::new(Allocation { pointer, len, origin: Origin::Opened })
     }
 
     /// Memory of the host that the driver copies to and from at the speed of the bus.
@@ -177,15 +178,41 @@ pub struct Allocation {
     pub pointer: u64,
     /// In bytes.
     pub len: usize,
-    /// Or another process's, which was opened here.
-    is_own: bool,
+    origin: Origin,
+}
+
+enum Origin {
+    Own,
+    /// It is another process's.
+    Opened,
+    /// It is a part of this one.
+    Part(Arc<Allocation>),
 }
 
 /// What other processes open memory by: the 64 bytes of the driver.
 pub type Handle = [u64; 8];
 
 impl Allocation {
-    /// What other processes open it by.
+    /// A part of it, which keeps it.
+    ///
+    /// # Panics
+    ///
+    /// If it has no such range.
+    pub fn part(self: &Arc<Self>, range: Range<usize>) -> Arc<Self> {
+        assert!(range.start <= range.end && range.end <= self.len, "a range of the memory");
+        let pointer = self.pointer + range.start as u64;
+        Arc::new(Self { pointer, len: range.len(), origin: Origin::Part(self.clone()) })
+    }
+
+    /// What was allocated at once, and where in it this begins.
+    pub fn whole(&self) -> (&Self, usize) {
+        match &self.origin {
+            Origin::Part(whole) => (whole, usize::try_from(self.pointer - whole.pointer).unwrap()),
+            _ => (self, 0),
+        }
+    }
+
+    /// What other processes open it by, if it is no part.
     pub fn handle(&self) -> Handle {
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: there is room for a handle.
@@ -198,12 +225,16 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if self.is_own {
-            // SAFETY: it was allocated, and nobody has it any more.
-            let _ = unsafe { result::free_sync(self.pointer) };
-        } else {
-            // SAFETY: it was opened, and nobody has it any more.
-            let _ = unsafe { sys::cuIpcCloseMemHandle(self.pointer) };
+        match self.origin {
+            Origin::Own => {
+                // SAFETY: it was allocated, and nobody has it any more.
+                let _ = unsafe { result::free_sync(self.pointer) };
+            }
+            Origin::Opened => {
+                // SAFETY: it was opened, and nobody has it any more.
+                let _ = unsafe { sys::cuIpcCloseMemHandle(self.pointer) };
+            }
+            Origin::Part(_) => {}
         }
     }
 }

@@ -176,7 +176,7 @@ fn steps_are_of_the_kind_of_their_container() {
         assert_eq!(archive.value(&path).unwrap_err().kind(), ErrorKind::NotFound, "{path}");
     }
     let error = archive.leaf("a.b.2").unwrap_err().to_string();
-    assert!(error.contains(r#"["a"]["b"][2] and ["a.b"][2]"#), "{error}");
+    assert!(error.contains(r#"["a.b"][2] and ["a"]["b"][2]"#), "{error}");
 }
 
 /// Readers prove the order, so the writer must find it whatever keys have in common.

@@ -220,7 +220,7 @@ impl Validator<'_> {
                     Error::new(ErrorKind::TensorRun).note(format_args!("{count} tensors from {a}"))
                 );
             }
-            kind::TENSOR if count > 1 => self.run(a, count)?,
+            kind::TENSOR => self.run(a, count)?,
             _ => {}
         }
         Ok(())

@@ -1,28 +1,31 @@
-//! What torch does between processes (`reduce_tensor`), without Python: a handle for each tensor.
+//! What torch does between processes (`reduce_tensor`), without Python: for each tensor a handle of what was allocated
+//! with it, and where in that it is.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use tssd_tests::caller::{Caller, Handle};
+use tssd_tests::caller::{Allocation, Caller, Handle};
 
 use crate::reader::{Ask, Reader};
 use crate::weights::Weights;
 
-/// One for each tensor, in order.
+/// For each tensor, in order: a handle, how many bytes it is of, and where in them the tensor begins.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct Handles(Vec<Handle>);
+pub(crate) struct Handles(Vec<(Handle, usize, usize)>);
 
 /// The writer's side: handles are made anew for each version, since memory is.
 pub(crate) fn publish(weights: &Weights, reader: &Reader) {
-    let handles = weights.allocations().map(|allocation| allocation.handle());
+    let handle = |(whole, start): (&Allocation, usize)| (whole.handle(), whole.len, start);
+    let handles = weights.allocations().map(|allocation| handle(allocation.whole()));
     reader.ask(&Ask::Handles(Handles(handles.collect())));
 }
 
-/// The reader's: all are open until all is copied.
+/// The reader's: what it has opened is open until all is copied.
 pub(crate) fn copy(caller: &Caller, weights: &Weights, handles: &Handles) {
-    let mut opened = Vec::new();
-    for (own, handle) in weights.allocations().zip(&handles.0) {
-        let other = caller.open(*handle, own.len);
-        caller.copy((own, 0), (&other, 0), own.len);
-        opened.push(other);
+    let mut opened = BTreeMap::new();
+    for (own, (handle, len, start)) in weights.allocations().zip(&handles.0) {
+        let other = opened.entry(*handle).or_insert_with(|| caller.open(*handle, *len));
+        caller.copy((own, 0), (other, *start), own.len);
     }
     caller.wait();
 }

@@ -1,4 +1,4 @@
-//! Tensors of a device, each in an allocation of its own.
+//! Tensors of a device, where torch would have them.
 
 use std::sync::Arc;
 
@@ -13,11 +13,12 @@ pub(crate) struct Weights {
 impl Weights {
     /// All zero.
     pub(crate) fn new(caller: &Caller, shapes: &[(String, TensorMeta)]) -> Self {
-        let allocate = |(name, meta): &(String, TensorMeta)| {
-            let len = usize::try_from(meta.nbytes()).unwrap();
-            (name.clone(), meta.clone(), caller.allocate(len))
-        };
-        Self { tensors: shapes.iter().map(allocate).collect() }
+        let (mut tensors, mut pool) = (Vec::new(), Pool::default());
+        for (name, meta) in shapes {
+            let memory = pool.allocate(caller, usize::try_from(meta.nbytes()).unwrap());
+            tensors.push((name.clone(), meta.clone(), memory));
+        }
+        Self { tensors }
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -74,5 +75,37 @@ impl Weights {
             Target { fqn: name.clone(), place: None, meta: meta.clone(), memory }
         };
         self.tensors.iter().zip(memories).map(target).collect()
+    }
+}
+
+/// As torch's allocator does: what is small lies together, in blocks of 2 MiB, or 20 MiB from 1 MiB on; from 10 MiB on
+/// each has an allocation of its own.
+#[derive(Default)]
+struct Pool {
+    small: Option<Block>,
+    large: Option<Block>,
+}
+
+/// A block, and how much of it is taken.
+struct Block {
+    memory: Arc<Allocation>,
+    taken: usize,
+}
+
+impl Pool {
+    fn allocate(&mut self, caller: &Caller, len: usize) -> Arc<Allocation> {
+        const MIB: usize = 1 << 20;
+        let (block, size) = match len {
+            ..MIB => (&mut self.small, 2 * MIB),
+            ..10_485_760 => (&mut self.large, 20 * MIB),
+            _ => return caller.allocate(len),
+        };
+        let block = match block {
+            Some(block) if block.taken + len <= size => block,
+            block => block.insert(Block { memory: caller.allocate(size), taken: 0 }),
+        };
+        let start = block.taken;
+        block.taken = (start + len).next_multiple_of(512);
+        block.memory.part(start..start + len)
     }
 }

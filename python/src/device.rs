@@ -6,7 +6,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Blob, Storage, Tensor};
-use tssd_store::{BlobCopy, BlobMut, Coming, Copied, DeviceMemory, Stream};
+use tssd_store::{BlobCopy, BlobMut, Copied, DeviceMemory, Stream, UnderWay};
 
 use crate::error::Result;
 
@@ -38,6 +38,8 @@ struct Found {
     known: BTreeMap<(u64, u64), Arc<DeviceMemory>>,
     /// Where each begins, by where it is itself.
     starts: BTreeMap<usize, (u64, u64)>,
+    /// What the next one is beside.
+    latest: Option<Arc<DeviceMemory>>,
 }
 
 impl Devices {
@@ -64,9 +66,14 @@ impl Devices {
         let memory = if let Some(memory) = found.known.get(&(start, len)) {
             memory.clone()
         } else {
-            // SAFETY: as the caller says.
-            let memory = unsafe { DeviceMemory::new(start, len, stream, owner)? };
+            let memory = match &found.latest {
+                // SAFETY: as the caller says.
+                Some(latest) => unsafe { latest.beside(start, len, stream, owner)? },
+                // SAFETY: as the caller says.
+                None => unsafe { DeviceMemory::new(start, len, stream, owner)? },
+            };
             let memory = Arc::new(memory.counted(&self.copied.0));
+            found.latest = Some(memory.clone());
             found.known.insert((start, len), memory.clone());
             found.starts.insert(Arc::as_ptr(&memory).addr(), (start, len));
             memory
@@ -137,7 +144,8 @@ impl BlobMut for Window {
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> io::Result<Box<dyn Coming + 'a>> {
+        under_way: &mut UnderWay<'a>,
+    ) -> io::Result<()> {
         let is_within = |copy: &BlobCopy<'_>| {
             let end = copy.target.checked_add(copy.runs.target_span());
             end.is_some_and(|end| end <= self.len)
@@ -150,6 +158,6 @@ impl BlobMut for Window {
             BlobCopy { target, ..*copy }
         });
         let copies: Vec<BlobCopy<'_>> = copies.collect();
-        self.memory.begin_copy(source, &copies)
+        self.memory.begin_copy(source, &copies, under_way)
     }
 }

@@ -21,7 +21,7 @@ use tssd_format::{
 pub(crate) use self::plans::PlanCache;
 use self::plans::{Box, Cover, Leaf, Plan, Request};
 use self::target::expect_room;
-pub use self::target::{BlobCopy, BlobMut, Coming, Target, TargetMemory};
+pub use self::target::{BlobCopy, BlobMut, Coming, Target, TargetMemory, UnderWay};
 use self::tree::Tree;
 pub(crate) use self::tree::choose_writer;
 use self::way::{Way, leaves};

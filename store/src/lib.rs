@@ -78,7 +78,7 @@ pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use disk::Replacement;
 pub use error::{Error, ErrorKind, Result};
 pub use follow::Follower;
-pub use get::{BlobCopy, BlobMut, Coming, GetOptions, GetReport, Target, TargetMemory};
+pub use get::{BlobCopy, BlobMut, Coming, GetOptions, GetReport, Target, TargetMemory, UnderWay};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;

@@ -36,8 +36,12 @@ mod statistics;
 /// Whether targets are met.
 mod verdict;
 
-/// The suites, in the order in which they run: what needs torch comes last.
-pub(crate) const NAMES: [&str; 4] = ["format", "store", "counts", "python"];
+/// The suites, in the order in which they run: what needs torch comes late, and last what runs only when it is named,
+/// since few machines have a GPU.
+pub(crate) const NAMES: [&str; 5] = ["format", "store", "counts", "python", "gpu"];
+
+/// So many of them run on every machine.
+const EVERYWHERE: usize = 4;
 
 /// The variable that names the file to which a suite appends its records.
 const RECORDS: &str = "TSSD_BENCH_RECORDS";
@@ -57,9 +61,9 @@ impl<'a> Task<'a> {
         let (suites, arguments) = match words {
             ["page"] => return Some(Self::Page),
             ["page", ..] => return None,
-            ["all", rest @ ..] => (NAMES.to_vec(), rest),
+            ["all", rest @ ..] => (NAMES[..EVERYWHERE].to_vec(), rest),
             [name, rest @ ..] if NAMES.contains(name) => (vec![*name], rest),
-            rest => (NAMES.to_vec(), rest),
+            rest => (NAMES[..EVERYWHERE].to_vec(), rest),
         };
         Some(Self::Run { suites, arguments: arguments.to_vec() })
     }
@@ -149,21 +153,23 @@ fn folder(root: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use super::{NAMES, Task};
+    use super::Task;
 
     #[test]
     fn the_first_word_may_be_a_suite() {
+        const EVERYWHERE: [&str; 4] = ["format", "store", "counts", "python"];
         let run = |suites: &[&'static str], arguments: &[&'static str]| {
             Some(Task::Run { suites: suites.to_vec(), arguments: arguments.to_vec() })
         };
         for (words, task) in [
-            ("", run(&NAMES, &[])),
-            ("all", run(&NAMES, &[])),
-            ("all put", run(&NAMES, &["put"])),
-            ("put", run(&NAMES, &["put"])),
+            ("", run(&EVERYWHERE, &[])),
+            ("all", run(&EVERYWHERE, &[])),
+            ("all put", run(&EVERYWHERE, &["put"])),
+            ("put", run(&EVERYWHERE, &["put"])),
+            ("gpu", run(&["gpu"], &[])),
             ("store", run(&["store"], &[])),
             ("store --size 600MB put get", run(&["store"], &["--size", "600MB", "put", "get"])),
-            ("--iterations 3", run(&NAMES, &["--iterations", "3"])),
+            ("--iterations 3", run(&EVERYWHERE, &["--iterations", "3"])),
             ("page", Some(Task::Page)),
             ("page put", None),
         ] {

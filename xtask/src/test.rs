@@ -14,6 +14,9 @@ use crate::workspace::Workspace;
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
     let mut steps = Vec::from_iter(etcd::installation(workspace));
     steps.extend(checks(workspace));
+    if cfg!(target_os = "linux") {
+        steps.extend(gpus(workspace));
+    }
     steps.extend(python::checks(workspace)?);
     let environment = torch::environment(workspace);
     let mut more = vec![instructions()];
@@ -40,6 +43,19 @@ pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result
 fn instructions() -> Step {
     let arguments = "bench --package tssd-tests --bench counts -- instructions";
     Step::cargo("instructions of hot paths", arguments)
+}
+
+/// That the bench of GPUs runs, and moves what it says: on a driver without one, where its figures say nothing.
+fn gpus(workspace: &Workspace) -> [Step; 2] {
+    let (debug, folder) = (workspace.target.join("debug"), workspace.target.join("driver"));
+    let arguments = "test --workspace --all-features --bench gpu -- --model shape:qwen3-0.6b --size 40MB --iterations 1";
+    [
+        Step::program("driver without a GPU", "install", "-D")
+            .argument(debug.join("libtssd_fake_cuda.so"))
+            .argument(folder.join("libcuda.so"))
+            .worth(Worth::Nothing),
+        Step::cargo("bench of GPUs", arguments).env("LD_LIBRARY_PATH", folder),
+    ]
 }
 
 /// The cheap ones first.

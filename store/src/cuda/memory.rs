@@ -14,7 +14,7 @@ use super::driver::{Event, Lane, Source};
 use super::pinned;
 use super::segment::DeviceSegment;
 use crate::error::{Error, Result};
-use crate::get::{BlobCopy, BlobMut, Coming};
+use crate::get::{BlobCopy, BlobMut, Coming, UnderWay};
 use crate::volume::HollowBlob;
 
 /// Memory of a device, such as that of a tensor's storage.
@@ -26,8 +26,9 @@ pub struct DeviceMemory {
     device: Device,
     pointer: u64,
     len: u64,
+    stream: Stream,
     /// What must have happened before a byte is touched.
-    ready: Event,
+    ready: Arc<Event>,
     copied: Arc<Mutex<Copied>>,
     _owner: Box<dyn Send + Sync>,
 }
@@ -95,11 +96,49 @@ impl DeviceMemory {
         stream: Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Self> {
-        let device = Device::of(pointer)?;
         // SAFETY: as the caller says.
-        let ready = unsafe { device.now(stream)? };
+        unsafe { Self::after(None, pointer, len, stream, owner) }
+    }
+
+    /// The same, for one of many that are put or filled by one call: if it is of the same device and stream as this, it
+    /// waits for what this waits for, and what the stream was given since it does not wait for.
+    ///
+    /// # Errors
+    ///
+    /// As [`DeviceMemory::new`].
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceMemory::new`].
+    pub unsafe fn beside(
+        &self,
+        pointer: u64,
+        len: u64,
+        stream: Stream,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Self> {
+        // SAFETY: as the caller says.
+        unsafe { Self::after(Some(self), pointer, len, stream, owner) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`DeviceMemory::new`].
+    unsafe fn after(
+        other: Option<&Self>,
+        pointer: u64,
+        len: u64,
+        stream: Stream,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Self> {
+        let device = Device::of(pointer)?;
+        let ready = match other {
+            Some(other) if other.device == device && other.stream == stream => other.ready.clone(),
+            // SAFETY: as the caller says.
+            _ => Arc::new(unsafe { device.now(stream)? }),
+        };
         let copied = Arc::default();
-        Ok(Self { device, pointer, len, ready, copied, _owner: Box::new(owner) })
+        Ok(Self { device, pointer, len, stream, ready, copied, _owner: Box::new(owner) })
     }
 
     /// The device.
@@ -207,42 +246,46 @@ impl DeviceMemory {
     }
 
     /// Begins to copy from there.
-    fn begin_from<'a>(
-        &'a self,
-        source: Straight<'a>,
+    fn begin_from(
+        &self,
+        source: Straight<'_>,
         copies: &[BlobCopy<'_>],
-    ) -> Result<Box<dyn Coming + 'a>> {
-        let lane = self.device.lane()?;
-        // Waited for by its drop from here on, whatever comes of it.
-        let coming = OnLane { device: &self.device, lane: Some(lane) };
+        under_way: &mut UnderWay<'_>,
+    ) -> io::Result<()> {
+        let is_ours = |coming: &OnLane| coming.device == self.device;
+        let coming = under_way.of(is_ours, || OnLane::new(&self.device))?;
         let lane = coming.lane.as_ref().expect("it is not done");
-        lane.wait(&self.ready)?;
+        lane.wait(&self.ready).map_err(io::Error::other)?;
         for BlobCopy { source: offset, target, runs } in copies {
-            let from = source.at(*offset, runs.source_span())?;
-            let span = usize::try_from(runs.target_span()).map_err(io::Error::other);
-            let to = span.and_then(|span| self.place(*target, span));
-            let to = to.map_err(|error| Error::io("memory of a GPU", error))?;
+            let from = source.at(*offset, runs.source_span()).map_err(io::Error::other)?;
+            let span = usize::try_from(runs.target_span()).map_err(io::Error::other)?;
+            let to = self.place(*target, span)?;
             // SAFETY: both are there, as proven, as long as they are borrowed, which is until the copies are done. Nobody
             // writes the source: a lease holds what is read. Nobody else uses the target, as its maker has said.
-            unsafe { lane.start_runs(to, from, runs)? };
+            unsafe { lane.start_runs(to, from, runs) }.map_err(io::Error::other)?;
             let mut counts = self.counts();
             match source {
                 Straight::Device(_) => counts.device += runs.total_bytes(),
                 Straight::Pinned(_) => counts.pinned += runs.total_bytes(),
             }
         }
-        Ok(Box::new(coming))
+        Ok(())
     }
 }
 
 /// Copies that have begun on a stream.
-struct OnLane<'a> {
-    device: &'a Device,
+struct OnLane {
+    device: Device,
     /// None once they are done.
     lane: Option<Lane>,
 }
 
-impl OnLane<'_> {
+impl OnLane {
+    fn new(device: &Device) -> io::Result<Self> {
+        let lane = device.lane().map_err(io::Error::other)?;
+        Ok(Self { device: device.clone(), lane: Some(lane) })
+    }
+
     fn finish(&mut self) -> Result<()> {
         let Some(lane) = self.lane.take() else { return Ok(()) };
         let finished = lane.finish();
@@ -251,13 +294,13 @@ impl OnLane<'_> {
     }
 }
 
-impl Coming for OnLane<'_> {
+impl Coming for OnLane {
     fn wait(mut self: Box<Self>) -> io::Result<()> {
         self.finish().map_err(io::Error::other)
     }
 }
 
-impl Drop for OnLane<'_> {
+impl Drop for OnLane {
     fn drop(&mut self) {
         // Nothing reads or writes the memory any more when it is not borrowed any more.
         let _ = self.finish();
@@ -318,8 +361,9 @@ impl BlobMut for DeviceMemory {
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> io::Result<Box<dyn Coming + 'a>> {
+        under_way: &mut UnderWay<'a>,
+    ) -> io::Result<()> {
         let source = self.straight(source).ok_or(io::ErrorKind::Unsupported)?;
-        self.begin_from(source, copies).map_err(io::Error::other)
+        self.begin_from(source, copies, under_way)
     }
 }

@@ -1,13 +1,12 @@
 //! Targets that this process does not see: their bytes come into memory here, unless they are there, and go on.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Mutex;
 
 use tssd_format::{Blob, Runs};
 
 use super::plans::{Beyond, Request};
-use super::target::{BlobCopy, Coming};
+use super::target::{BlobCopy, UnderWay};
 use super::{Read, memory, native, wide};
 use crate::error::{Error, Result};
 use crate::parallel;
@@ -15,9 +14,6 @@ use crate::plan::Copy;
 
 /// About so many bytes are on their way at once.
 const STAGED_BYTES: usize = 64 << 20;
-
-/// So many parts are on their way at once that come straight.
-const PARTS_UNDER_WAY: usize = 16;
 
 impl Read<'_> {
     /// Fills parts of targets that are elsewhere.
@@ -74,9 +70,6 @@ impl Read<'_> {
     }
 }
 
-/// Copies that have begun, each with the number of the target that they fill.
-type Begun<'a> = (usize, Vec<Box<dyn Coming + 'a>>);
-
 impl Read<'_> {
     /// Fills what takes its bytes straight from where they are, while what comes next is proven. Gives what does not.
     fn straight<'p, 't>(
@@ -84,46 +77,40 @@ impl Read<'_> {
         requests: &[Request<'_>],
         parts: Vec<Beyond<'p, 't>>,
     ) -> Result<Vec<Beyond<'p, 't>>> {
-        let coming: Mutex<VecDeque<Begun<'_>>> = Mutex::default();
-        let under_way = || coming.lock().expect("nobody panics while holding what is coming");
-        let wait = |(number, all): Begun<'_>| {
-            let waited = all.into_iter().try_for_each(Coming::wait);
-            waited.map_err(|error| failed(requests, number, error))
-        };
+        let under_way = Mutex::new(UnderWay::default());
         let others = parallel::map(parts, |part| {
-            let Some(begun) = self.begin(requests, &part)? else { return Ok(Some(part)) };
-            let oldest = {
-                let mut coming = under_way();
-                coming.push_back((part.number, begun));
-                if coming.len() > PARTS_UNDER_WAY { coming.pop_front() } else { None }
-            };
-            oldest.map_or(Ok(()), wait).map(|()| None)
+            let has_begun = self.begin(requests, &part, &under_way)?;
+            Ok::<_, Error>((!has_begun).then_some(part))
         })?;
-        under_way().drain(..).try_for_each(wait)?;
+        let under_way = under_way.into_inner().expect("nobody panics while beginning copies");
+        under_way.wait().map_err(|error| Error::io("what was copied to targets", error))?;
         Ok(others.into_iter().flatten().collect())
     }
 
-    /// Begins to copy a part straight from the archives that it comes from; none if that cannot be for one of them.
+    /// Begins to copy a part straight from the archives that it comes from; says whether that can be for all of them.
     fn begin<'a>(
         &'a self,
         requests: &[Request<'_>],
         part: &Beyond<'_, 'a>,
-    ) -> Result<Option<Vec<Box<dyn Coming + 'a>>>> {
+        under_way: &Mutex<UnderWay<'a>>,
+    ) -> Result<bool> {
         let mut sources: Vec<(&dyn Blob, Vec<BlobCopy<'_>>)> = Vec::new();
         for copy in part.copies {
-            let Some((blob, offset)) = self.version.raw(copy.storage) else { return Ok(None) };
+            let Some((blob, offset)) = self.version.raw(copy.storage) else { return Ok(false) };
             let (source, target) = (offset + copy.source, part.start + copy.target);
             let copy = BlobCopy { source, target, runs: &copy.runs };
             match sources.iter_mut().find(|(known, _)| std::ptr::addr_eq(*known, blob)) {
                 Some((_, copies)) => copies.push(copy),
                 None if part.blob.takes(blob) => sources.push((blob, vec![copy])),
-                None => return Ok(None),
+                None => return Ok(false),
             }
         }
         part.copies.iter().try_for_each(|copy| self.prove(copy))?;
-        let begin = |(blob, copies): (&'a dyn Blob, Vec<_>)| part.blob.begin_copy(blob, &copies);
-        let begun: io::Result<Vec<_>> = sources.into_iter().map(begin).collect();
-        begun.map(Some).map_err(|error| failed(requests, part.number, error))
+        let mut under_way = under_way.lock().expect("nobody panics while beginning copies");
+        let mut sources = sources.into_iter();
+        let begun = sources
+            .try_for_each(|(blob, copies)| part.blob.begin_copy(blob, &copies, &mut under_way));
+        begun.map(|()| true).map_err(|error| failed(requests, part.number, error))
     }
 
     /// Proves what a copy reads, if this process sees it: whoever copies it does not look.

@@ -1,5 +1,7 @@
 //! The caller's memory: what may be written.
 
+use std::any::Any;
+use std::marker::PhantomData;
 use std::{fmt, io};
 
 use tssd_format::{Blob, Error, ErrorKind, Result, Runs, ShardPlace, TensorMeta};
@@ -47,7 +49,7 @@ pub trait BlobMut: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Begins to copy straight from a blob that it [`takes`](Self::takes).
+    /// Begins to copy straight from a blob that it [`takes`](Self::takes), together with what is under way already.
     ///
     /// # Errors
     ///
@@ -56,8 +58,9 @@ pub trait BlobMut: fmt::Debug + Send + Sync {
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-    ) -> io::Result<Box<dyn Coming + 'a>> {
-        let _ = (source, copies);
+        under_way: &mut UnderWay<'a>,
+    ) -> io::Result<()> {
+        let _ = (source, copies, under_way);
         Err(io::ErrorKind::Unsupported.into())
     }
 }
@@ -73,14 +76,58 @@ pub struct BlobCopy<'a> {
     pub runs: &'a Runs,
 }
 
-/// Copies that have begun. Dropped, they are waited for.
-pub trait Coming: Send {
-    /// Waits until they are done.
+/// Copies that have begun one after the other, such as on a stream of a GPU. Dropped, they are waited for.
+pub trait Coming: Any + Send {
+    /// Waits until all of them are done.
     ///
     /// # Errors
     ///
     /// Whatever the system says.
     fn wait(self: Box<Self>) -> io::Result<()>;
+}
+
+/// Copies from and to what is borrowed that have begun. Dropped, they are waited for.
+///
+/// Targets begin theirs together where they can: to wait for each of many alone would take longer than to copy it.
+#[derive(Default)]
+pub struct UnderWay<'a> {
+    coming: Vec<Box<dyn Coming>>,
+    borrowed: PhantomData<&'a dyn Blob>,
+}
+
+impl UnderWay<'_> {
+    /// What has begun of a kind, or begins now.
+    ///
+    /// # Errors
+    ///
+    /// Whatever `begin` says.
+    pub fn of<T: Coming>(
+        &mut self,
+        is_it: impl Fn(&T) -> bool,
+        begin: impl FnOnce() -> io::Result<T>,
+    ) -> io::Result<&mut T> {
+        let known = self.coming.iter().position(|coming| {
+            let coming: &dyn Any = &**coming;
+            coming.downcast_ref().is_some_and(&is_it)
+        });
+        let place = if let Some(place) = known {
+            place
+        } else {
+            self.coming.push(Box::new(begin()?));
+            self.coming.len() - 1
+        };
+        let coming: &mut dyn Any = &mut *self.coming[place];
+        Ok(coming.downcast_mut().expect("it is of the kind that was looked for"))
+    }
+
+    /// Waits until all of them are done.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says.
+    pub fn wait(self) -> io::Result<()> {
+        self.coming.into_iter().try_for_each(Coming::wait)
+    }
 }
 
 impl<'a> From<&'a mut [u8]> for TargetMemory<'a> {

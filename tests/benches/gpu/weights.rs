@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tssd_format::{StateDict, Tensor, TensorMeta};
+use tssd_format::{StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::{DeviceMemory, Target, TargetMemory};
 use tssd_tests::caller::{Allocation, Caller};
 
@@ -54,18 +54,16 @@ impl Weights {
     /// As a state dict.
     pub(crate) fn dict(&self, caller: &Caller) -> StateDict {
         let mut dict = StateDict::new();
-        for (name, meta, allocation) in &self.tensors {
-            dict.insert(
-                name.as_str(),
-                Tensor::new(meta.clone(), caller.storage(allocation), 0).unwrap(),
-            );
+        for ((name, meta, _), memory) in self.tensors.iter().zip(self.memories(caller)) {
+            let storage = Storage::elsewhere(Arc::new(memory)).unwrap();
+            dict.insert(name.as_str(), Tensor::new(meta.clone(), storage, 0).unwrap());
         }
         dict
     }
 
     /// As memory that may be filled.
     pub(crate) fn memories(&self, caller: &Caller) -> Vec<DeviceMemory> {
-        self.allocations().map(|allocation| caller.memory(allocation)).collect()
+        caller.memories(self.allocations())
     }
 
     /// The same as targets.
@@ -97,7 +95,7 @@ impl Pool {
         const MIB: usize = 1 << 20;
         let (block, size) = match len {
             ..MIB => (&mut self.small, 2 * MIB),
-            ..10_485_760 => (&mut self.large, 20 * MIB),
+            MIB..10_485_760 => (&mut self.large, 20 * MIB),
             _ => return caller.allocate(len),
         };
         let block = match block {

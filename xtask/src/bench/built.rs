@@ -9,8 +9,7 @@ use crate::step::cargo;
 use crate::workspace::Workspace;
 
 /// What is measured. All is built with the features of all, once.
-const PACKAGES: &str =
-    "--package tssd-tests --package tssd --package tssd-python --features tssd-tests/object";
+const PACKAGES: &str = "--package tssd-tests --package tssd --package tssd-python --features tssd-tests/object,tssd-tests/cuda";
 
 /// The suites, by name: programs that are built as users have the rest.
 pub(super) struct Built(BTreeMap<String, PathBuf>);

@@ -38,8 +38,6 @@ struct Found {
     known: BTreeMap<(u64, u64), Arc<DeviceMemory>>,
     /// Where each begins, by where it is itself.
     starts: BTreeMap<usize, (u64, u64)>,
-    /// What the next one is beside.
-    latest: Option<Arc<DeviceMemory>>,
 }
 
 impl Devices {
@@ -66,14 +64,9 @@ impl Devices {
         let memory = if let Some(memory) = found.known.get(&(start, len)) {
             memory.clone()
         } else {
-            let memory = match &found.latest {
-                // SAFETY: as the caller says.
-                Some(latest) => unsafe { latest.beside(start, len, stream, owner)? },
-                // SAFETY: as the caller says.
-                None => unsafe { DeviceMemory::new(start, len, stream, owner)? },
-            };
+            // SAFETY: as the caller says.
+            let memory = unsafe { DeviceMemory::new(start, len, stream, owner)? };
             let memory = Arc::new(memory.counted(&self.copied.0));
-            found.latest = Some(memory.clone());
             found.known.insert((start, len), memory.clone());
             found.starts.insert(Arc::as_ptr(&memory).addr(), (start, len));
             memory

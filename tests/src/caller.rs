@@ -151,26 +151,6 @@ impl Caller {
         unsafe { DeviceMemory::new(pointer, len, self.stream(), allocation.clone()) }.unwrap()
     }
 
-    /// The same of many, which wait for one moment.
-    pub fn memories<'a>(
-        &self,
-        allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
-    ) -> Vec<DeviceMemory> {
-        let mut memories: Vec<DeviceMemory> = Vec::new();
-        for allocation in allocations {
-            let memory = match memories.last() {
-                None => self.memory(allocation),
-                Some(last) => {
-                    let (pointer, len) = (allocation.pointer, allocation.len as u64);
-                    // SAFETY: as above.
-                    unsafe { last.beside(pointer, len, self.stream(), allocation.clone()) }.unwrap()
-                }
-            };
-            memories.push(memory);
-        }
-        memories
-    }
-
     /// The same as a storage.
     pub fn storage(&self, allocation: &Arc<Allocation>) -> Storage {
         Storage::elsewhere(Arc::new(self.memory(allocation))).unwrap()

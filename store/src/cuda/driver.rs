@@ -1,11 +1,10 @@
 //! The functions of the driver that are called, as safe as they can be made.
 #![expect(unsafe_code, reason = "the driver is a library of C")]
 
-use std::cell::Cell;
 use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
@@ -162,8 +161,6 @@ impl Drop for Event {
 pub(super) struct Lane {
     context: Context,
     raw: sys::CUstream,
-    /// What it has waited for last: many tensors wait for one moment.
-    after: Cell<Option<Arc<Event>>>,
 }
 
 // SAFETY: streams are the process's, not a thread's.
@@ -174,23 +171,16 @@ impl Lane {
         let _entered = context.enter()?;
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = result::stream::create(kind).map_err(|error| failed("a stream", error))?;
-        Ok(Self { context, raw, after: Cell::default() })
+        Ok(Self { context, raw })
     }
 
     /// What is copied from now on waits for an event.
-    pub(super) fn wait(&self, event: &Arc<Event>) -> Result<()> {
-        let last = self.after.take();
-        if last.is_some_and(|last| Arc::ptr_eq(&last, event)) {
-            self.after.set(Some(event.clone()));
-            return Ok(());
-        }
+    pub(super) fn wait(&self, event: &Event) -> Result<()> {
         let _entered = self.context.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are there.
         let waited = unsafe { result::stream::wait_event(self.raw, event.raw, flags) };
-        waited.map_err(|error| failed("an event", error))?;
-        self.after.set(Some(event.clone()));
-        Ok(())
+        waited.map_err(|error| failed("an event", error))
     }
 
     /// Copies memory of the device to the host's; returns when it is there.

@@ -26,9 +26,8 @@ pub struct DeviceMemory {
     device: Device,
     pointer: u64,
     len: u64,
-    stream: Stream,
     /// What must have happened before a byte is touched.
-    ready: Arc<Event>,
+    ready: Event,
     copied: Arc<Mutex<Copied>>,
     _owner: Box<dyn Send + Sync>,
 }
@@ -96,49 +95,11 @@ impl DeviceMemory {
         stream: Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Self> {
-        // SAFETY: as the caller says.
-        unsafe { Self::after(None, pointer, len, stream, owner) }
-    }
-
-    /// The same, for one of many that are put or filled by one call: if it is of the same device and stream as this, it
-    /// waits for what this waits for, and what the stream was given since it does not wait for.
-    ///
-    /// # Errors
-    ///
-    /// As [`DeviceMemory::new`].
-    ///
-    /// # Safety
-    ///
-    /// As [`DeviceMemory::new`].
-    pub unsafe fn beside(
-        &self,
-        pointer: u64,
-        len: u64,
-        stream: Stream,
-        owner: impl Send + Sync + 'static,
-    ) -> Result<Self> {
-        // SAFETY: as the caller says.
-        unsafe { Self::after(Some(self), pointer, len, stream, owner) }
-    }
-
-    /// # Safety
-    ///
-    /// As [`DeviceMemory::new`].
-    unsafe fn after(
-        other: Option<&Self>,
-        pointer: u64,
-        len: u64,
-        stream: Stream,
-        owner: impl Send + Sync + 'static,
-    ) -> Result<Self> {
         let device = Device::of(pointer)?;
-        let ready = match other {
-            Some(other) if other.device == device && other.stream == stream => other.ready.clone(),
-            // SAFETY: as the caller says.
-            _ => Arc::new(unsafe { device.now(stream)? }),
-        };
+        // SAFETY: as the caller says.
+        let ready = unsafe { device.now(stream)? };
         let copied = Arc::default();
-        Ok(Self { device, pointer, len, stream, ready, copied, _owner: Box::new(owner) })
+        Ok(Self { device, pointer, len, ready, copied, _owner: Box::new(owner) })
     }
 
     /// The device.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tssd_format::{StateDict, Storage, Tensor, TensorMeta};
+use tssd_format::{StateDict, Tensor, TensorMeta};
 use tssd_store::{DeviceMemory, Target, TargetMemory};
 use tssd_tests::caller::{Allocation, Caller};
 
@@ -54,16 +54,16 @@ impl Weights {
     /// As a state dict.
     pub(crate) fn dict(&self, caller: &Caller) -> StateDict {
         let mut dict = StateDict::new();
-        for ((name, meta, _), memory) in self.tensors.iter().zip(self.memories(caller)) {
-            let storage = Storage::elsewhere(Arc::new(memory)).unwrap();
-            dict.insert(name.as_str(), Tensor::new(meta.clone(), storage, 0).unwrap());
+        for (name, meta, allocation) in &self.tensors {
+            let tensor = Tensor::new(meta.clone(), caller.storage(allocation), 0).unwrap();
+            dict.insert(name.as_str(), tensor);
         }
         dict
     }
 
     /// As memory that may be filled.
     pub(crate) fn memories(&self, caller: &Caller) -> Vec<DeviceMemory> {
-        caller.memories(self.allocations())
+        self.allocations().map(|allocation| caller.memory(allocation)).collect()
     }
 
     /// The same as targets.

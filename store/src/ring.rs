@@ -83,6 +83,11 @@ impl Mark {
     }
 }
 
+/// The key that the writer of a put follows as long as it lends: nobody puts to it.
+fn lender(channel: &Key, put: u64) -> Result<Key> {
+    Key::new(format!("{channel}/lender/{put}"))
+}
+
 /// Where the buckets of a key are, for readers of a GPU, or of the host's memory.
 fn channel(key: &Key, device: Option<&str>) -> Result<Key> {
     Key::new(format!("{key}/.ring/{}", device.unwrap_or("host")))

@@ -1,15 +1,16 @@
 //! Versions that go to readers of a GPU through a few buckets in its memory.
 
 use std::num::NonZeroU32;
+use std::process::Child;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use tssd_format::{Dtype, StateDict, Tensor, TensorMeta};
+use tssd_format::{AttrValue, Dtype, StateDict, Tensor, TensorMeta, Value};
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
-    Device, DeviceMemory, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Residency,
-    Ring, Target, TargetMemory, Transport,
+    Device, DeviceMemory, ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport,
+    Residency, Ring, Target, TargetMemory, Transport,
 };
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
@@ -342,28 +343,110 @@ fn what_was_taken_back_is_not_taken_for_a_version() {
     }
 }
 
-/// A writer that dies leaves handles that nobody can open: that is said, and the next writer goes on.
+/// A put that nobody waits for any more takes back what it has lent, whoever reads it.
 #[test]
 #[ignore = "needs a GPU"]
-fn handles_of_a_writer_that_is_gone_are_an_error() {
+fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
     for (ordinal, device) in devices().into_iter().enumerate() {
         let served = Served::new(64 << 20);
-        let (writer, reader, url) = (served.connect(), served.connect(), served.url());
+        let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
-        let ordinal_text = ordinal.to_string();
-        let mut dying = child("ring::as_a_writer_that_lends", &asks(&url, &ordinal_text, "1"));
-        let channel = tssd_store::Key::new(format!("policy/.ring/{}", device.uuid())).unwrap();
-        reader.wait_for_version(&channel, 1, SOON).unwrap();
+        let caller = Caller::new(ordinal);
+        let model = Model::new(&caller);
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let store = tssd_store::Store::connect(&served.url()).await.unwrap();
+            let (dict, options) = (model.write(1), options(Residency::Lent(ring(1))));
+            let (key, channel) = (key(), channel(&device));
+            tokio::select! {
+                put = store.put_state_dict(&key, &dict, &options) => panic!("{put:?}"),
+                lent = store.wait_for_version(&channel, 1, SOON) => drop(lent.unwrap()),
+            }
+        });
+        reader.wait_for_version(&channel(&device), 2, SOON).unwrap();
+        model.spoil();
+        let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        goes_on(&mut receiver, &writer, ordinal);
+    }
+}
+
+/// The next writer's version comes.
+fn goes_on(receiver: &mut Receiver, writer: &Store, ordinal: usize) {
+    let caller = Caller::new(ordinal);
+    let model = Model::new(&caller);
+    thread::scope(|scope| {
+        scope.spawn(|| receive(receiver, &Caller::new(ordinal), 2, SOON).unwrap());
+        let second = PutOptions { version: Some(2), ..options(Residency::Lent(ring(1))) };
+        model.put(writer, 2, &second).unwrap();
+    });
+}
+
+fn channel(device: &Device) -> Key {
+    Key::new(format!("policy/.ring/{}", device.uuid())).unwrap()
+}
+
+/// A process that lends version 1, and waits for a reader.
+fn lending(served: &Served, ordinal: usize, device: &Device) -> Child {
+    let (url, ordinal) = (served.url(), ordinal.to_string());
+    let child = child("ring::as_a_writer_that_lends", &asks(&url, &ordinal, "1"));
+    served.connect().wait_for_version(&channel(device), 1, SOON).unwrap();
+    child
+}
+
+/// What a writer lends goes with it, and is nobody's version.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_a_writer_has_lent_goes_with_it() {
+    for (ordinal, device) in devices().into_iter().enumerate() {
+        let served = Served::new(64 << 20);
+        let (writer, reader) = (served.connect(), served.connect());
+        let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+        let peers = || writer.status().unwrap().peers.len();
+        let before = peers();
+        let mut dying = lending(&served, ordinal, &device);
         dying.kill().unwrap();
         dying.wait().unwrap();
+        while peers() > before {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let caller = Caller::new(ordinal);
+        let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        goes_on(&mut receiver, &writer, ordinal);
+    }
+}
+
+/// A writer that is there, whose handles nobody can open, as in another namespace of processes: that is said, and the next
+/// version comes.
+#[test]
+#[ignore = "needs a GPU"]
+fn handles_that_nobody_can_open_are_an_error() {
+    for (ordinal, device) in devices().into_iter().enumerate() {
+        let served = Served::new(64 << 20);
+        let (writer, reader) = (served.connect(), served.connect());
+        let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
+        let mut child = lending(&served, ordinal, &device);
+        let options = GetOptions::default();
+        let (mut table, _) = writer.get_state_dict(&channel(&device), &options).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let Value::Tensor(handles) = table.leaf("handles").unwrap() else { panic!("a tensor") };
+        let none = Tensor::from_slice(
+            &vec![0xA5_u8; handles.meta().numel() as usize],
+            handles.meta().shape(),
+        );
+        table.insert("handles", none.unwrap());
+        let _lender =
+            writer.follow(&Key::new(format!("{}/lender/7", channel(&device))).unwrap()).unwrap();
+        let mark = r#"{"version": 1, "put": 7, "part": 0, "is_last": true, "is_lent": true}"#;
+        let attrs = [("tssd.ring".to_owned(), AttrValue::Text(mark.into()))].into_iter().collect();
+        let put = PutOptions { attrs, ..PutOptions::default() };
+        writer.put_state_dict(&channel(&device), &table, &put).unwrap();
         let caller = Caller::new(ordinal);
         let error = receive(&mut receiver, &caller, 1, SOON).unwrap_err();
         assert!(error.to_string().contains("that another process lends"), "{error}");
         assert!(!error.is_target_modified(), "{error}");
-        let model = Model::new(&caller);
-        thread::scope(|scope| {
-            scope.spawn(|| receive(&mut receiver, &Caller::new(ordinal), 2, SOON).unwrap());
-            model.put(&writer, 2, &options(Residency::Lent(ring(1)))).unwrap();
-        });
+        goes_on(&mut receiver, &writer, ordinal);
     }
 }

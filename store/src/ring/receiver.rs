@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Region};
 
 use super::bucket::leaves_of;
-use super::{MARK, Mark, channel};
+use super::{MARK, Mark, channel, lender};
 #[cfg(target_os = "linux")]
 use crate::cuda::DeviceSegment;
 use crate::error::{Error, ErrorKind, Result};
@@ -107,7 +107,14 @@ impl Receiver {
                 coming = None;
                 continue;
             };
-            let lent = if mark.is_lent { Some(self.borrow(&bucket, options)?) } else { None };
+            let lent = match mark.is_lent.then(|| self.borrow(&bucket, options)) {
+                // What it has lent goes with its writer, before anybody has opened it too.
+                Some(Err(_)) if !self.is_lent(&bucket, &mark).await? => {
+                    coming = None;
+                    continue;
+                }
+                lent => lent.transpose()?,
+            };
             let source = lent.as_ref().unwrap_or(&bucket);
             let leaves = leaves_of(source)?;
             if version.route.is_none() || !leaves.is_empty() {
@@ -121,7 +128,7 @@ impl Receiver {
                 Err(error) => error.is_target_modified(),
             };
             let filled = filled?;
-            if mark.is_lent && !self.is_newest(&bucket).await? {
+            if mark.is_lent && !self.is_lent(&bucket, &mark).await? {
                 // Whoever has lent it may have written there meanwhile: it is as if it had not come.
                 coming = None;
                 continue;
@@ -146,10 +153,14 @@ impl Receiver {
         }
     }
 
-    /// Whether nothing has come after a bucket: what is lent is taken back by that.
-    async fn is_newest(&self, bucket: &OpenVersion) -> Result<bool> {
-        let newest = self.store.head(self.follower.key()).await?;
-        Ok(newest.is_some_and(|newest| newest.id == bucket.id))
+    /// Whether what a bucket lends is still lent: its writer is there, and has put nothing after it.
+    async fn is_lent(&self, bucket: &OpenVersion, mark: &Mark) -> Result<bool> {
+        let channel = self.follower.key();
+        let lender = lender(channel, mark.put)?;
+        let (lenders, _) =
+            self.store.controller().unread(&lender, u64::MAX, Duration::ZERO).await?;
+        let newest = self.store.head(channel).await?;
+        Ok(lenders > 0 && newest.is_some_and(|newest| newest.id == bucket.id))
     }
 
     #[cfg(not(target_os = "linux"))]

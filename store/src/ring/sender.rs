@@ -1,10 +1,16 @@
 //! The writer's side of a ring.
 
+#[cfg(target_os = "linux")]
+use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
+#[cfg(target_os = "linux")]
+use tokio::sync::oneshot;
 use tssd_format::{StateDict, Value};
 
 use super::bucket::Filling;
+#[cfg(target_os = "linux")]
+use super::lender;
 use super::{MARK, Mark, Ring, channel};
 use crate::controller::digest;
 use crate::environment::{Environment, SystemEnvironment};
@@ -289,14 +295,20 @@ impl Sender {
             PutOptions { residency: Residency::Host, require: None, ..self.bucket_options(mark) };
         let (store, channel, left) =
             (self.store.clone(), begun.channel.clone(), self.options.timeout);
-        // It goes on if nobody waits for it any more: until then the tensors are held here, and not changed.
+        // Until this call ends, in whatever way, and the connection is there.
+        let _lender = store.follow(&lender(&channel, begun.put)?).await?;
+        let (waiting, is_left) = oneshot::channel::<Infallible>();
+        // It goes on if nobody waits for it any more: until it is taken back the tensors are held here.
         let lending = tokio::spawn(async move {
             let put = store.put_here(&channel, &loan.table, &options).await;
             let taken = match &put {
-                Ok(_) => taken(&store, &channel, 0, left).await,
-                Err(_) => Ok(()),
+                Ok(_) => tokio::select! {
+                    taken = taken(&store, &channel, 0, left) => Some(taken),
+                    _ = is_left => None,
+                },
+                Err(_) => None,
             };
-            if put.is_err() || taken.is_err() {
+            if !matches!(taken, Some(Ok(()))) {
                 // Whoever is reading now finds another version when it has read, and takes it for nothing.
                 let mark = Mark { part: u64::MAX, is_last: false, is_lent: false, ..mark };
                 let mut attrs = options.attrs.clone();
@@ -305,13 +317,14 @@ impl Sender {
                 let options = PutOptions { attrs, timeout, ..options };
                 store.put_here(&channel, &StateDict::new(), &options).await?;
             }
-            taken?;
+            taken.transpose()?;
             drop(bucket);
             put.map(|report| loan.report(report))
         });
         let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
-        let report = lending.await.map_err(ended)??;
-        self.count(report);
+        let lent = lending.await;
+        drop(waiting);
+        self.count(lent.map_err(ended)??);
         Ok(Lent::Taken)
     }
 }

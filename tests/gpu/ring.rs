@@ -332,14 +332,7 @@ fn what_was_taken_back_is_not_taken_for_a_version() {
         let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         assert!(error.is_target_modified(), "{error}");
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let caller = Caller::new(ordinal);
-                receive(&mut receiver, &caller, 2, SOON).unwrap();
-            });
-            let second = PutOptions { version: Some(2), ..options(Residency::Lent(ring(1))) };
-            model.put(&writer, 2, &second).unwrap();
-        });
+        goes_on(&mut receiver, &writer, ordinal);
     }
 }
 

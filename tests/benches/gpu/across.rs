@@ -17,17 +17,17 @@ const PACKED: &str = "packed, one dtype";
 
 /// Of a model.
 pub(crate) fn few(bench: &mut Bench) {
-    let shapes = shapes_of(&bench.options);
-    let name = bench.options.model.trim_start_matches("shape:").to_owned();
+    let (name, shapes) = shapes_of(&bench.options);
     race(bench, &name, &shapes, 5.0);
 }
 
 /// The same bytes in 20,000 tensors.
 pub(crate) fn many(bench: &mut Bench) {
-    const TENSORS: u64 = 20_000;
-    let bytes: u64 = shapes_of(&bench.options).iter().map(|(_, meta)| meta.nbytes()).sum();
-    let meta = TensorMeta::new(Dtype::Bfloat16, &[(bytes / 2 / TENSORS).max(1)]).unwrap();
-    let shapes = (0..20_000).map(|number| (name_of_expert(number), meta.clone()));
+    const TENSORS: usize = 20_000;
+    let (_, shapes) = shapes_of(&bench.options);
+    let bytes: u64 = shapes.iter().map(|(_, meta)| meta.nbytes()).sum();
+    let meta = TensorMeta::new(Dtype::Bfloat16, &[(bytes / 2 / TENSORS as u64).max(1)]).unwrap();
+    let shapes = (0..TENSORS).map(|number| (name_of_expert(number), meta.clone()));
     race(bench, "experts", &shapes.collect::<Vec<_>>(), 50.0);
 }
 

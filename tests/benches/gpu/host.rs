@@ -11,7 +11,7 @@ use crate::{ORDINAL, key};
 const COPY: &str = "a plain copy, pinned";
 
 pub(crate) fn there_and_back(bench: &mut Bench) {
-    let shapes = shapes_of(&bench.options);
+    let (name, shapes) = shapes_of(&bench.options);
     let caller = Caller::new(ORDINAL);
     let weights = Weights::new(&caller, &shapes);
     weights.write(&caller);
@@ -28,7 +28,6 @@ pub(crate) fn there_and_back(bench: &mut Bench) {
         store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
     };
     let (whole, mut pinned) = (caller.allocate(len), caller.pinned(len));
-    let name = bench.options.model.trim_start_matches("shape:").to_owned();
     let race = |case, what| {
         Race::new(case, what, 9).of_tensors(&name, shapes.len()).bytes(weights.bytes())
     };

@@ -12,7 +12,7 @@ use crate::{ORDINAL, SOON, key};
 const VERSIONS: usize = 50;
 
 pub(crate) fn of_a_ring(bench: &mut Bench) {
-    let shapes = shapes_of(&bench.options);
+    let (_, shapes) = shapes_of(&bench.options);
     let caller = Caller::new(ORDINAL);
     let weights = Weights::new(&caller, &shapes);
     let served = Served::new(64 << 20);

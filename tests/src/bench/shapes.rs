@@ -64,13 +64,13 @@ pub(crate) fn shapes(name: &str) -> Result<Vec<(String, TensorMeta)>, String> {
     Ok(table.metas(table.rows().into_iter().flat_map(experts)))
 }
 
-/// Names and shapes of what the command line says, without elements.
-pub fn shapes_of(options: &Options) -> Vec<(String, TensorMeta)> {
-    let shapes = match options.model.strip_prefix("shape:") {
-        Some(name) => shapes(name).and_then(|shapes| cut(shapes, options.size, |meta| meta)),
-        None => Err("this suite takes shapes: --model shape:NAME".to_owned()),
+/// What the command line says: the name of the model, and names and shapes of its tensors, without elements.
+pub fn shapes_of(options: &Options) -> (String, Vec<(String, TensorMeta)>) {
+    let Some(name) = options.model.strip_prefix("shape:") else {
+        refuse("this suite takes shapes: --model shape:NAME")
     };
-    shapes.unwrap_or_else(|error| refuse(&error))
+    let shapes = shapes(name).and_then(|shapes| cut(shapes, options.size, |meta| meta));
+    (name.to_owned(), shapes.unwrap_or_else(|error| refuse(&error)))
 }
 
 /// The same with all experts of a layer as one tensor, as who trains them has them.

@@ -1,37 +1,75 @@
 //! The kernel: copies bytes and checksums them in one pass over memory.
 //!
-//! A block is checksummed, which brings it into the cache as fast as memory gives it, and then stored
-//! past the cache, so that the target is not read first and does not push the source out. The stores go
-//! to four quarters of the block in turn, which keeps four pages open at once. Where it helps, the core is told
-//! to fetch the next block on the way.
+//! Long copies go past the cache, where the processor can, so that the target is not read first and does not
+//! push the source out.
+
+#[cfg(target_arch = "x86_64")]
+mod fold;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 
 use std::ops::Range;
 
-use crc32fast::Hasher;
-
+use crate::checksum::checksum_after;
 use crate::runs::Runs;
 
-/// What is checksummed and then copied while it is in the cache. Its quarters do not begin at the same
-/// place of a page: loads that lie where a store of another page has just gone would wait for it.
-const BLOCK: usize = 4 * 525 * 64;
-
-/// The same where the core is told what to fetch: no more than comes while the block before is copied, which an L1 of
-/// 48 KiB mostly keeps. Quarters of whole pages were as fast as others on a Xeon.
 #[cfg(target_arch = "x86_64")]
-const TOLD_BLOCK: usize = 4 * 128 * 64;
+use self::stream::Stream;
 
 /// Shorter copies stay in the cache: their reader is likely to be near.
-#[cfg(target_arch = "x86_64")]
 const STREAM_MIN: usize = 32 << 10;
 
-/// Copies bytes to memory of the same length, and feeds them to a checksum on the way: one pass over
-/// memory for both. Long copies go past the cache.
+/// Shorter runs are not worth it to go past the cache: their first and last lines do not.
+const STREAM_RUN_MIN: u64 = 1 << 10;
+
+/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
+const STREAM_ALL_MIN: u64 = 1 << 20;
+
+/// What is checksummed and then copied while it is in an L1.
+const BLOCK: usize = 32 << 10;
+
+/// Copies bytes to memory of the same length, and returns the CRC-32 of what `crc` is of, followed by them: one
+/// pass over memory for both. Nothing has the CRC-32 0. Long copies go past the cache.
 ///
 /// # Panics
 ///
 /// If the lengths differ.
-pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
-    copy_and_see(source, target, |block| crc.update(block));
+///
+/// # Examples
+///
+/// ```
+/// let mut target = [0; 9];
+/// let crc = tssd_format::copy_and_checksum(b"1234", &mut target[..4], 0);
+/// let crc = tssd_format::copy_and_checksum(b"56789", &mut target[4..], crc);
+/// assert_eq!((&target, crc), (b"123456789", tssd_format::checksum(b"123456789")));
+/// ```
+pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: u32) -> u32 {
+    assert_same_len(source, target);
+    Kernel::for_len(source.len()).copy_and_checksum(source, target, crc)
+}
+
+/// Copies chunks of `size` bytes, of which the last can have fewer, to memory of the same length: one pass over memory
+/// for that and the checksums. `see` is called with each chunk and its CRC-32 when it is copied. Long copies go
+/// past the cache, of however small chunks.
+///
+/// # Panics
+///
+/// If the lengths differ, or `size` is 0.
+///
+/// # Examples
+///
+/// ```
+/// let (mut target, mut crcs) = ([0; 9], Vec::new());
+/// tssd_format::copy_chunks(b"123456789", &mut target, 4, |_, crc| crcs.push(crc));
+/// assert_eq!(&target, b"123456789");
+/// assert_eq!(crcs, [&b"1234"[..], b"5678", b"9"].map(tssd_format::checksum));
+/// ```
+pub fn copy_chunks(source: &[u8], target: &mut [u8], size: usize, mut see: impl FnMut(&[u8], u32)) {
+    assert_same_len(source, target);
+    let kernel = Kernel::for_len(source.len());
+    for (source, target) in source.chunks(size).zip(target.chunks_mut(size)) {
+        see(source, kernel.copy_and_checksum(source, target, 0));
+    }
 }
 
 /// Copies bytes to memory of the same length; long copies go past the cache.
@@ -40,16 +78,9 @@ pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: &mut Hasher) {
 ///
 /// If the lengths differ.
 pub fn copy(source: &[u8], target: &mut [u8]) {
-    copy_and_see(source, target, |_| {});
+    assert_same_len(source, target);
+    Kernel::for_len(source.len()).copy(source, target);
 }
-
-/// Shorter runs are not worth it to go past the cache: their first and last lines do not.
-#[cfg(target_arch = "x86_64")]
-const STREAM_RUN_MIN: u64 = 1 << 10;
-
-/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
-#[cfg(target_arch = "x86_64")]
-const STREAM_ALL_MIN: u64 = 1 << 20;
 
 /// Copies the runs of a box, past the cache if they are many bytes. `prove` is called with the place of each run
 /// in `source`, in bytes, before it is copied.
@@ -79,11 +110,8 @@ pub fn copy_runs<E>(
     target: &mut [u8],
     mut prove: impl FnMut(Range<u64>) -> Result<(), E>,
 ) -> Result<(), E> {
-    // Nobody else sees the target before this returns, so one fence at the end is enough.
-    #[cfg(target_arch = "x86_64")]
-    let _fence = stream::Fence;
-    #[cfg(target_arch = "x86_64")]
-    let streams = runs.run_bytes() >= STREAM_RUN_MIN && runs.total_bytes() >= STREAM_ALL_MIN;
+    let is_long = runs.run_bytes() >= STREAM_RUN_MIN && runs.total_bytes() >= STREAM_ALL_MIN;
+    let kernel = Kernel::past_cache(is_long);
     let mut outcome = Ok(());
     runs.for_each(|from, to, bytes| {
         if outcome.is_err() {
@@ -92,11 +120,7 @@ pub fn copy_runs<E>(
         outcome = prove(from..from + bytes);
         if outcome.is_ok() {
             let (source, target) = (&source[part(from, bytes)], &mut target[part(to, bytes)]);
-            #[cfg(target_arch = "x86_64")]
-            if streams {
-                return stream::copy_unfenced(source, target, |_| {});
-            }
-            target.copy_from_slice(source);
+            kernel.copy(source, target);
         }
     });
     outcome
@@ -107,105 +131,52 @@ fn part(start: u64, bytes: u64) -> Range<usize> {
     place(start)..place(start + bytes)
 }
 
-/// Copies bytes to memory of the same length, in blocks, each of which is shown to `see` before it is copied, when it
-/// is about to be in the cache. Long copies go past the cache.
-///
-/// # Panics
-///
-/// If the lengths differ.
-pub fn copy_and_see(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
+fn assert_same_len(source: &[u8], target: &[u8]) {
     assert_eq!(source.len(), target.len(), "a copy is as long as its source");
-    #[cfg(target_arch = "x86_64")]
-    if source.len() >= STREAM_MIN {
-        return stream::copy_seen(source, target, see);
-    }
-    for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-        see(source);
-        target.copy_from_slice(source);
-    }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[expect(unsafe_code, reason = "stores that bypass the cache exist only as intrinsics")]
-mod stream {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+/// How bytes are copied.
+enum Kernel {
+    /// The target stays in the cache.
+    Near,
+    #[cfg(target_arch = "x86_64")]
+    Past(Stream),
+}
 
-    use super::{BLOCK, TOLD_BLOCK};
-    use crate::fetch::{Line, fetch, helps};
+impl Kernel {
+    fn past_cache(is_worth_it: bool) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_worth_it {
+            return Self::Past(Stream::begin());
+        }
+        let _ = is_worth_it;
+        Self::Near
+    }
 
-    /// Lets whoever sees what is published after it see the streaming stores before it.
-    pub(super) struct Fence;
+    fn for_len(len: usize) -> Self {
+        Self::past_cache(len >= STREAM_MIN)
+    }
 
-    impl Drop for Fence {
-        fn drop(&mut self) {
-            // SAFETY: the instruction needs SSE, which every x86_64 processor has. It orders the
-            // streaming stores before all later stores.
-            unsafe { _mm_sfence() }
+    fn copy(&self, source: &[u8], target: &mut [u8]) {
+        match self {
+            Self::Near => target.copy_from_slice(source),
+            #[cfg(target_arch = "x86_64")]
+            Self::Past(stream) => stream.copy(source, target),
         }
     }
 
-    pub(super) fn copy_seen(source: &[u8], target: &mut [u8], see: impl FnMut(&[u8])) {
-        let _fence = Fence;
-        copy_unfenced(source, target, see);
-    }
-
-    /// Who calls this drops a [`Fence`] before the target is anybody else's.
-    pub(super) fn copy_unfenced(source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
-        // A line that is stored in two halves costs twice: the target is cut at lines.
-        let lead = target.as_ptr().align_offset(size_of::<Line>()).min(source.len());
-        let (source_lead, source) = source.split_at(lead);
-        let (target_lead, target) = target.split_at_mut(lead);
-        see(source_lead);
-        target_lead.copy_from_slice(source_lead);
-
-        let is_told = helps();
-        let mut rest = source;
-        for target in target.chunks_mut(if is_told { TOLD_BLOCK } else { BLOCK }) {
-            let (source, next) = rest.split_at(target.len());
-            rest = next;
-            see(source);
-            let ((lines, source_tail), (targets, target_tail)) =
-                (source.as_chunks(), target.as_chunks_mut());
-            let next: &[Line] = if is_told { next.as_chunks().0 } else { &[] };
-            copy_lines(lines, targets, next);
-            target_tail.copy_from_slice(source_tail);
-        }
-    }
-
-    /// Copies lines to a target that is aligned to lines, and fetches as many of the next ones.
-    fn copy_lines(source: &[Line], target: &mut [Line], next: &[Line]) {
-        let quarter = source.len() / 4;
-        for line in 0..quarter {
-            for at in [line, line + quarter, line + 2 * quarter, line + 3 * quarter] {
-                next.get(at).into_iter().for_each(fetch);
-                copy_line(&source[at], &mut target[at]);
+    fn copy_and_checksum(&self, source: &[u8], target: &mut [u8], mut crc: u32) -> u32 {
+        match self {
+            Self::Near => {
+                for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
+                    crc = checksum_after(crc, source);
+                    target.copy_from_slice(source);
+                }
+                crc
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Past(stream) => stream.copy_and_checksum(source, target, crc),
         }
-        for at in 4 * quarter..source.len() {
-            copy_line(&source[at], &mut target[at]);
-        }
-    }
-
-    fn copy_line(source: &Line, target: &mut Line) {
-        let (source, _) = source.as_chunks::<16>();
-        let (target, _) = target.as_chunks_mut::<16>();
-        for (source, target) in source.iter().zip(target) {
-            store(target, load(source));
-        }
-    }
-
-    fn load(source: &[u8; 16]) -> __m128i {
-        // SAFETY: `_mm_loadu_si128` reads 16 bytes at any alignment, and `source` is 16 bytes. It
-        // needs SSE2, which every x86_64 processor has.
-        unsafe { _mm_loadu_si128(source.as_ptr().cast()) }
-    }
-
-    fn store(target: &mut [u8; 16], value: __m128i) {
-        debug_assert!(target.as_ptr().addr().is_multiple_of(16));
-        // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-        // we borrow mutably. `copy_unfenced` has cut the target at a multiple of 64, and blocks (whole
-        // lines), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
-        unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
     }
 }
 
@@ -258,13 +229,40 @@ mod tests {
         for (skip, len) in [(0, 700_001), (1, 700_000), (3, 262_144), (7, 262_143), (15, 0), (2, 5)]
         {
             let part = &source[skip..skip + len];
-            for shift in [0, 1, 9, 16] {
+            for (shift, crc) in [(0, 0), (1, 1), (9, 0xCBF4_3926), (16, !0)] {
                 let mut target = vec![0xAA; len + shift + 1];
-                let mut crc = Hasher::new();
-                copy_and_checksum(part, &mut target[shift..shift + len], &mut crc);
+                let copied = copy_and_checksum(part, &mut target[shift..shift + len], crc);
+                assert_eq!(copied, checksum_after(crc, part));
                 assert_eq!(&target[shift..shift + len], part);
                 assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
-                assert_eq!(crc.finalize(), crc32fast::hash(part));
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_of_any_size_are_copied_and_checksummed() {
+        let source: Vec<u8> =
+            (0..300_001_u32).map(|i| i.wrapping_mul(31).to_le_bytes()[1]).collect();
+        for (len, size) in [
+            (300_001, 4096),
+            (300_001, 1 << 16),
+            (300_000, 300_000),
+            (20_000, 4096),
+            (7, 9),
+            (0, 1),
+        ] {
+            let source = &source[..len];
+            for shift in [0, 3] {
+                let mut target = vec![0xAA; len + shift + 1];
+                let mut seen = Vec::new();
+                copy_chunks(source, &mut target[shift..shift + len], size, |chunk, crc| {
+                    seen.push((chunk.to_vec(), crc));
+                });
+                let wanted: Vec<_> =
+                    source.chunks(size).map(|it| (it.to_vec(), crc32fast::hash(it))).collect();
+                assert!(seen == wanted, "{len} bytes in chunks of {size}");
+                assert_eq!(&target[shift..shift + len], source);
+                assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
             }
         }
     }

@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use crc32fast::Hasher;
 
 use crate::blob::Blob;
+use crate::checksum::checksum_after;
 use crate::chunk::ChunkSize;
 use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
@@ -199,7 +199,7 @@ pub(crate) struct Sum {
 /// Sums in the making.
 #[derive(Default)]
 struct Summing {
-    crc: Hasher,
+    crc: u32,
     digest: Option<Box<ChunkHasher>>,
     /// Whether some of the bytes were not seen: then nothing is known.
     is_unknown: bool,
@@ -208,16 +208,17 @@ struct Summing {
 impl Summing {
     fn copy(&mut self, bytes: &[u8], target: &mut [u8]) {
         let Some(digest) = &mut self.digest else {
-            return copy_and_checksum(bytes, target, &mut self.crc);
+            self.crc = copy_and_checksum(bytes, target, self.crc);
+            return;
         };
         for (bytes, target) in bytes.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
             digest.update(bytes);
-            copy_and_checksum(bytes, target, &mut self.crc);
+            self.crc = copy_and_checksum(bytes, target, self.crc);
         }
     }
 
     fn update(&mut self, bytes: &[u8]) {
-        self.crc.update(bytes);
+        self.crc = checksum_after(self.crc, bytes);
         if let Some(digest) = &mut self.digest {
             digest.update(bytes);
         }
@@ -225,7 +226,7 @@ impl Summing {
 
     fn finish(self) -> Sum {
         let digest = self.digest.map(|digest| digest.finish().into());
-        Sum { crc: if self.is_unknown { 0 } else { self.crc.finalize() }, digest }
+        Sum { crc: if self.is_unknown { 0 } else { self.crc }, digest }
     }
 }
 

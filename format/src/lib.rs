@@ -95,7 +95,7 @@ pub use archive::Archive;
 pub use blob::Blob;
 pub use checksum::checksum;
 pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
-pub use copy::{copy, copy_and_checksum, copy_and_see, copy_runs};
+pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};

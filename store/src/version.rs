@@ -10,9 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use tssd_format::{
-    Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, copy_and_see, zeroed,
-};
+use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, zeroed};
 
 use crate::controller::Located;
 use crate::error::{Error, ErrorKind, Result};
@@ -316,7 +314,7 @@ impl OpenVersion {
                 continue;
             }
             let mut proving = Proving::new(reference, start);
-            copy_and_see(source, target, |block| proving.add(block));
+            proving.copy(source, target);
             self.count(Tally { verified: end - start, received: 0 });
             proving.finish().map_err(|chunk| self.corrupt(storage, chunk))?;
             verified[native(first)..native(next)]

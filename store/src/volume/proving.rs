@@ -1,7 +1,7 @@
 //! Chunks whose bytes come one after the other are proven as they come.
 
 use crc32fast::Hasher;
-use tssd_format::StorageReference;
+use tssd_format::{StorageReference, copy_chunks};
 
 /// Proves each chunk of a raw storage, from one on.
 pub(crate) struct Proving<'a> {
@@ -30,14 +30,34 @@ impl<'a> Proving<'a> {
             let (chunk, rest) = bytes
                 .split_at(usize::try_from(left).map_or(bytes.len(), |left| left.min(bytes.len())));
             self.crc.update(chunk);
-            self.at += u64::try_from(chunk.len()).expect("usize is at most 64 bits");
+            self.go(chunk.len());
             bytes = rest;
             if self.at == self.storage.chunk(number).end {
                 let crc = std::mem::take(&mut self.crc).finalize();
-                if self.storage.prove_chunk(number, crc).is_err() {
-                    self.wrong.get_or_insert(number);
-                }
+                self.prove(number, crc);
             }
+        }
+    }
+
+    /// Copies the next chunks, which are whole, to memory of the same length, and adds them: one pass over memory.
+    pub(crate) fn copy(&mut self, source: &[u8], target: &mut [u8]) {
+        let size = usize::try_from(self.storage.chunk_size.bytes()).unwrap_or(usize::MAX);
+        copy_chunks(source, target, size, |chunk, crc| {
+            let number = self.at >> self.storage.chunk_size.log2();
+            self.go(chunk.len());
+            if self.at == self.storage.chunk(number).end {
+                self.prove(number, crc);
+            }
+        });
+    }
+
+    fn go(&mut self, len: usize) {
+        self.at += u64::try_from(len).expect("usize is at most 64 bits");
+    }
+
+    fn prove(&mut self, number: u64, crc: u32) {
+        if self.storage.prove_chunk(number, crc).is_err() {
+            self.wrong.get_or_insert(number);
         }
     }
 
@@ -77,10 +97,22 @@ mod tests {
                 proving.add(b"beyond its end");
                 proving.finish()
             };
+            let copied = |storage: &StorageReference| {
+                let source = &bytes[usize::try_from(first << 12).unwrap()..];
+                let mut target = vec![0; source.len()];
+                let mut proving = Proving::new(storage, first << 12);
+                proving.copy(source, &mut target);
+                assert_eq!(target, source);
+                proving.finish()
+            };
             assert_eq!(proven(&whole), Ok(()), "{first} {block}");
+            assert_eq!(copied(&whole), Ok(()), "{first}");
             let mut cut = Proving::new(&whole, first << 12);
             cut.add(&bytes[usize::try_from(first << 12).unwrap()..bytes.len() - 1]);
             assert_eq!(cut.finish(), Err(5));
+            let mut cut = Proving::new(&whole, 0);
+            cut.copy(&bytes[..5000], &mut [0; 5000]);
+            assert_eq!(cut.finish(), Err(1));
             for wrong in 0..6_u64 {
                 let mut storage = whole.clone();
                 storage.crcs[usize::try_from(wrong).unwrap()] ^= 1;
@@ -88,6 +120,7 @@ mod tests {
                 storage.crcs[5] ^= 1 << 7;
                 let expected = if wrong >= first { wrong } else { 5 };
                 assert_eq!(proven(&storage), Err(expected), "{first} {block} {wrong}");
+                assert_eq!(copied(&storage), Err(expected), "{first} {wrong}");
             }
         }
     }

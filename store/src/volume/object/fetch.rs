@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use tssd_format::{Loop, Runs, checksum, copy_and_see, copy_runs};
+use tssd_format::{Loop, Runs, checksum, copy_runs};
 
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
@@ -132,7 +132,7 @@ impl Fetcher {
                 Proof::Whole(storage) => {
                     let mut proving = Proving::new(storage, source.start - storage.offset);
                     let bytes = within(source);
-                    copy_and_see(bytes, &mut target[..bytes.len()], |block| proving.add(block));
+                    proving.copy(bytes, &mut target[..bytes.len()]);
                     proving
                         .finish()
                         .map_err(|chunk| self.corrupt(&want.blob, &storage.stored_chunk(chunk)))?;

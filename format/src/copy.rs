@@ -49,8 +49,8 @@ pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: u32) -> u32 {
 }
 
 /// Copies chunks of `size` bytes, of which the last can have fewer, to memory of the same length: one pass over memory
-/// for that and the checksums. `see` is called with each chunk and its CRC-32 when it is copied. Long copies go
-/// past the cache, of however small chunks.
+/// for that and the checksums. `see` is called with each chunk and its CRC-32. Long copies go past the cache, of
+/// however small chunks. Others see the copies when this has returned.
 ///
 /// # Panics
 ///

@@ -17,8 +17,11 @@ use crc32fast::Hasher;
 
 use crate::fetch::Line;
 
-/// So many lines are folded side by side: each fold waits for the one before it.
-const STRIPE: u32 = 4;
+/// Lines that are folded side by side: each fold waits for the one before it.
+type Stripe = [Line; 4];
+
+/// The length of a stripe.
+const STRIPE_BITS: u32 = 4 * 512;
 
 /// The polynomial of the CRC-32. Its coefficients, and those of all others, stand with the highest power first, at
 /// the lowest bit.
@@ -45,27 +48,21 @@ impl Folding {
 
 #[target_feature(enable = "avx512f,vpclmulqdq")]
 fn copy_and_fold(source: &[u8], target: &mut [u8], crc: u32) -> u32 {
-    let (lines, source_tail) = source.as_chunks::<{ size_of::<Line>() }>();
-    let (target_lines, target_tail) = target.as_chunks_mut();
-    let (stripes, lines) = lines.as_chunks::<{ STRIPE as usize }>();
-    let (target_stripes, target_lines) = target_lines.as_chunks_mut();
+    let (lines, _) = source.as_chunks();
+    let (stripes, _) = lines.as_chunks();
+    let (source, rest) = source.split_at(size_of_val(stripes));
+    let (target, target_rest) = target.split_at_mut(source.len());
+    let (target_lines, _) = target.as_chunks_mut();
+    let (target_stripes, _) = target_lines.as_chunks_mut();
     let mut all = fold(stripes, target_stripes, crc);
-    for (source, target) in lines.iter().zip(target_lines) {
-        all.update(source);
-        store(target, load(source));
-    }
-    all.update(source_tail);
-    target_tail.copy_from_slice(source_tail);
+    all.update(rest);
+    target_rest.copy_from_slice(rest);
     all.finalize()
 }
 
-/// Copies stripes, and returns a hasher that has seen what has their CRC.
+/// Copies stripes, and returns a hasher that has seen what has the same CRC.
 #[target_feature(enable = "avx512f,vpclmulqdq")]
-fn fold(
-    source: &[[Line; STRIPE as usize]],
-    target: &mut [[Line; STRIPE as usize]],
-    crc: u32,
-) -> Hasher {
+fn fold(source: &[Stripe], target: &mut [Stripe], crc: u32) -> Hasher {
     let mut stripes = source.iter().zip(target);
     let Some((first, target)) = stripes.next() else { return Hasher::new_with_initial(crc) };
     let mut sums = first.each_ref().map(|line| load(line));
@@ -83,13 +80,11 @@ fn fold(
             store(target, line);
         }
     }
-    // From the state 0: that before is in them.
+    let mut last: Stripe = [[0; size_of::<Line>()]; 4];
+    last.iter_mut().zip(sums).for_each(|(last, sum)| keep(last, sum));
+    // From the state 0: the one before is in them.
     let mut all = Hasher::new_with_initial(!0);
-    for sum in sums {
-        let mut line = [0; size_of::<Line>()];
-        keep(&mut line, sum);
-        all.update(&line);
-    }
+    all.update(last.as_flattened());
     all
 }
 
@@ -100,8 +95,8 @@ fn fold(
 /// lies 64 bits before the late one.
 #[target_feature(enable = "avx512f")]
 fn factors() -> __m512i {
-    const EARLY: i64 = power(STRIPE * 512 + 64 - 32);
-    const LATE: i64 = power(STRIPE * 512 - 32);
+    const EARLY: i64 = power(STRIPE_BITS + 64 - 32);
+    const LATE: i64 = power(STRIPE_BITS - 32);
     _mm512_broadcast_i32x4(_mm_set_epi64x(LATE, EARLY))
 }
 

@@ -9,14 +9,16 @@ use super::fold::Folding;
 use crate::checksum::checksum_after;
 use crate::fetch::{self, Line, fetch};
 
-/// Copies past the cache, in the way that was fastest on a processor of the kind (docs/performance.md). All threads that
-/// see what is written after it is dropped see the copies.
+/// Copies past the cache. All threads that see what is written after it is dropped see the copies.
+///
+/// Each way was the fastest of those that were tried on some processor (docs/performance.md): the first on an AMD of
+/// family 26, the last on an Intel Xeon.
 pub(super) enum Stream {
     /// Each line is stored while it is checksummed.
     Folding(Folding),
-    /// Blocks are checksummed, which brings them into the cache, and then stored.
+    /// Blocks are checksummed, which brings them into the cache, and then stored. For those that cannot fold.
     Blocks,
-    /// The same, and the core is told to fetch the next block while it stores one.
+    /// The same, and the core is told to fetch the next block while it stores one. For Intel's.
     Told,
 }
 
@@ -38,25 +40,19 @@ impl Stream {
 
     /// Copies bytes to memory of the same length.
     pub(super) fn copy(&self, source: &[u8], target: &mut [u8]) {
-        let lead = lead(target);
-        let (target_lead, target) = target.split_at_mut(lead);
-        let (source_lead, source) = source.split_at(lead);
-        target_lead.copy_from_slice(source_lead);
+        let (_, source, target) = copy_lead(source, target);
         self.copy_blocks(source, target, |_| {});
     }
 
     /// The same, and returns the CRC-32 of what `crc` is of, followed by the bytes.
     pub(super) fn copy_and_checksum(&self, source: &[u8], target: &mut [u8], crc: u32) -> u32 {
-        let lead = lead(target);
-        let (target_lead, target) = target.split_at_mut(lead);
-        let (source_lead, source) = source.split_at(lead);
-        target_lead.copy_from_slice(source_lead);
-        let mut crc = checksum_after(crc, source_lead);
-        let Self::Folding(folding) = self else {
-            self.copy_blocks(source, target, |block| crc = checksum_after(crc, block));
-            return crc;
-        };
-        folding.copy_and_checksum(source, target, crc)
+        let (lead, source, target) = copy_lead(source, target);
+        let mut crc = checksum_after(crc, lead);
+        if let Self::Folding(folding) = self {
+            return folding.copy_and_checksum(source, target, crc);
+        }
+        self.copy_blocks(source, target, |block| crc = checksum_after(crc, block));
+        crc
     }
 
     /// Copies bytes to a target that is aligned to lines. Each block is shown to `see` before it is copied, when it
@@ -64,28 +60,40 @@ impl Stream {
     fn copy_blocks(&self, source: &[u8], target: &mut [u8], mut see: impl FnMut(&[u8])) {
         let mut rest = source;
         for target in target.chunks_mut(BLOCK) {
+            assert!(
+                target.as_ptr().addr().is_multiple_of(size_of::<Line>()),
+                "a line begins there"
+            );
             let (source, next) = rest.split_at(target.len());
             rest = next;
             see(source);
             let (lines, source_tail) = source.as_chunks();
             let (targets, target_tail) = target.as_chunks_mut();
-            match self {
-                Self::Told => copy_and_fetch(lines, targets, next.as_chunks().0),
-                Self::Folding(_) | Self::Blocks => {
-                    targets
-                        .iter_mut()
-                        .zip(lines)
-                        .for_each(|(target, line)| copy_line(line, target));
-                }
+            if let Self::Told = self {
+                copy_and_fetch(lines, targets, next.as_chunks().0);
+            } else {
+                copy_lines(lines, targets);
             }
             target_tail.copy_from_slice(source_tail);
         }
     }
 }
 
-/// How many bytes of the target lie before its first line: a line that is stored in two halves costs twice.
-fn lead(target: &[u8]) -> usize {
-    target.as_ptr().align_offset(size_of::<Line>()).min(target.len())
+/// Copies what lies before the first line of the target, for a line that is stored in two halves costs twice; returns
+/// that, and what is left of both.
+fn copy_lead<'a>(source: &'a [u8], target: &'a mut [u8]) -> (&'a [u8], &'a [u8], &'a mut [u8]) {
+    let lead = target.as_ptr().align_offset(size_of::<Line>()).min(target.len());
+    let (lead, source) = source.split_at(lead);
+    let (target_lead, target) = target.split_at_mut(lead.len());
+    target_lead.copy_from_slice(lead);
+    (lead, source, target)
+}
+
+/// Copies lines to a target that is aligned to lines.
+fn copy_lines(source: &[Line], target: &mut [Line]) {
+    for (source, target) in source.iter().zip(target) {
+        copy_line(source, target);
+    }
 }
 
 /// Copies lines to a target that is aligned to lines, to its four quarters in turn, which keeps four pages open at
@@ -98,9 +106,7 @@ fn copy_and_fetch(source: &[Line], target: &mut [Line], next: &[Line]) {
             copy_line(&source[at], &mut target[at]);
         }
     }
-    for at in 4 * quarter..source.len() {
-        copy_line(&source[at], &mut target[at]);
-    }
+    copy_lines(&source[4 * quarter..], &mut target[4 * quarter..]);
 }
 
 fn copy_line(source: &Line, target: &mut Line) {
@@ -120,8 +126,7 @@ fn load(source: &[u8; 16]) -> __m128i {
 fn store(target: &mut [u8; 16], value: __m128i) {
     debug_assert!(target.as_ptr().addr().is_multiple_of(16));
     // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-    // we borrow mutably. `copy` and `copy_and_checksum` have cut the target at a multiple of 64, and blocks (whole
-    // lines), lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
+    // we borrow mutably. `copy_blocks` has seen that each block begins at a multiple of 64; lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
     unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
 }
 
@@ -133,22 +138,28 @@ mod tests {
     fn every_way_copies_and_checksums_the_same() {
         let source: Vec<u8> =
             (0..200_000_u32).map(|at| at.wrapping_mul(31).to_le_bytes()[1]).collect();
-        let ways = [Some(Stream::Blocks), Some(Stream::Told), Folding::find().map(Stream::Folding)];
-        for stream in ways.into_iter().flatten() {
-            {
-                for len in [0, 1, 63, 64, 100, 255, 256, 319, 320, 511, 512, 40_000, 200_000] {
-                    for (crc, shift) in [(0, 0), (7, 1), (!0, 64)] {
-                        let source = &source[..len];
-                        let mut target = vec![0xAA; shift + len + 1];
-                        stream.copy(source, &mut target[shift..shift + len]);
-                        assert!(target[shift..shift + len] == *source, "{len} bytes");
-                        let mut target = vec![0xAA; shift + len + 1];
-                        let sum =
-                            stream.copy_and_checksum(source, &mut target[shift..shift + len], crc);
-                        assert_eq!(sum, checksum_after(crc, source), "{len} bytes after {crc}");
-                        assert!(target[shift..shift + len] == *source, "{len} bytes");
-                        assert_eq!(target[shift + len], 0xAA, "nothing is written behind it");
-                    }
+        let ways: [fn() -> Option<Stream>; 3] = [
+            || Some(Stream::Blocks),
+            || Some(Stream::Told),
+            || Folding::find().map(Stream::Folding),
+        ];
+        for way in ways {
+            for len in [0, 1, 63, 64, 100, 255, 256, 319, 320, 511, 512, 40_000, 199_999] {
+                for (crc, from, to) in [(0, 0, 0), (7, 1, 1), (!0, 0, 64), (!0, 1, 16)] {
+                    let source = &source[from..from + len];
+                    let mut copied = vec![0xAA; to + len + 1];
+                    let Some(stream) = way() else { continue };
+                    stream.copy(source, &mut copied[to..to + len]);
+                    drop(stream);
+                    assert!(copied[to..to + len] == *source, "{len} bytes");
+                    assert_eq!(copied[to + len], 0xAA, "nothing is written behind it");
+                    let mut copied = vec![0xAA; to + len + 1];
+                    let Some(stream) = way() else { continue };
+                    let sum = stream.copy_and_checksum(source, &mut copied[to..to + len], crc);
+                    drop(stream);
+                    assert_eq!(sum, checksum_after(crc, source), "{len} bytes after {crc}");
+                    assert!(copied[to..to + len] == *source, "{len} bytes");
+                    assert_eq!(copied[to + len], 0xAA, "nothing is written behind it");
                 }
             }
         }

@@ -40,13 +40,17 @@ impl<'a> Proving<'a> {
     }
 
     /// Copies the next chunks, which are whole, to memory of the same length, and adds them: one pass over memory.
+    /// What is no chunk is wrong.
     pub(crate) fn copy(&mut self, source: &[u8], target: &mut [u8]) {
-        let size = usize::try_from(self.storage.chunk_size.bytes()).unwrap_or(usize::MAX);
+        let size = usize::try_from(self.storage.chunk_size.bytes()).expect("at most 1 MiB");
         copy_chunks(source, target, size, |chunk, crc| {
-            let number = self.at >> self.storage.chunk_size.log2();
+            let start = self.at;
+            let number = start >> self.storage.chunk_size.log2();
             self.go(chunk.len());
-            if self.at == self.storage.chunk(number).end {
+            if self.storage.chunk(number) == (start..self.at) {
                 self.prove(number, crc);
+            } else {
+                self.wrong.get_or_insert(number);
             }
         });
     }
@@ -113,6 +117,10 @@ mod tests {
             let mut cut = Proving::new(&whole, 0);
             cut.copy(&bytes[..5000], &mut [0; 5000]);
             assert_eq!(cut.finish(), Err(1));
+            let long = [&bytes[..], b"beyond its end"].concat();
+            let mut beyond = Proving::new(&whole, 0);
+            beyond.copy(&long, &mut vec![0; long.len()]);
+            assert_eq!(beyond.finish(), Err(5));
             for wrong in 0..6_u64 {
                 let mut storage = whole.clone();
                 storage.crcs[usize::try_from(wrong).unwrap()] ^= 1;

@@ -126,7 +126,8 @@ fn load(source: &[u8; 16]) -> __m128i {
 fn store(target: &mut [u8; 16], value: __m128i) {
     debug_assert!(target.as_ptr().addr().is_multiple_of(16));
     // SAFETY: `_mm_stream_si128` writes 16 bytes at a multiple of 16; `target` is 16 bytes that
-    // we borrow mutably. `copy_blocks` has seen that each block begins at a multiple of 64; lines (64 bytes) and their parts (16 bytes) keep to multiples of 16.
+    // we borrow mutably. `copy_blocks` has seen that each block begins at a multiple of 64; lines (64 bytes) and
+    // their parts (16 bytes) keep to multiples of 16.
     unsafe { _mm_stream_si128(target.as_mut_ptr().cast(), value) }
 }
 

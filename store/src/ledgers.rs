@@ -91,6 +91,7 @@ mod tests {
 
     use super::*;
     use crate::controller::{Catalog, LocalController};
+    use crate::disk::TEMPORARY;
     use crate::environment::SystemEnvironment;
     use crate::error::ErrorKind;
     use crate::meta::{MemoryMeta, MetaStore};
@@ -157,6 +158,19 @@ mod tests {
         assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(2));
         save(keeping(4)).await.unwrap();
         assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(4));
+    }
+
+    #[tokio::test]
+    async fn what_is_left_of_a_first_record_goes_with_the_next_one() {
+        let (meta, key) = (Arc::new(MemoryMeta::default()), Key::new("policy").unwrap());
+        let folder = format!("{}/.ledger", key.to_path());
+        meta.create(&format!("{folder}/{TEMPORARY}1"), b"cut off".to_vec()).await.unwrap();
+        let ledgers = OwnedLedgers::default().recover(meta.clone()).await.unwrap();
+        // Whoever has had a turn and saved nothing leaves all as it was.
+        drop(ledgers.turn(&key).await.unwrap());
+        let next = State::keeping(NonZeroU32::new(2).unwrap());
+        save(ledgers.turn(&key).await.unwrap(), next).await.unwrap();
+        assert_eq!(meta.list(&folder).await.unwrap(), [format!("{:020}.json", 1)]);
     }
 
     #[test]

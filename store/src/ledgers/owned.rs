@@ -236,6 +236,8 @@ impl Turn for OwnedTurn {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use super::*;
 
     #[tokio::test]
@@ -251,5 +253,19 @@ mod tests {
         let changed = ledgers.changed(&key, &seen, Duration::from_hours(1));
         tokio::time::timeout(soon, changed).await.unwrap_err();
         assert_eq!(ledgers.keys().await.unwrap(), []);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_hears_of_what_is_other_and_of_nothing_else() {
+        let (ledgers, key) = (OwnedLedgers::default(), Key::new("policy").unwrap());
+        let seen = ledgers.state(&key).await.unwrap();
+        let mut changed = std::pin::pin!(ledgers.changed(&key, &seen, Duration::from_hours(1)));
+        let soon = Duration::from_millis(10);
+        tokio::time::timeout(soon, &mut changed).await.unwrap_err();
+        let save = async |next| ledgers.turn(&key).await.unwrap().save(next).await.unwrap();
+        assert!(save(State::clone(&seen)).await);
+        tokio::time::timeout(soon, &mut changed).await.unwrap_err();
+        assert!(save(State::keeping(NonZeroU32::new(7).unwrap())).await);
+        tokio::time::timeout(soon, &mut changed).await.unwrap();
     }
 }

@@ -216,6 +216,11 @@ pub(crate) struct Begun {
 /// Room for an archive, until it is committed. Dropped before that, it is withdrawn.
 #[async_trait]
 pub(crate) trait Contribution: Send {
+    /// Whether what is written may wait for a disk or a device: it goes to memory otherwise.
+    fn waits(&self) -> bool {
+        true
+    }
+
     /// The parts of the archive, one for each of these lengths in bytes from its beginning on; each may
     /// be written on a thread of its own.
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;

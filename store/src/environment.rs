@@ -41,6 +41,10 @@ pub(crate) async fn wait<T: Send + 'static>(
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }
 
+/// Whoever asks for something that touches no more bytes than these, of memory alone, does it: to hand it to another
+/// thread, and to hear of it, takes longer.
+pub(crate) const BRIEF: u64 = 64 << 10;
+
 /// Waits before something is tried again: longer each time, and never as long as others do.
 #[cfg(any(feature = "etcd", feature = "object", target_os = "linux"))]
 pub(crate) async fn pause(tries: u32) {

@@ -23,7 +23,7 @@ pub(crate) use self::role::Role;
 use crate::controller::{
     Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
 };
-use crate::environment::wait;
+use crate::environment::{BRIEF, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
@@ -396,12 +396,13 @@ pub(crate) async fn write(
     layout: Layout,
     (is_stored, is_seen): (bool, bool),
 ) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
-    wait(move || {
+    let is_brief = !contribution.waits() && layout.file_len() <= BRIEF;
+    let write = move || {
         let written =
             if is_stored { sum(&layout, is_seen) } else { store(&mut *contribution, &layout) };
         Ok((contribution, written))
-    })
-    .await
+    };
+    if is_brief { write() } else { wait(write).await }
 }
 
 fn draft(dict: &StateDict, options: &PutOptions, is_far: bool) -> tssd_format::Result<Draft> {

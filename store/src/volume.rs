@@ -40,6 +40,11 @@ pub(crate) trait Volume: Send + Sync {
         Ok(wanted)
     }
 
+    /// Whether calls may wait for a disk or for others: all is in memory otherwise.
+    fn waits(&self) -> bool {
+        true
+    }
+
     /// Room for a new blob of this many bytes, which is to be at least so durable. Nobody sees it
     /// before it is sealed; dropping it gives the room back.
     fn reserve(&self, name: &str, len: u64, durability: Durability)

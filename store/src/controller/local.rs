@@ -23,10 +23,13 @@ use self::sessions::Session;
 use super::folder::{archives, folder, locate};
 use super::keepers::{Everyone, Keepers};
 use super::{Begun, Controller, Located, Place, Proposal};
-use crate::environment::{Environment, wait};
+use crate::environment::{BRIEF, Environment, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Command, LeaseId, Outcome, Selector, State, Step, Timestamp, VersionId, step};
+use crate::ledger::{
+    Command, Contribution, LeaseId, Outcome, Selector, State, Step, Timestamp, Version, VersionId,
+    step,
+};
 use crate::ledgers::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
@@ -141,9 +144,29 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
+    /// The same with the files of a version, right here if that is brief.
+    async fn on_version<T: Send + 'static>(
+        &self,
+        version: &Version,
+        work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        if !self.0.volume.waits() && is_brief(version) {
+            return work(&*self.0.volume);
+        }
+        self.on_disk(work).await
+    }
+
     fn opened(&self) -> MutexGuard<'_, Opened> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
     }
+}
+
+/// Whether all that has been put of a version is little, and here.
+fn is_brief(version: &Version) -> bool {
+    let mut contributions = version.contributions.values();
+    let archives = contributions.clone().flat_map(Contribution::archives);
+    let bytes = archives.fold(0_u64, |sum, archive| sum.saturating_add(archive.file_len));
+    bytes <= BRIEF && contributions.all(|it| it.keepers().next().is_none())
 }
 
 #[async_trait]

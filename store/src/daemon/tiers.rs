@@ -142,6 +142,11 @@ impl Volume for Tiers {
         Ok(wanted)
     }
 
+    fn waits(&self) -> bool {
+        // What others keep waits for them: who asks for that knows.
+        self.directory.is_some()
+    }
+
     fn reserve(
         &self,
         name: &str,

@@ -159,6 +159,11 @@ impl Maps {
         self.inner().device_write.insert(segment, map);
     }
 
+    /// Whether a segment to write has come that is not mapped yet.
+    pub(super) fn is_new(&self, segment: SegmentId) -> bool {
+        self.inner().lent.contains_key(&segment)
+    }
+
     /// Maps a segment to write, if its memory is new. It is kept, whether or not somebody still waits for
     /// it: the daemon sends it once.
     pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {

@@ -120,8 +120,10 @@ impl RemoteContribution {
             Room::Kept => return Err(broken("nobody keeps the archive")),
             Room::Segment { segment, capacity } => {
                 let maps = self.client.maps.clone();
-                // New memory is mapped with all its pages: that takes long.
-                wait(move || maps.lent(segment, capacity)).await?;
+                if maps.is_new(segment) {
+                    // It is mapped with all its pages: that takes long.
+                    wait(move || maps.lent(segment, capacity)).await?;
+                }
                 let map = self.client.maps.take(segment)?;
                 if map.len() < self.file_len {
                     return Err(broken("it lends less memory than the archive takes"));
@@ -180,6 +182,10 @@ impl RemoteContribution {
 
 #[async_trait]
 impl Contribution for RemoteContribution {
+    fn waits(&self) -> bool {
+        self.device.is_some()
+    }
+
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         let memory = match &mut self.memory {
             Memory::None => return Vec::new(),

@@ -35,6 +35,10 @@ impl Volume for MemoryVolume {
         }
     }
 
+    fn waits(&self) -> bool {
+        false
+    }
+
     fn reserve(
         &self,
         name: &str,

@@ -75,8 +75,8 @@ impl LocalController {
         }
         let folder = folder(key, &version);
         let merged = {
-            let (version, folder) = (version.clone(), folder.clone());
-            self.on_disk(move |volume| prove(volume, &folder, &version)).await?
+            let (proven, folder) = (version.clone(), folder.clone());
+            self.on_version(&version, move |volume| prove(volume, &folder, &proven)).await?
         };
         let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
@@ -92,7 +92,7 @@ impl LocalController {
                 let manifest_reference =
                     ManifestReference { name, digest: digest(&manifest), file_len, keeper };
                 let durability = version.durability;
-                self.on_disk(move |volume| {
+                self.on_version(&version, move |volume| {
                     // What tries that died have left behind is no part of the version, and goes with it at
                     // the latest.
                     let _ = clear(volume, &folder, &named);
@@ -143,12 +143,12 @@ impl LocalController {
             .any(|effect| matches!(effect, Effect::Delete { id: other, .. } if *other == id));
         let version = turn.state().versions().find(|version| version.id == id);
         let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
-        let (folder, named) = (folder(key, version), archives(version));
+        let (version, folder, named) = (version.clone(), folder(key, version), archives(version));
         // What others have kept who have ended is gone.
-        let _reached = self.reach(key, version).await?;
+        let _reached = self.reach(key, &version).await?;
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
-        self.on_disk(move |volume| remove(volume, &folder, &named)).await?;
+        self.on_version(&version, move |volume| remove(volume, &folder, &named)).await?;
         loop {
             let next = advance(key, turn.state(), Command::Reclaimed { id })?;
             if save(turn, next.state).await? {

@@ -40,9 +40,9 @@ pub(crate) trait Volume: Send + Sync {
         Ok(wanted)
     }
 
-    /// Whether calls may wait for a disk or for others: all is in memory otherwise.
-    fn waits(&self) -> bool {
-        true
+    /// Whether no call on a blob waits for a disk or for others: it is in memory here, or nowhere.
+    fn is_in_memory(&self, _name: &str) -> bool {
+        false
     }
 
     /// Room for a new blob of this many bytes, which is to be at least so durable. Nobody sees it

@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use tssd_format::MANIFEST;
 
 use self::attempt::Attempt;
 use self::sessions::Session;
@@ -144,16 +145,14 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
-    /// The same with the files of a version, right here if that is brief.
+    /// The same with the files of a version, in its folder; right here if they are few bytes of memory.
     async fn on_version<T: Send + 'static>(
         &self,
-        version: &Version,
+        (version, folder): (&Version, &str),
         work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        if !self.0.volume.waits() && is_brief(version) {
-            return work(&*self.0.volume);
-        }
-        self.on_disk(work).await
+        let volume = &*self.0.volume;
+        if is_brief(volume, version, folder) { work(volume) } else { self.on_disk(work).await }
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {
@@ -161,12 +160,12 @@ impl LocalController {
     }
 }
 
-/// Whether all that has been put of a version is little, and here.
-fn is_brief(version: &Version) -> bool {
-    let mut contributions = version.contributions.values();
-    let archives = contributions.clone().flat_map(Contribution::archives);
-    let bytes = archives.fold(0_u64, |sum, archive| sum.saturating_add(archive.file_len));
-    bytes <= BRIEF && contributions.all(|it| it.keepers().next().is_none())
+/// Whether all files of a version are few bytes, and in memory.
+fn is_brief(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
+    let archives = || version.contributions.values().flat_map(Contribution::archives);
+    let bytes = archives().fold(0_u64, |sum, archive| sum.saturating_add(archive.file_len));
+    let mut names = archives().map(|archive| archive.name.as_str()).chain([MANIFEST]);
+    bytes <= BRIEF && names.all(|name| volume.is_in_memory(&format!("{folder}/{name}")))
 }
 
 #[async_trait]

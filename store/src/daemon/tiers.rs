@@ -142,9 +142,8 @@ impl Volume for Tiers {
         Ok(wanted)
     }
 
-    fn waits(&self) -> bool {
-        // What others keep waits for them: who asks for that knows.
-        self.directory.is_some()
+    fn is_in_memory(&self, name: &str) -> bool {
+        self.directory.is_none() && self.elsewhere.place(name).is_none()
     }
 
     fn reserve(

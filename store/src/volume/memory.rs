@@ -35,8 +35,8 @@ impl Volume for MemoryVolume {
         }
     }
 
-    fn waits(&self) -> bool {
-        false
+    fn is_in_memory(&self, _name: &str) -> bool {
+        true
     }
 
     fn reserve(

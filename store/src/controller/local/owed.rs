@@ -17,6 +17,7 @@ use crate::ledger::{
 };
 use crate::ledgers::save;
 use crate::sync::MutexGuard;
+use crate::volume::Volume;
 
 /// A proof that is owed for longer than this is taken over: its prover may have died.
 pub(super) const PROOF_PATIENCE: Duration = Duration::from_secs(2);
@@ -75,8 +76,9 @@ impl LocalController {
         }
         let folder = folder(key, &version);
         let merged = {
-            let (proven, folder) = (version.clone(), folder.clone());
-            self.on_version(&version, move |volume| prove(volume, &folder, &proven)).await?
+            let (proven, path) = (version.clone(), folder.clone());
+            let prove = move |volume: &dyn Volume| prove(volume, &path, &proven);
+            self.on_version((&version, &folder), prove).await?
         };
         let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
@@ -92,13 +94,14 @@ impl LocalController {
                 let manifest_reference =
                     ManifestReference { name, digest: digest(&manifest), file_len, keeper };
                 let durability = version.durability;
-                self.on_version(&version, move |volume| {
+                let place = folder.clone();
+                let write = move |volume: &dyn Volume| {
                     // What tries that died have left behind is no part of the version, and goes with it at
                     // the latest.
-                    let _ = clear(volume, &folder, &named);
+                    let _ = clear(volume, &place, &named);
                     write(volume, &path, &manifest, durability)
-                })
-                .await?;
+                };
+                self.on_version((&version, &folder), write).await?;
                 Command::Proved { id, manifest: manifest_reference, now: self.now() }
             }
         };
@@ -148,7 +151,9 @@ impl LocalController {
         let _reached = self.reach(key, &version).await?;
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
-        self.on_version(&version, move |volume| remove(volume, &folder, &named)).await?;
+        let path = folder.clone();
+        let remove = move |volume: &dyn Volume| remove(volume, &path, &named);
+        self.on_version((&version, &folder), remove).await?;
         loop {
             let next = advance(key, turn.state(), Command::Reclaimed { id })?;
             if save(turn, next.state).await? {

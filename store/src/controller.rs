@@ -216,9 +216,9 @@ pub(crate) struct Begun {
 /// Room for an archive, until it is committed. Dropped before that, it is withdrawn.
 #[async_trait]
 pub(crate) trait Contribution: Send {
-    /// Whether what is written may wait for a disk or a device: it goes to memory otherwise.
-    fn waits(&self) -> bool {
-        true
+    /// Whether what is written goes to memory of this host, and waits for nothing.
+    fn is_in_memory(&self) -> bool {
+        false
     }
 
     /// The parts of the archive, one for each of these lengths in bytes from its beginning on; each may

@@ -1,5 +1,6 @@
 //! What a store takes from the world: the time and random identities.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
@@ -41,9 +42,16 @@ pub(crate) async fn wait<T: Send + 'static>(
         .map_err(|error| Error::io("a thread of the store ended", std::io::Error::other(error)))?
 }
 
-/// Whoever asks for something that touches no more bytes than these, of memory alone, does it: to hand it to another
-/// thread, and to hear of it, takes longer.
+/// Whoever asks for something that touches no more bytes than these, of memory alone, does it [at once](at_once): to
+/// hand it to another thread, and to hear of it, takes longer.
 pub(crate) const BRIEF: u64 = 64 << 10;
+
+/// Runs something brief right here. A panic is an error, as it is where another thread runs it.
+pub(crate) fn at_once<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        Err(Error::io("work of the store ended", std::io::Error::other("it panicked")))
+    })
+}
 
 /// Waits before something is tried again: longer each time, and never as long as others do.
 #[cfg(any(feature = "etcd", feature = "object", target_os = "linux"))]

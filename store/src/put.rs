@@ -23,7 +23,7 @@ pub(crate) use self::role::Role;
 use crate::controller::{
     Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
 };
-use crate::environment::{BRIEF, wait};
+use crate::environment::{BRIEF, at_once, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
@@ -396,13 +396,14 @@ pub(crate) async fn write(
     layout: Layout,
     (is_stored, is_seen): (bool, bool),
 ) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
-    let is_brief = !contribution.waits() && layout.file_len() <= BRIEF;
-    let write = move || {
+    let is_in_memory = contribution.is_in_memory() && layout.elsewhere().next().is_none();
+    let is_brief = is_in_memory && layout.file_len() <= BRIEF;
+    let work = move || {
         let written =
             if is_stored { sum(&layout, is_seen) } else { store(&mut *contribution, &layout) };
         Ok((contribution, written))
     };
-    if is_brief { write() } else { wait(write).await }
+    if is_brief { at_once(work) } else { wait(work).await }
 }
 
 fn draft(dict: &StateDict, options: &PutOptions, is_far: bool) -> tssd_format::Result<Draft> {
@@ -467,4 +468,77 @@ fn sum(layout: &Layout, is_seen: bool) -> Result<Digest> {
 
 fn seal(layout: &Layout, filled: Vec<Filled>) -> Result<Vec<u8>> {
     layout.seal(filled).map_err(|error| Error::request("index", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::thread::ThreadId;
+
+    use async_trait::async_trait;
+    use tssd_format::{Blob, Dtype, Storage, Tensor, TensorMeta};
+
+    use super::*;
+    use crate::controller::OnDevice;
+    use crate::volume::{Part, split};
+
+    /// Room in memory.
+    struct Room(Vec<u8>);
+
+    #[async_trait]
+    impl Contribution for Room {
+        fn is_in_memory(&self) -> bool {
+            true
+        }
+
+        fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+            split(&mut self.0, lens)
+        }
+
+        async fn extend(&mut self, _file_len: u64, _device: Option<OnDevice>) -> Result<()> {
+            Ok(())
+        }
+
+        async fn commit(self: Box<Self>, _digest: Digest) -> Result<Committed> {
+            unreachable!("it is written, no more")
+        }
+
+        async fn withdraw(self: Box<Self>, error: Error) -> Error {
+            error
+        }
+    }
+
+    /// Bytes that are not in memory, and the thread that has read them.
+    struct Elsewhere(Mutex<Option<ThreadId>>);
+
+    impl Blob for Elsewhere {
+        fn size(&self) -> std::io::Result<u64> {
+            Ok(100)
+        }
+
+        fn read_exact_at(&self, target: &mut [u8], _offset: u64) -> std::io::Result<()> {
+            target.fill(7);
+            *self.0.lock().unwrap() = Some(std::thread::current().id());
+            Ok(())
+        }
+
+        fn bytes(&self) -> Option<&bytes::Bytes> {
+            None
+        }
+    }
+
+    #[tokio::test]
+    async fn few_bytes_that_are_elsewhere_are_read_by_a_thread_that_may_wait() {
+        let elsewhere = Arc::new(Elsewhere(Mutex::default()));
+        let storage = Storage::elsewhere(elsewhere.clone()).unwrap();
+        let meta = TensorMeta::new(Dtype::Uint8, &[100]).unwrap();
+        let mut dict = StateDict::new();
+        dict.insert("x", Tensor::new(meta, storage, 0).unwrap());
+        let layout = Draft::new(&dict, &Options::new()).unwrap().place(Vec::new()).unwrap();
+        let room = Room(vec![0; layout.file_len().try_into().unwrap()]);
+        let (_, digest) = write(Box::new(room), layout, (false, true)).await.unwrap();
+        digest.unwrap();
+        let reader = elsewhere.0.lock().unwrap().take().expect("it was read");
+        assert_ne!(reader, std::thread::current().id());
+    }
 }

@@ -27,7 +27,8 @@ pub(crate) use memory::MemoryVolume;
 pub(crate) use object::{ObjectVolume, alone};
 pub(crate) use proving::Proving;
 
-/// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may.
+/// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may, unless
+/// [`is_in_memory`](Self::is_in_memory).
 ///
 /// # Contract
 ///
@@ -40,7 +41,7 @@ pub(crate) trait Volume: Send + Sync {
         Ok(wanted)
     }
 
-    /// Whether no call on a blob waits for a disk or for others: it is in memory here, or nowhere.
+    /// Whether no call on a blob waits for a disk, for others or for a GPU: it is in memory of this host, or nowhere.
     fn is_in_memory(&self, _name: &str) -> bool {
         false
     }

@@ -24,7 +24,7 @@ use self::sessions::Session;
 use super::folder::{archives, folder, locate};
 use super::keepers::{Everyone, Keepers};
 use super::{Begun, Controller, Located, Place, Proposal};
-use crate::environment::{BRIEF, Environment, wait};
+use crate::environment::{BRIEF, Environment, at_once, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
@@ -152,7 +152,10 @@ impl LocalController {
         work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let volume = &*self.0.volume;
-        if is_brief(volume, version, folder) { work(volume) } else { self.on_disk(work).await }
+        if is_brief(volume, version, folder) {
+            return at_once(|| work(volume));
+        }
+        self.on_disk(work).await
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {
@@ -160,12 +163,14 @@ impl LocalController {
     }
 }
 
-/// Whether all files of a version are few bytes, and in memory.
+/// Whether a version is one archive at most, which nothing is compared with, of few bytes, and in memory.
 fn is_brief(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
-    let archives = || version.contributions.values().flat_map(Contribution::archives);
-    let bytes = archives().fold(0_u64, |sum, archive| sum.saturating_add(archive.file_len));
-    let mut names = archives().map(|archive| archive.name.as_str()).chain([MANIFEST]);
-    bytes <= BRIEF && names.all(|name| volume.is_in_memory(&format!("{folder}/{name}")))
+    let mut archives = version.contributions.values().flat_map(Contribution::archives);
+    let (first, others) = (archives.next(), archives.next());
+    let mut names = first.map(|archive| archive.name.as_str()).into_iter().chain([MANIFEST]);
+    others.is_none()
+        && first.is_none_or(|archive| archive.file_len <= BRIEF)
+        && names.all(|name| volume.is_in_memory(&format!("{folder}/{name}")))
 }
 
 #[async_trait]

@@ -143,7 +143,8 @@ impl Volume for Tiers {
     }
 
     fn is_in_memory(&self, name: &str) -> bool {
-        self.directory.is_none() && self.elsewhere.place(name).is_none()
+        let is_elsewhere = self.elsewhere.place(name).is_some() || self.pool.hollow(name).is_some();
+        self.directory.is_none() && !is_elsewhere
     }
 
     fn reserve(

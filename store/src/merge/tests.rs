@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, Compression, Dict, Dtype, Options, Shard, ShardPlace, StateDict, Tensor, TensorMeta,
-    TensorSlice, TorchStoreStateDict, Value,
+    Blob, Compression, Dict, Dtype, Options, Shard, ShardPlace, StateDict, Storage, Tensor,
+    TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 
 use super::*;
@@ -285,6 +285,23 @@ fn the_same_elements_are_the_same_however_they_lie() {
     places().unseen(&[1]).expect_disagreement("x", "different values");
     let differing = Writers::of([of(tensor(&[1, 2])), part(&[7, 1, 3], 1, 2)]);
     differing.expect_disagreement("x", "different values");
+}
+
+#[test]
+fn elements_that_share_bytes_are_compared_in_their_place() {
+    // A windowed view of few bytes, such as `unfold` makes: to look at each element would take years.
+    let x = |last: u8, lead: u64| {
+        let mut bytes = vec![7; usize::try_from(6 * 1023 + 1 + lead).unwrap()];
+        *bytes.last_mut().unwrap() = last;
+        let meta = TensorMeta::new(Dtype::Uint8, &[1024; 6]).unwrap();
+        let meta = meta.with_strides(&[1; 6]).unwrap();
+        dict([("x", Tensor::new(meta, Storage::from_owner(bytes), lead).unwrap().into())])
+    };
+    assert!(Writers::of([x(7, 0), x(7, 0)]).merged().is_ok());
+    // In other company.
+    assert!(Writers::of([x(7, 0), x(7, 3)]).merged().is_ok());
+    Writers::of([x(7, 0), x(8, 0)]).expect_disagreement("x", "different values");
+    Writers::of([x(7, 0), x(8, 3)]).expect_disagreement("x", "different values");
 }
 
 #[test]

@@ -182,8 +182,8 @@ impl RemoteContribution {
 
 #[async_trait]
 impl Contribution for RemoteContribution {
-    fn waits(&self) -> bool {
-        self.device.is_some()
+    fn is_in_memory(&self) -> bool {
+        self.device.is_none()
     }
 
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {

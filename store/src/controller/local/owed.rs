@@ -77,8 +77,8 @@ impl LocalController {
         let folder = folder(key, &version);
         let merged = {
             let (proven, path) = (version.clone(), folder.clone());
-            let prove = move |volume: &dyn Volume| prove(volume, &path, &proven);
-            self.on_version((&version, &folder), prove).await?
+            let work = move |volume: &dyn Volume| prove(volume, &path, &proven);
+            self.on_version((&version, &folder), work).await?
         };
         let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
@@ -95,13 +95,13 @@ impl LocalController {
                     ManifestReference { name, digest: digest(&manifest), file_len, keeper };
                 let durability = version.durability;
                 let place = folder.clone();
-                let write = move |volume: &dyn Volume| {
+                let work = move |volume: &dyn Volume| {
                     // What tries that died have left behind is no part of the version, and goes with it at
                     // the latest.
                     let _ = clear(volume, &place, &named);
                     write(volume, &path, &manifest, durability)
                 };
-                self.on_version((&version, &folder), write).await?;
+                self.on_version((&version, &folder), work).await?;
                 Command::Proved { id, manifest: manifest_reference, now: self.now() }
             }
         };
@@ -152,8 +152,8 @@ impl LocalController {
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
         let path = folder.clone();
-        let remove = move |volume: &dyn Volume| remove(volume, &path, &named);
-        self.on_version((&version, &folder), remove).await?;
+        let work = move |volume: &dyn Volume| remove(volume, &path, &named);
+        self.on_version((&version, &folder), work).await?;
         loop {
             let next = advance(key, turn.state(), Command::Reclaimed { id })?;
             if save(turn, next.state).await? {

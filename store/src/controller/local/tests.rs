@@ -35,6 +35,10 @@ impl Failing {
 }
 
 impl Volume for Failing {
+    fn is_in_memory(&self, name: &str) -> bool {
+        self.0.is_in_memory(name)
+    }
+
     fn reserve(
         &self,
         name: &str,

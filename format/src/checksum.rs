@@ -22,13 +22,6 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     if is_long && helps() { told(bytes) } else { crc32fast::hash(bytes) }
 }
 
-/// The CRC-32 of what `crc` is of, followed by bytes. Nothing has the CRC-32 0.
-pub(crate) fn checksum_after(crc: u32, bytes: &[u8]) -> u32 {
-    let mut crc = Hasher::new_with_initial(crc);
-    crc.update(bytes);
-    crc.finalize()
-}
-
 /// The same where the core is told what comes.
 fn told(bytes: &[u8]) -> u32 {
     let (lines, tail) = bytes.as_chunks();
@@ -50,6 +43,13 @@ fn told(bytes: &[u8]) -> u32 {
 #[inline(never)]
 fn fetch_one(line: &Line) {
     fetch(line);
+}
+
+/// The CRC-32 of what `crc` is of, followed by bytes. Nothing has the CRC-32 0.
+pub(crate) fn checksum_after(crc: u32, bytes: &[u8]) -> u32 {
+    let mut crc = Hasher::new_with_initial(crc);
+    crc.update(bytes);
+    crc.finalize()
 }
 
 #[cfg(test)]

@@ -145,12 +145,11 @@ enum Kernel {
 
 impl Kernel {
     fn past_cache(is_worth_it: bool) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if is_worth_it {
-            return Self::Past(Stream::begin());
+        match is_worth_it {
+            #[cfg(target_arch = "x86_64")]
+            true => Self::Past(Stream::begin()),
+            _ => Self::Near,
         }
-        let _ = is_worth_it;
-        Self::Near
     }
 
     fn for_len(len: usize) -> Self {

@@ -145,17 +145,17 @@ impl LocalController {
         wait(move || work(&*volume)).await
     }
 
-    /// The same with the files of a version, in its folder; right here if they are few bytes of memory.
+    /// The same with the folder of a version; right here if its files are few bytes of memory.
     async fn on_version<T: Send + 'static>(
         &self,
-        (version, folder): (&Version, &str),
-        work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
+        key: &Key,
+        version: &Version,
+        work: impl FnOnce(&dyn Volume, &str) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let volume = &*self.0.volume;
-        if is_brief(volume, version, folder) {
-            return at_once(|| work(volume));
-        }
-        self.on_disk(work).await
+        let (volume, folder) = (self.0.volume.clone(), folder(key, version));
+        let is_brief = is_brief(&*volume, version, &folder);
+        let work = move || work(&*volume, &folder);
+        if is_brief { at_once(work) } else { wait(work).await }
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {

@@ -74,12 +74,9 @@ impl LocalController {
             self.say_ended(key, reached.ended).await?;
             return Ok(false);
         }
-        let folder = folder(key, &version);
-        let merged = {
-            let (proven, path) = (version.clone(), folder.clone());
-            let work = move |volume: &dyn Volume| prove(volume, &path, &proven);
-            self.on_version((&version, &folder), work).await?
-        };
+        let proven = version.clone();
+        let work = move |volume: &dyn Volume, folder: &str| prove(volume, folder, &proven);
+        let merged = self.on_version(key, &version, work).await?;
         let mut turn = self.0.ledgers.turn(key).await?;
         if proving(turn.state(), id).is_none() {
             return Ok(false);
@@ -88,20 +85,19 @@ impl LocalController {
         let command = match merged {
             Err(reason) => Command::Rejected { id, reason },
             Ok(manifest) => {
-                let name = format!("{folder}/{MANIFEST}");
+                let name = format!("{}/{MANIFEST}", folder(key, &version));
                 let file_len = u64::try_from(manifest.len()).expect("usize is at most 64 bits");
                 let (path, named) = (name.clone(), archives(&version));
                 let manifest_reference =
                     ManifestReference { name, digest: digest(&manifest), file_len, keeper };
                 let durability = version.durability;
-                let place = folder.clone();
-                let work = move |volume: &dyn Volume| {
+                let work = move |volume: &dyn Volume, folder: &str| {
                     // What tries that died have left behind is no part of the version, and goes with it at
                     // the latest.
-                    let _ = clear(volume, &place, &named);
+                    let _ = clear(volume, folder, &named);
                     write(volume, &path, &manifest, durability)
                 };
-                self.on_version((&version, &folder), work).await?;
+                self.on_version(key, &version, work).await?;
                 Command::Proved { id, manifest: manifest_reference, now: self.now() }
             }
         };
@@ -146,14 +142,13 @@ impl LocalController {
             .any(|effect| matches!(effect, Effect::Delete { id: other, .. } if *other == id));
         let version = turn.state().versions().find(|version| version.id == id);
         let Some(version) = version.filter(|_| is_owed) else { return Ok(()) };
-        let (version, folder, named) = (version.clone(), folder(key, version), archives(version));
+        let (version, named) = (version.clone(), archives(version));
         // What others have kept who have ended is gone.
         let _reached = self.reach(key, &version).await?;
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
-        let path = folder.clone();
-        let work = move |volume: &dyn Volume| remove(volume, &path, &named);
-        self.on_version((&version, &folder), work).await?;
+        let work = move |volume: &dyn Volume, folder: &str| remove(volume, folder, &named);
+        self.on_version(key, &version, work).await?;
         loop {
             let next = advance(key, turn.state(), Command::Reclaimed { id })?;
             if save(turn, next.state).await? {

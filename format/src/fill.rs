@@ -1,7 +1,7 @@
 //! Jobs that write the bytes of an archive, each its own part, in any order and on any thread.
 
 use std::fmt;
-use std::io::Write;
+use std::io::{self, Write};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -242,6 +242,24 @@ impl Fill {
     ///
     /// `TargetSize` if the memory is not as long as the range.
     pub fn run(&self, target: &mut [u8]) -> Result<Filled> {
+        self.write(target, |blob, offset, target| blob.read_exact_at(target, offset))
+    }
+
+    /// The same where whoever calls this has written what [`Fill::elsewhere`] says: that is only looked at.
+    ///
+    /// # Errors
+    ///
+    /// As [`Fill::run`].
+    pub fn complete(&self, target: &mut [u8]) -> Result<Filled> {
+        self.write(target, |_, _, _| Ok(()))
+    }
+
+    /// Writes the range into memory, and lets `bring` write what is elsewhere.
+    fn write(
+        &self,
+        target: &mut [u8],
+        bring: impl Fn(&dyn Blob, u64, &mut [u8]) -> io::Result<()>,
+    ) -> Result<Filled> {
         if u64::try_from(target.len()) != Ok(self.range.end - self.range.start) {
             return Err(Error::new(ErrorKind::TargetSize).note(format_args!(
                 "{} bytes for {:?}",
@@ -251,16 +269,12 @@ impl Fill {
         }
         let mut rest = target;
         self.each(&mut |part, summing| {
-            let len = match part {
-                Part::Memory(bytes) => bytes.len(),
-                Part::Elsewhere(_, _, len) => native(len),
-            };
-            let (target, tail) = std::mem::take(&mut rest).split_at_mut(len);
+            let (target, tail) = std::mem::take(&mut rest).split_at_mut(native(part.len()));
             match (part, summing) {
                 (Part::Memory(bytes), Some(summing)) => summing.copy(bytes, target),
                 (Part::Memory(bytes), None) => target.copy_from_slice(bytes),
                 (Part::Elsewhere(blob, offset, _), summing) => {
-                    blob.read_exact_at(target, offset)?;
+                    bring(blob, offset, target)?;
                     if let Some(summing) = summing {
                         summing.update(target);
                     }
@@ -269,6 +283,20 @@ impl Fill {
             rest = tail;
             Ok(())
         })
+    }
+
+    /// Gives what is in no memory, piece by piece in order: the place in the file, and which bytes of which blob belong
+    /// there.
+    pub fn elsewhere<'a>(&'a self, mut put: impl FnMut(u64, &'a dyn Blob, Range<u64>)) {
+        let mut at = self.range.start;
+        let walked = self.each(&mut |part, _| {
+            if let Part::Elsewhere(blob, offset, len) = part {
+                put(at, blob, offset..offset + len);
+            }
+            at += part.len();
+            Ok(())
+        });
+        let _ = walked.expect("nothing is refused");
     }
 
     /// Writes the range to `writer`, checksums on the way.
@@ -311,28 +339,25 @@ impl Fill {
     /// # Errors
     ///
     /// `Io` if `put` fails.
-    pub fn pieces(
-        &self,
-        mut put: impl FnMut(u64, Piece<'_>) -> std::io::Result<()>,
-    ) -> Result<Filled> {
+    pub fn pieces(&self, mut put: impl FnMut(u64, Piece<'_>) -> io::Result<()>) -> Result<Filled> {
         let mut at = self.range.start;
         self.each(&mut |part, summing| {
-            let (piece, len) = match part {
+            let piece = match part {
                 Part::Memory(bytes) => {
                     if let Some(summing) = summing {
                         summing.update(bytes);
                     }
-                    (Piece::Memory(bytes), length(bytes))
+                    Piece::Memory(bytes)
                 }
                 Part::Elsewhere(blob, offset, len) => {
                     if let Some(summing) = summing {
                         summing.is_unknown = true;
                     }
-                    (Piece::Elsewhere { blob, offset, len }, len)
+                    Piece::Elsewhere { blob, offset, len }
                 }
             };
             put(at, piece)?;
-            at += len;
+            at += part.len();
             Ok(())
         })
     }
@@ -462,6 +487,13 @@ pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Opti
 }
 
 impl Part<'_> {
+    fn len(self) -> u64 {
+        match self {
+            Self::Memory(bytes) => length(bytes),
+            Self::Elsewhere(_, _, len) => len,
+        }
+    }
+
     /// Gives its bytes block by block; what is elsewhere comes into `memory`.
     fn blocks(
         self,

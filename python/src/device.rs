@@ -6,7 +6,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Blob, Storage, Tensor};
-use tssd_store::{BlobCopy, BlobMut, Copied, DeviceMemory, Stream, UnderWay};
+use tssd_store::{BlobCopy, BlobMut, Copied, DeviceMemory, Moments, Stream, UnderWay};
 
 use crate::error::Result;
 
@@ -14,6 +14,8 @@ use crate::error::Result;
 #[derive(Default)]
 pub(crate) struct Devices {
     found: Mutex<Found>,
+    /// What all of it waits for.
+    moments: Moments,
     copied: Copies,
 }
 
@@ -65,7 +67,7 @@ impl Devices {
             memory.clone()
         } else {
             // SAFETY: as the caller says.
-            let memory = unsafe { DeviceMemory::new(start, len, stream, owner)? };
+            let memory = unsafe { self.moments.memory(start, len, stream, owner)? };
             let memory = Arc::new(memory.counted(&self.copied.0));
             found.known.insert((start, len), memory.clone());
             found.starts.insert(Arc::as_ptr(&memory).addr(), (start, len));

@@ -72,7 +72,7 @@ mod sync;
 pub use controller::VersionInfo;
 pub use credentials::Credentials;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
-pub use cuda::{Copied, Device, DeviceMemory, Stream};
+pub use cuda::{Copied, Device, DeviceMemory, Moments, Stream};
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use disk::Replacement;

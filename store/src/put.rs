@@ -449,7 +449,10 @@ fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest>
     lens.push(layout.file_len() - layout.index_off());
     let mut parts = contribution.parts(&lens);
     let mut tail_part = parts.pop().expect("the tail is a part");
-    let work = jobs.iter().zip(parts).collect();
+    let mut work: Vec<_> = jobs.iter().zip(parts).collect();
+    if layout.elsewhere().next().is_some() {
+        work.iter_mut().try_for_each(|(job, part)| part.begin(job))?;
+    }
     let filled = parallel::map(work, |(job, mut part)| part.fill(job))?;
     let tail = seal(layout, filled)?;
     tail_part.write(&tail)?;

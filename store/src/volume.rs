@@ -156,6 +156,11 @@ pub(crate) trait Reservation: Send {
 
 /// A part of a blob that is being written.
 pub(crate) trait Part: Send {
+    /// Begins what can be begun of a job that is run then, before any other one of them is.
+    fn begin(&mut self, _job: &Fill) -> Result<()> {
+        Ok(())
+    }
+
     /// Runs a job whose range is this part.
     fn fill(&mut self, job: &Fill) -> Result<Filled>;
 
@@ -164,15 +169,21 @@ pub(crate) trait Part: Send {
 }
 
 /// Memory as parts of these lengths.
-pub(crate) fn split<'a>(mut memory: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
-    let mut parts: Vec<Box<dyn Part + 'a>> = Vec::with_capacity(lens.len());
-    for len in lens {
+pub(crate) fn split<'a>(memory: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
+    slices(memory, lens).map(|slice| Box::new(slice) as Box<dyn Part>).collect()
+}
+
+/// Memory in pieces of these lengths.
+pub(crate) fn slices<'a>(
+    mut memory: &'a mut [u8],
+    lens: &[u64],
+) -> impl Iterator<Item = &'a mut [u8]> {
+    lens.iter().map(move |len| {
         let len = usize::try_from(*len).unwrap_or(usize::MAX);
-        let (part, rest) = std::mem::take(&mut memory).split_at_mut(len);
-        parts.push(Box::new(part));
+        let (slice, rest) = std::mem::take(&mut memory).split_at_mut(len);
         memory = rest;
-    }
-    parts
+        slice
+    })
 }
 
 /// The first parts of what follows a prefix in names that are sorted, each once.

@@ -63,8 +63,16 @@ fn expect_success(output: &Output) {
 }
 
 /// The tests of a driver that has everything.
-const ALL: &[&str] =
-    &["get::", "put::what", "put::bytes", "put::the", "put::memory", "ring::", "snapshot::"];
+const ALL: &[&str] = &[
+    "get::",
+    "put::what",
+    "put::bytes",
+    "put::the",
+    "put::memory",
+    "put::many",
+    "ring::",
+    "snapshot::",
+];
 
 #[test]
 fn all_of_it_on_a_driver_without_a_gpu() {

@@ -8,7 +8,9 @@ use tssd_format::{
     Value,
 };
 use tssd_store::blocking::Store;
-use tssd_store::{DeviceMemory, ErrorKind, GetOptions, PutOptions, Stream, Target, TargetMemory};
+use tssd_store::{
+    DeviceMemory, ErrorKind, GetOptions, PutOptions, Residency, Stream, Target, TargetMemory,
+};
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
@@ -54,12 +56,11 @@ impl Model {
 
     /// What it has when the stream has done what it was given.
     pub(crate) fn dict(&self) -> StateDict {
-        let storages: Vec<Storage> = (0..LENS.len()).map(|number| self.storage(number)).collect();
-        dict(&storages, true)
+        dict(&self.storages(), true)
     }
 
-    fn storage(&self, number: usize) -> Storage {
-        Storage::elsewhere(Arc::new(self.caller.memory(&self.storages[number]))).unwrap()
+    fn storages(&self) -> Vec<Storage> {
+        self.caller.storages(&self.storages)
     }
 }
 
@@ -108,8 +109,7 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
             for step in 1..4 {
                 model.step(step);
                 // Nobody waits for the stream but the put itself.
-                let storages: Vec<Storage> =
-                    (0..LENS.len()).map(|number| model.storage(number)).collect();
+                let storages = model.storages();
                 let compression =
                     if step == 3 { Compression::ShuffledZstd } else { Compression::None };
                 let options = PutOptions { compression, ..PutOptions::default() };
@@ -135,11 +135,43 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn what_a_stream_was_given_between_two_tensors_is_waited_for() {
+    const LEN: usize = 1 << 20;
+    for ordinal in 0..devices().len() {
+        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (store, own) = (served.connect(), [caller.allocate(LEN), caller.allocate(LEN)]);
+        for (step, residency) in (0..).zip([Residency::Host, Residency::Device, Residency::Host]) {
+            // The first one is written when it is known already, as casts of later ones may be.
+            let write = |(number, allocation)| {
+                if number == 1 {
+                    caller.stall(&own[1]);
+                    caller.fill(&own[0], pattern(step, LEN));
+                }
+                allocation
+            };
+            let storages = caller.storages(own.iter().enumerate().map(write));
+            let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
+            let mut dict = StateDict::new();
+            dict.insert("first", Tensor::new(meta, storages[0].clone(), 0).unwrap());
+            let options = PutOptions { residency, ..PutOptions::default() };
+            store.put_state_dict(&key(), &dict, &options).unwrap();
+            let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+            let Value::Tensor(found) = found.leaf("first").unwrap().clone() else {
+                panic!("a tensor")
+            };
+            let found = found.to_memory().unwrap();
+            assert!(found.view().span()[..] == pattern(step, LEN), "{step}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn bytes_depend_on_no_place() {
     for ordinal in 0..devices().len() {
         let model = Model::new(ordinal);
         model.step(1);
-        let storages: Vec<Storage> = (0..LENS.len()).map(|number| model.storage(number)).collect();
+        let storages = model.storages();
         let [there, here] = [dict(&storages, false), expected(1)].map(|dict| {
             let options = tssd_format::Options::new().digests();
             tssd_format::TorchStoreStateDict::with_options(&dict, &options).unwrap()
@@ -183,7 +215,7 @@ fn the_callers_device_stays_the_callers() {
     let before = cudarc::driver::result::ctx::get_current().unwrap();
     other.step(1);
     let store = Store::memory().unwrap();
-    let storages: Vec<Storage> = (0..LENS.len()).map(|number| other.storage(number)).collect();
+    let storages = other.storages();
     let options = PutOptions { timeout: Duration::from_secs(5), ..PutOptions::default() };
     store.put_state_dict(&key(), &dict(&storages, true), &options).unwrap();
     assert_eq!(cudarc::driver::result::ctx::get_current().unwrap(), before);
@@ -200,6 +232,64 @@ fn copied() -> Option<[u64; 2]> {
     // SAFETY: that is what it is, where it is.
     let copied = unsafe { library.get::<Copied>(b"tssd_fake_cuda_copied") }.ok()?;
     Some([copied(true), copied(false)])
+}
+
+/// How many events the driver without a GPU has made, and how often it was waited for one, or for a stream.
+fn events_and_waits() -> Option<[u64; 2]> {
+    type Count = extern "C" fn() -> u64;
+    // SAFETY: the driver was loaded before.
+    let library = unsafe { cudarc::driver::sys::culib() };
+    let count = |name: &[u8]| {
+        // SAFETY: that is what they are, where they are.
+        let count = unsafe { library.get::<Count>(name) }.ok()?;
+        Some(count())
+    };
+    Some([count(b"tssd_fake_cuda_events")?, count(b"tssd_fake_cuda_waits")?])
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
+    const LEN: usize = 4096;
+    const TENSORS: u64 = 2000;
+    for ordinal in 0..devices().len() {
+        let caller = Caller::new(ordinal);
+        let own: Vec<_> = (0..TENSORS).map(|_| caller.allocate(LEN)).collect();
+        let others: Vec<_> = (0..TENSORS).map(|_| caller.allocate(LEN)).collect();
+        let served = Served::new(1 << 30);
+        let (store, meta) =
+            (served.connect(), TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap());
+        for (step, residency) in
+            [Residency::Host, Residency::Host, Residency::Device].into_iter().enumerate()
+        {
+            for (number, allocation) in (0..).zip(&own) {
+                caller.fill(allocation, pattern(step as u64 * TENSORS + number, LEN));
+            }
+            let before = events_and_waits();
+            let mut dict = StateDict::new();
+            for (number, storage) in caller.storages(&own).into_iter().enumerate() {
+                dict.insert(format!("{number}"), Tensor::new(meta.clone(), storage, 0).unwrap());
+            }
+            let options = PutOptions { residency, ..PutOptions::default() };
+            store.put_state_dict(&key(), &dict, &options).unwrap();
+            let memories = caller.memories(&others);
+            let targets = memories.iter().enumerate().map(|(number, memory)| {
+                let (fqn, memory) = (format!("{number}"), TargetMemory::Elsewhere(memory));
+                Target { fqn, place: None, meta: meta.clone(), memory }
+            });
+            let mut targets: Vec<Target<'_>> = targets.collect();
+            store.get_state_dict_into(&key(), &mut targets, &GetOptions::default()).unwrap();
+            if let (Some(before), Some(after)) = (before, events_and_waits()) {
+                let [events, waits] = [after[0] - before[0], after[1] - before[1]];
+                // One for all that is put, one for all that is filled, and for each 4 MiB one more.
+                assert!(events <= 6 && waits <= 8, "{residency:?}: {events} events, {waits} waits");
+            }
+            drop(targets);
+            for (number, allocation) in (0..).zip(&others) {
+                assert!(caller.read(allocation) == pattern(step as u64 * TENSORS + number, LEN));
+            }
+        }
+    }
 }
 
 #[test]

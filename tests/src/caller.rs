@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 use tssd_format::Storage;
-use tssd_store::{Device, DeviceMemory, Stream};
+use tssd_store::{Device, DeviceMemory, Moments, Stream};
 
 /// The devices; none, and said so, where there are none.
 #[expect(clippy::print_stdout, reason = "tests say what they leave out")]
@@ -149,6 +149,29 @@ impl Caller {
         let (pointer, len) = (allocation.pointer, allocation.len as u64);
         // SAFETY: it is memory as long as the allocation is there, and tests use it when its blob is gone, or before.
         unsafe { DeviceMemory::new(pointer, len, self.stream(), allocation.clone()) }.unwrap()
+    }
+
+    /// Several, which wait for one moment.
+    pub fn memories<'a>(
+        &self,
+        allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
+    ) -> Vec<DeviceMemory> {
+        let moments = Moments::default();
+        let memory = |allocation: &Arc<Allocation>| {
+            let (pointer, len) = (allocation.pointer, allocation.len as u64);
+            // SAFETY: as above.
+            unsafe { moments.memory(pointer, len, self.stream(), allocation.clone()) }.unwrap()
+        };
+        allocations.into_iter().map(memory).collect()
+    }
+
+    /// The same as storages.
+    pub fn storages<'a>(
+        &self,
+        allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
+    ) -> Vec<Storage> {
+        let memories = self.memories(allocations).into_iter();
+        memories.map(|memory| Storage::elsewhere(Arc::new(memory)).unwrap()).collect()
     }
 
     /// The same as a storage.

@@ -18,6 +18,13 @@ pub(crate) struct DeviceSegment(Infallible);
 /// An archive that is written there.
 pub(crate) struct Filling(Infallible);
 
+/// What of an archive is on its way from GPUs: nothing.
+#[derive(Default)]
+pub(crate) struct Arriving(());
+
+/// The memory of a part, to which they write nothing.
+pub(crate) struct Landing<'a>(&'a mut [u8]);
+
 /// Why nothing of an archive is put to the memory of a GPU.
 pub(crate) fn home(_layout: &Layout) -> std::result::Result<String, String> {
     Err(ABSENT.to_owned())
@@ -53,6 +60,25 @@ impl DeviceSegment {
 
     pub(crate) fn read(&self, _target: &mut [u8], _offset: u64) -> Result<()> {
         match self.0 {}
+    }
+}
+
+#[expect(
+    clippy::unnecessary_wraps,
+    clippy::unused_self,
+    reason = "with the feature it does something"
+)]
+impl<'a> Landing<'a> {
+    pub(crate) fn new(part: &'a mut [u8]) -> Self {
+        Self(part)
+    }
+
+    pub(crate) fn begin(&mut self, _job: &Fill, Arriving(()): &Arriving) -> Result<()> {
+        Ok(())
+    }
+
+    pub(crate) fn land(&mut self) -> Result<(&mut [u8], bool)> {
+        Ok((self.0, false))
     }
 }
 

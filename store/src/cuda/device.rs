@@ -1,12 +1,13 @@
 //! Devices, and what copies from and to them.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use cudarc::driver::result;
-use cudarc::driver::sys::CUdevice;
+use cudarc::driver::sys::{CUdevice, CUstream};
 
-use super::driver::{self, Context, Event, Lane, failed};
+use super::driver::{self, Context, Lane, failed};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A GPU that this process sees.
@@ -25,6 +26,12 @@ struct Inner {
 /// A stream of the caller's, by the driver's handle; `Stream::default()` is the device's default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(pub usize);
+
+impl Stream {
+    pub(super) fn raw(self) -> CUstream {
+        std::ptr::without_provenance_mut(self.0)
+    }
+}
 
 impl Device {
     /// All that this process sees, in the driver's order.
@@ -89,35 +96,11 @@ impl Device {
         Ok(*self.0.context.get_or_init(|| context))
     }
 
-    /// What a stream of it has been given until now.
-    ///
-    /// # Safety
-    ///
-    /// The stream must be one of this device's primary context.
-    #[expect(unsafe_code, reason = "a handle of the caller's")]
-    pub(super) unsafe fn now(&self, stream: Stream) -> Result<Event> {
-        let raw = std::ptr::without_provenance_mut(stream.0);
-        // SAFETY: as the caller says.
-        unsafe { Event::now(self.context()?, raw) }
-    }
-
     /// A stream of this library's own, on which nothing is on its way.
-    pub(super) fn lane(&self) -> Result<Lane> {
+    pub(super) fn lane(&self) -> Result<OwnLane> {
         let idle = self.lanes().pop();
-        idle.map_or_else(|| Lane::new(self.context()?), Ok)
-    }
-
-    /// Nothing is on its way on it any more.
-    pub(super) fn give_back(&self, lane: Lane) {
-        self.lanes().push(lane);
-    }
-
-    /// Does something on a stream of its own, which is done when this returns.
-    pub(super) fn with_lane<T>(&self, work: impl FnOnce(&Lane) -> Result<T>) -> Result<T> {
-        let lane = self.lane()?;
-        let done = work(&lane);
-        self.give_back(lane);
-        done
+        let lane = idle.map_or_else(|| Lane::new(self.context()?), Ok)?;
+        Ok(OwnLane { device: self.clone(), lane: Some(lane) })
     }
 
     fn lanes(&self) -> MutexGuard<'_, Vec<Lane>> {
@@ -140,6 +123,37 @@ impl Device {
             );
             Error::new(ErrorKind::Unsupported, text)
         })
+    }
+}
+
+/// A stream that nobody else uses meanwhile. All that was begun on it is done when it is dropped, and others may use it.
+pub(super) struct OwnLane {
+    device: Device,
+    /// There until it is dropped.
+    lane: Option<Lane>,
+}
+
+impl OwnLane {
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl Deref for OwnLane {
+    type Target = Lane;
+
+    fn deref(&self) -> &Lane {
+        self.lane.as_ref().expect("it is there until it is dropped")
+    }
+}
+
+impl Drop for OwnLane {
+    fn drop(&mut self) {
+        if let Some(lane) = self.lane.take() {
+            // Whatever has come of it: nothing is read or written any more when what that needs goes.
+            let _ = lane.finish();
+            self.device.lanes().push(lane);
+        }
     }
 }
 

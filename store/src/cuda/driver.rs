@@ -1,10 +1,12 @@
 //! The functions of the driver that are called, as safe as they can be made.
 #![expect(unsafe_code, reason = "the driver is a library of C")]
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
@@ -13,7 +15,7 @@ use tssd_format::{Loop, Runs};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What is called here: without one of them the driver is too old.
-const SYMBOLS: [&str; 26] = [
+const SYMBOLS: [&str; 27] = [
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",
@@ -25,6 +27,7 @@ const SYMBOLS: [&str; 26] = [
     "cuEventCreate",
     "cuEventDestroy_v2",
     "cuEventRecord",
+    "cuEventSynchronize",
     "cuGetErrorName",
     "cuGetErrorString",
     "cuInit",
@@ -123,11 +126,13 @@ impl Drop for Entered {
 pub(super) struct Event {
     context: Context,
     raw: sys::CUevent,
+    /// How often it was moved.
+    moved: AtomicU64,
 }
 
 // SAFETY: events are the process's, not a thread's.
 unsafe impl Send for Event {}
-// SAFETY: as above; nothing here changes one after it was recorded.
+// SAFETY: as above; the driver takes calls about one event from several threads.
 unsafe impl Sync for Event {}
 
 impl Event {
@@ -140,11 +145,44 @@ impl Event {
         let _entered = context.enter()?;
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let raw = result::event::create(flags).map_err(|error| failed("an event", error))?;
-        let event = Self { context, raw };
-        // SAFETY: the event is new, and the stream is one of the context, as the caller says.
-        let recorded = unsafe { result::event::record(raw, stream) };
-        recorded.map_err(|error| failed("an event", error))?;
+        let event = Self { context, raw, moved: AtomicU64::new(0) };
+        // SAFETY: as the caller says.
+        unsafe { event.record(stream)? };
         Ok(event)
+    }
+
+    /// Moves it to what the stream has been given until now. Who waits for it already waits for what it was.
+    ///
+    /// # Safety
+    ///
+    /// The stream must be one of its context.
+    pub(super) unsafe fn move_to_now(&self, stream: sys::CUstream) -> Result<()> {
+        let _entered = self.context.enter()?;
+        self.moved.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as the caller says.
+        unsafe { self.record(stream) }
+    }
+
+    /// # Safety
+    ///
+    /// The stream must be one of its context, which is this thread's.
+    unsafe fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the event was made here, and the stream is as the caller says.
+        let recorded = unsafe { result::event::record(self.raw, stream) };
+        recorded.map_err(|error| failed("an event", error))
+    }
+
+    /// Waits for it.
+    pub(super) fn wait(&self) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: it was made here.
+        let come = unsafe { result::event::synchronize(self.raw) };
+        come.map_err(|error| failed("copies", error))
+    }
+
+    /// What it is, until it is moved or gone.
+    fn name(&self) -> (usize, u64) {
+        (self.raw.addr(), self.moved.load(Ordering::Relaxed))
     }
 }
 
@@ -161,6 +199,8 @@ impl Drop for Event {
 pub(super) struct Lane {
     context: Context,
     raw: sys::CUstream,
+    /// The event that what comes next waits for already.
+    behind: Cell<Option<(usize, u64)>>,
 }
 
 // SAFETY: streams are the process's, not a thread's.
@@ -171,16 +211,23 @@ impl Lane {
         let _entered = context.enter()?;
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = result::stream::create(kind).map_err(|error| failed("a stream", error))?;
-        Ok(Self { context, raw })
+        Ok(Self { context, raw, behind: Cell::default() })
     }
 
-    /// What is copied from now on waits for an event.
+    /// What is copied from now on waits for an event, which must be there until [`Lane::finish`] has returned.
     pub(super) fn wait(&self, event: &Event) -> Result<()> {
+        // Most tensors of a state dict wait for one.
+        let name = event.name();
+        if self.behind.get() == Some(name) {
+            return Ok(());
+        }
         let _entered = self.context.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are there.
         let waited = unsafe { result::stream::wait_event(self.raw, event.raw, flags) };
-        waited.map_err(|error| failed("an event", error))
+        waited.map_err(|error| failed("an event", error))?;
+        self.behind.set(Some(name));
+        Ok(())
     }
 
     /// Copies memory of the device to the host's; returns when it is there.
@@ -189,15 +236,10 @@ impl Lane {
     ///
     /// From `source` on so many bytes must be memory of the device, which is not freed meanwhile.
     pub(super) unsafe fn read(&self, target: &mut [u8], source: u64) -> Result<()> {
-        let _entered = self.context.enter()?;
         // SAFETY: the source is as the caller says; the target is borrowed until the stream has done with it, below.
-        let copied = unsafe { result::memcpy_dtoh_async(target, source, self.raw) };
+        let begun = unsafe { self.start_read(target, source) };
         // Whatever has become of the copy, nobody writes there any more once this has returned.
-        // SAFETY: the stream is there.
-        let done = unsafe { result::stream::synchronize(self.raw) };
-        copied
-            .and(done)
-            .map_err(|error| failed(format_args!("a copy of {} bytes", target.len()), error))
+        self.finish().and(begun)
     }
 
     /// Copies memory of the host to the device's; returns when it is there.
@@ -206,14 +248,9 @@ impl Lane {
     ///
     /// From `target` on so many bytes must be memory of the device, which is not freed or used meanwhile.
     pub(super) unsafe fn write(&self, target: u64, source: &[u8]) -> Result<()> {
-        let _entered = self.context.enter()?;
         // SAFETY: the target is as the caller says; the source is borrowed until the stream has done with it, below.
-        let copied = unsafe { result::memcpy_htod_async(target, source, self.raw) };
-        // SAFETY: the stream is there.
-        let done = unsafe { result::stream::synchronize(self.raw) };
-        copied
-            .and(done)
-            .map_err(|error| failed(format_args!("a copy of {} bytes", source.len()), error))
+        let begun = unsafe { self.start_write(target, source) };
+        self.finish().and(begun)
     }
 }
 
@@ -265,6 +302,18 @@ impl Lane {
         begun.result().map_err(|error| failed(format_args!("a copy of {all} bytes"), error))
     }
 
+    /// Begins to copy memory of the device to the host's.
+    ///
+    /// # Safety
+    ///
+    /// As [`Lane::start_runs`], for so many bytes from `source` on; `target` must be there as long, and nobody's else.
+    pub(super) unsafe fn start_read(&self, target: &mut [u8], source: u64) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: as the caller says.
+        let begun = unsafe { result::memcpy_dtoh_async(target, source, self.raw) };
+        begun.map_err(|error| failed(format_args!("a copy of {} bytes", target.len()), error))
+    }
+
     /// Begins to copy memory of the host to the device's.
     ///
     /// # Safety
@@ -277,8 +326,15 @@ impl Lane {
         begun.map_err(|error| failed(format_args!("a copy of {} bytes", source.len()), error))
     }
 
+    /// What was begun until now.
+    pub(super) fn begun(&self) -> Result<Event> {
+        // SAFETY: the stream is one of this context.
+        unsafe { Event::now(self.context, self.raw) }
+    }
+
     /// Waits for all that was begun.
     pub(super) fn finish(&self) -> Result<()> {
+        self.behind.set(None);
         let _entered = self.context.enter()?;
         // SAFETY: the stream is there.
         let done = unsafe { result::stream::synchronize(self.raw) };

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Blob, Fill, Filled, Layout, Piece, Runs, StateDict, Tensor, Value};
 
+use super::device::OwnLane;
 use super::driver::{Lane, Source};
 use super::memory::DeviceMemory;
 use super::segment::DeviceSegment;
@@ -54,7 +55,7 @@ pub(crate) struct Filling {
 
 struct Begun {
     /// None once all is done.
-    lane: Option<Lane>,
+    lane: Option<OwnLane>,
     /// Whose bytes are being copied: they hold them.
     jobs: Vec<Fill>,
 }
@@ -123,12 +124,9 @@ impl Filling {
     /// Waits until all that has begun is there.
     pub(crate) fn finish(&self) -> Result<()> {
         let mut begun = self.begun();
-        let Some(lane) = &begun.lane else { return Ok(()) };
+        let Some(lane) = begun.lane.take() else { return Ok(()) };
         let finished = lane.finish();
         begun.jobs.clear();
-        if let Some(lane) = begun.lane.take() {
-            self.segment.device().give_back(lane);
-        }
         finished
     }
 }

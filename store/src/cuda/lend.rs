@@ -40,10 +40,9 @@ pub(crate) fn lend(layout: &Layout) -> Result<Result<Loan, String>> {
 fn settle(layout: &Layout) -> Result<()> {
     let memories: Vec<&DeviceMemory> = layout.elsewhere().filter_map(device_memory).collect();
     let Some(first) = memories.first() else { return Ok(()) };
-    first.device().with_lane(|lane| {
-        memories.iter().try_for_each(|memory| memory.settle(lane))?;
-        lane.finish()
-    })
+    let lane = first.device().lane()?;
+    memories.iter().try_for_each(|memory| memory.settle(&lane))?;
+    lane.finish()
 }
 
 #[derive(Default)]

@@ -9,8 +9,9 @@ use std::{fmt, io};
 use bytes::Bytes;
 use tssd_format::Blob;
 
-use super::device::{Device, Stream};
+use super::device::{Device, OwnLane, Stream};
 use super::driver::{Event, Lane, Source};
+use super::moments::Moments;
 use super::pinned;
 use super::segment::DeviceSegment;
 use crate::error::{Error, Result};
@@ -27,7 +28,7 @@ pub struct DeviceMemory {
     pointer: u64,
     len: u64,
     /// What must have happened before a byte is touched.
-    ready: Event,
+    ready: Arc<Event>,
     copied: Arc<Mutex<Copied>>,
     _owner: Box<dyn Send + Sync>,
 }
@@ -95,11 +96,18 @@ impl DeviceMemory {
         stream: Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Self> {
-        let device = Device::of(pointer)?;
         // SAFETY: as the caller says.
-        let ready = unsafe { device.now(stream)? };
-        let copied = Arc::default();
-        Ok(Self { device, pointer, len, ready, copied, _owner: Box::new(owner) })
+        unsafe { Moments::default().memory(pointer, len, stream, owner) }
+    }
+
+    /// So many bytes of a device from a pointer on, which are there when an event has come.
+    pub(super) fn of(
+        device: Device,
+        (pointer, len): (u64, u64),
+        ready: Arc<Event>,
+        owner: impl Send + Sync + 'static,
+    ) -> Self {
+        Self { device, pointer, len, ready, copied: Arc::default(), _owner: Box::new(owner) }
     }
 
     /// The device.
@@ -151,6 +159,33 @@ impl DeviceMemory {
         Ok(place)
     }
 
+    /// Whether its device copies from and to memory of the host by itself: that is pinned, if it can be.
+    pub(super) fn pins(&self, host: &[u8]) -> bool {
+        let context = self.device.context();
+        context.is_ok_and(|context| pinned::pin(context, addresses(host)).is_ok())
+    }
+
+    /// Begins to copy bytes from an offset on to memory of the host that is pinned.
+    ///
+    /// # Safety
+    ///
+    /// Until [`Lane::finish`] has returned, or an event that comes after this, this and the target must be there, and
+    /// nobody may look at the target.
+    pub(super) unsafe fn start_read(
+        &self,
+        lane: &Lane,
+        offset: u64,
+        target: &mut [u8],
+    ) -> Result<()> {
+        let len = u64::try_from(target.len()).unwrap_or(u64::MAX);
+        let source = self.begins(offset, len)?;
+        self.settle(lane)?;
+        // SAFETY: so many bytes are there, as proven; the rest is as the caller says.
+        unsafe { lane.start_read(target, source)? };
+        self.counts().pinned += len;
+        Ok(())
+    }
+
     /// Copies from or to memory of the host, which is pinned first if it can be.
     fn copy(&self, host: Range<usize>, copy: impl FnOnce(&Lane) -> Result<()>) -> io::Result<()> {
         if host.is_empty() {
@@ -159,8 +194,8 @@ impl DeviceMemory {
         let bytes = u64::try_from(host.len()).map_err(io::Error::other)?;
         let context = self.device.context().map_err(io::Error::other)?;
         let pinned = pinned::pin(context, host);
-        let copy = |lane: &Lane| lane.wait(&self.ready).and_then(|()| copy(lane));
-        self.device.with_lane(copy).map_err(io::Error::other)?;
+        let lane = self.device.lane().map_err(io::Error::other)?;
+        self.settle(&lane).and_then(|()| copy(&lane)).map_err(io::Error::other)?;
         match pinned {
             Ok(()) => self.counts().pinned += bytes,
             Err(why) => self.counts().paged(bytes, why),
@@ -202,8 +237,7 @@ impl DeviceMemory {
             return segment.map(Straight::Device);
         }
         let bytes = source.bytes()?;
-        let is_pinned = pinned::pin(self.device.context().ok()?, addresses(bytes)).is_ok();
-        is_pinned.then_some(Straight::Pinned(bytes))
+        self.pins(bytes).then_some(Straight::Pinned(bytes))
     }
 
     /// Begins to copy from there.
@@ -213,10 +247,9 @@ impl DeviceMemory {
         copies: &[BlobCopy<'_>],
         under_way: &mut UnderWay<'_>,
     ) -> io::Result<()> {
-        let is_ours = |coming: &OnLane| coming.device == self.device;
-        let coming = under_way.of(is_ours, || OnLane::new(&self.device))?;
-        let lane = coming.lane.as_ref().expect("it is not done");
-        lane.wait(&self.ready).map_err(io::Error::other)?;
+        let is_ours = |lane: &OwnLane| *lane.device() == self.device;
+        let lane = under_way.of(is_ours, || self.device.lane().map_err(io::Error::other))?;
+        self.settle(lane).map_err(io::Error::other)?;
         for BlobCopy { source: offset, target, runs } in copies {
             let from = source.at(*offset, runs.source_span()).map_err(io::Error::other)?;
             let span = usize::try_from(runs.target_span()).map_err(io::Error::other)?;
@@ -234,37 +267,9 @@ impl DeviceMemory {
     }
 }
 
-/// Copies that have begun on a stream.
-struct OnLane {
-    device: Device,
-    /// None once they are done.
-    lane: Option<Lane>,
-}
-
-impl OnLane {
-    fn new(device: &Device) -> io::Result<Self> {
-        let lane = device.lane().map_err(io::Error::other)?;
-        Ok(Self { device: device.clone(), lane: Some(lane) })
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        let Some(lane) = self.lane.take() else { return Ok(()) };
-        let finished = lane.finish();
-        self.device.give_back(lane);
-        finished
-    }
-}
-
-impl Coming for OnLane {
-    fn wait(mut self: Box<Self>) -> io::Result<()> {
+impl Coming for OwnLane {
+    fn wait(self: Box<Self>) -> io::Result<()> {
         self.finish().map_err(io::Error::other)
-    }
-}
-
-impl Drop for OnLane {
-    fn drop(&mut self) {
-        // Nothing reads or writes the memory any more when it is not borrowed any more.
-        let _ = self.finish();
     }
 }
 

@@ -5,7 +5,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::device::Device;
-use super::driver::Lane;
 use super::legacy::Borrowed;
 use super::virtual_memory::{self, Mapped};
 use crate::error::{Error, ErrorKind, Result};
@@ -76,9 +75,8 @@ impl DeviceSegment {
     pub(crate) fn read(&self, target: &mut [u8], offset: u64) -> Result<()> {
         let len = u64::try_from(target.len()).unwrap_or(u64::MAX);
         let source = self.place(offset, len)?;
-        self.device.with_lane(|lane: &Lane| {
-            // SAFETY: so many bytes are there, as proven, as long as this is, and nobody writes them: a lease holds them.
-            unsafe { lane.read(target, source) }
-        })
+        let lane = self.device.lane()?;
+        // SAFETY: so many bytes are there, as proven, as long as this is, and nobody writes them: a lease holds them.
+        unsafe { lane.read(target, source) }
     }
 }

@@ -12,11 +12,11 @@ use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
 use crate::controller::{Committed, Contribution, OnDevice, Proposal, Storing};
-use crate::cuda::{DeviceSegment, Filling};
+use crate::cuda::{Arriving, DeviceSegment, Filling, Landing};
 use crate::environment::{pause, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability};
-use crate::volume::{HEAD_BYTES, HEAD_LEN, Part, split};
+use crate::volume::{HEAD_BYTES, HEAD_LEN, Part, slices, split};
 use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room, SharedSegment};
 
 /// How often memory of a GPU is asked for that has none left.
@@ -30,6 +30,8 @@ pub(super) struct RemoteContribution {
     file_len: usize,
     memory: Memory,
     device: Option<DeviceRoom>,
+    /// What comes to the segment from GPUs.
+    arriving: Arriving,
     /// For how long others are waited for.
     timeout: Duration,
     /// Whether it goes on to a bucket.
@@ -67,6 +69,7 @@ impl RemoteContribution {
             file_len: 0,
             memory: Memory::None,
             device: None,
+            arriving: Arriving::default(),
             timeout: proposal.timeout,
             is_stored: proposal.durability == Durability::Object,
             owed,
@@ -187,14 +190,15 @@ impl Contribution for RemoteContribution {
     }
 
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
-        let memory = match &mut self.memory {
+        let (memory, is_shared) = match &mut self.memory {
             Memory::None => return Vec::new(),
-            Memory::Own(bytes) | Memory::Sent(bytes) => bytes,
-            Memory::Segment(_, map) => map.range_mut(0..self.file_len),
+            Memory::Own(bytes) | Memory::Sent(bytes) => (bytes.as_mut_slice(), false),
+            Memory::Segment(_, map) => (map.range_mut(0..self.file_len), true),
         };
         match &self.device {
-            None => split(memory, lens),
             Some(device) => device.parts(memory, lens),
+            None if is_shared => of_segment(memory, &self.arriving, lens),
+            None => split(memory, lens),
         }
     }
 
@@ -249,6 +253,39 @@ impl Contribution for RemoteContribution {
             Err(reason) if error.refusal().is_none() && reason.refusal().is_some() => reason,
             _ => error,
         }
+    }
+}
+
+/// Parts of a segment of the host's memory, of these lengths.
+fn of_segment<'a>(
+    memory: &'a mut [u8],
+    arriving: &'a Arriving,
+    lens: &[u64],
+) -> Vec<Box<dyn Part + 'a>> {
+    let part = |memory| OfSegment { landing: Landing::new(memory), arriving };
+    slices(memory, lens).map(|memory| Box::new(part(memory)) as Box<dyn Part>).collect()
+}
+
+/// A part that GPUs write to by themselves.
+struct OfSegment<'a> {
+    landing: Landing<'a>,
+    arriving: &'a Arriving,
+}
+
+impl Part for OfSegment<'_> {
+    fn begin(&mut self, job: &Fill) -> Result<()> {
+        self.landing.begin(job, self.arriving)
+    }
+
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        let (memory, is_there) = self.landing.land()?;
+        let filled = if is_there { job.complete(memory) } else { job.run(memory) };
+        filled.map_err(|error| Error::request("fill", error))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let (mut memory, _) = self.landing.land()?;
+        Part::write(&mut memory, bytes)
     }
 }
 

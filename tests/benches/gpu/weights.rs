@@ -54,16 +54,17 @@ impl Weights {
     /// As a state dict.
     pub(crate) fn dict(&self, caller: &Caller) -> StateDict {
         let mut dict = StateDict::new();
-        for (name, meta, allocation) in &self.tensors {
-            let tensor = Tensor::new(meta.clone(), caller.storage(allocation), 0).unwrap();
-            dict.insert(name.as_str(), tensor);
+        for ((name, meta, _), storage) in
+            self.tensors.iter().zip(caller.storages(self.allocations()))
+        {
+            dict.insert(name.as_str(), Tensor::new(meta.clone(), storage, 0).unwrap());
         }
         dict
     }
 
     /// As memory that may be filled.
     pub(crate) fn memories(&self, caller: &Caller) -> Vec<DeviceMemory> {
-        self.allocations().map(|allocation| caller.memory(allocation)).collect()
+        caller.memories(self.allocations())
     }
 
     /// The same as targets.

@@ -518,6 +518,17 @@ pub extern "C" fn tssd_fake_cuda_copied(is_registered: bool) -> u64 {
     counted.load(std::sync::atomic::Ordering::Relaxed)
 }
 
+/// No function of the real one: how many events were made, and how often somebody has waited for an event or a stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn tssd_fake_cuda_events() -> u64 {
+    stream::EVENTS_MADE.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn tssd_fake_cuda_waits() -> u64 {
+    stream::WAITED.load(std::sync::atomic::Ordering::Relaxed)
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) -> CUresult {
     // SAFETY: it is the caller's.

@@ -129,6 +129,10 @@ pub(crate) fn destroy(stream: *mut c_void) -> Result<(), Code> {
 /// How many bytes were copied from and to memory of the host that is registered, and that is not.
 pub(crate) static COPIED: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
+/// How often somebody has waited, and how many events were made.
+pub(crate) static WAITED: AtomicU64 = AtomicU64::new(0);
+pub(crate) static EVENTS_MADE: AtomicU64 = AtomicU64::new(0);
+
 pub(crate) fn copy(
     stream: *mut c_void,
     target: Side,
@@ -197,6 +201,7 @@ fn now(stream: *mut c_void) -> Result<Arc<Moment>, Code> {
 }
 
 pub(crate) fn settle(stream: *mut c_void) -> Result<(), Code> {
+    WAITED.fetch_add(1, Ordering::Relaxed);
     now(stream)?.wait();
     Ok(())
 }
@@ -216,6 +221,7 @@ pub(crate) fn query(stream: *mut c_void) -> Result<(), Code> {
 
 pub(crate) fn create_event() -> Result<*mut c_void, Code> {
     crate::context::device()?;
+    EVENTS_MADE.fetch_add(1, Ordering::Relaxed);
     let (number, handle) = handle();
     held(&EVENTS).insert(number, None);
     Ok(handle)
@@ -246,6 +252,7 @@ pub(crate) fn query_event(event: *mut c_void) -> Result<(), Code> {
 }
 
 pub(crate) fn settle_event(event: *mut c_void) -> Result<(), Code> {
+    WAITED.fetch_add(1, Ordering::Relaxed);
     if let Some(moment) = moment(event)? {
         moment.wait();
     }

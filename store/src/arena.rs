@@ -10,5 +10,7 @@ mod segment;
 mod volume;
 
 pub(crate) use pool::{Exhausted, Hollow, PeerId, Pool, SegmentId, Shared, Span, Spare, Writing};
+#[cfg(test)]
+pub(crate) use segment::create;
 pub(crate) use segment::{ReadMap, WriteMap, check_lent, check_shared};
 pub(crate) use volume::ArenaVolume;

@@ -18,8 +18,8 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result, causes};
+use crate::work::pause;
 
 /// A request may take so long, its bytes included: many share a line that may be slow.
 const REQUEST: &str = "2 minutes";

@@ -27,7 +27,6 @@ pub(crate) use self::tree::choose_writer;
 use self::way::{Way, leaves};
 use self::wishes::{Wish, Wishes};
 use crate::controller::{Controller, Got};
-use crate::environment::in_place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, VersionId};
 use crate::parallel;
@@ -37,6 +36,7 @@ use crate::route::Transport;
 use crate::store::Store;
 use crate::version::{OpenVersion, Tally};
 use crate::volume::{Job, Proof};
+use crate::work::in_place;
 
 /// How a state dict is read. The default reads the newest version, whole.
 #[derive(Clone, Debug, Default)]

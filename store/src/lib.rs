@@ -43,6 +43,7 @@ mod remote;
 mod socket;
 #[cfg(target_os = "linux")]
 mod wire;
+mod work;
 
 // What is done.
 mod controller;

@@ -22,9 +22,9 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::credentials::Credentials;
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::route::{Route, Transport};
+use crate::work::wait;
 
 /// A connection that sends nothing for this time while it owes something is lost, and so is one whose
 /// peer's host does not acknowledge for so long.

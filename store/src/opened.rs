@@ -9,13 +9,13 @@ use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Tensor, Value,
 };
 
-use crate::environment::wait;
 use crate::error::{Error, Result};
 use crate::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::ledger::VersionId;
 use crate::private::Private;
 use crate::store::Store;
 use crate::version::{OpenVersion, Tally};
+use crate::work::wait;
 
 /// A version that stays there while it is read: see [`Store::open`].
 pub struct Opened {

@@ -1,5 +1,6 @@
 //! Jobs on all cores.
 
+use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -29,19 +30,36 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
+    map_ahead(jobs, (0, |_: &mut J| Ok(())), work)
+}
+
+/// The same, where something of so many of the next jobs has begun already, in their order and one after the other, when
+/// one is run.
+pub(crate) fn map_ahead<J: Send, R: Send, E: Send>(
+    jobs: Vec<J>,
+    (ahead, begin): (usize, impl Fn(&mut J) -> Result<(), E> + Sync),
+    work: impl Fn(J) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E> {
     let threads = if jobs.len() > 1 { cores().min(jobs.len()) } else { 1 };
-    if threads <= 1 {
-        return jobs.into_iter().map(work).collect();
-    }
     let count = jobs.len();
-    let queue = Mutex::new(jobs.into_iter().enumerate());
+    let queue = Mutex::new((jobs.into_iter(), VecDeque::with_capacity(ahead), 0..));
+    let next = || {
+        let (jobs, begun, places) = &mut *queue.lock().expect("no job panics while it begins");
+        while begun.len() < ahead
+            && let Some(mut job) = jobs.next()
+        {
+            let started = begin(&mut job).map(|()| job);
+            begun.push_back(started);
+        }
+        let job = begun.pop_front().or_else(|| jobs.next().map(Ok))?;
+        Some((places.next()?, job))
+    };
     let failed = AtomicBool::new(false);
     let results = Mutex::new(Vec::with_capacity(count));
     let run = || {
         while !failed.load(Ordering::Relaxed) {
-            let next = queue.lock().expect("no job panics while it holds the queue").next();
-            let Some((place, job)) = next else { break };
-            let result = work(job);
+            let Some((place, job)) = next() else { break };
+            let result = job.and_then(&work);
             failed.fetch_or(result.is_err(), Ordering::Relaxed);
             results.lock().expect("no job panics while it holds the results").push((place, result));
         }
@@ -56,4 +74,63 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     let mut results = results.into_inner().expect("all threads have ended well");
     results.sort_unstable_by_key(|(place, _)| *place);
     results.into_iter().map(|(_, result)| result).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    const JOBS: usize = 200;
+
+    #[test]
+    fn results_are_in_the_order_of_the_jobs() {
+        for jobs in [0, 1, JOBS] {
+            let doubled: Result<Vec<_>, ()> = map((0..jobs).collect(), |job| Ok(2 * job));
+            assert_eq!(doubled, Ok((0..jobs).map(|job| 2 * job).collect()));
+        }
+    }
+
+    #[test]
+    fn jobs_begin_in_order_and_not_more_of_them_than_are_wanted_ahead() {
+        for ahead in [0, 1, 8, 2 * JOBS] {
+            let (begun, taken) = (Mutex::new(Vec::new()), AtomicUsize::new(0));
+            let begin = |job: &mut (usize, bool)| {
+                job.1 = true;
+                let mut begun = begun.lock().unwrap();
+                begun.push(job.0);
+                // Each thread may have taken one that it has not counted yet.
+                assert!(begun.len() <= taken.load(Ordering::SeqCst) + ahead + cores());
+                Ok::<(), ()>(())
+            };
+            let jobs = (0..JOBS).map(|job| (job, false)).collect();
+            let work = |(job, has_begun): (usize, bool)| {
+                taken.fetch_add(1, Ordering::SeqCst);
+                assert_eq!(has_begun, ahead > 0);
+                // All that are to be ahead of it have begun, and it is none of them any more.
+                let wanted = if ahead > 0 { (job + ahead).min(JOBS) } else { 0 };
+                assert!(begun.lock().unwrap().len() >= wanted, "{job}");
+                Ok(job)
+            };
+            let done = map_ahead(jobs, (ahead, begin), work);
+            assert_eq!(done, Ok((0..JOBS).collect()));
+            let all = if ahead > 0 { (0..JOBS).collect() } else { Vec::new() };
+            assert_eq!(*begun.lock().unwrap(), all);
+        }
+    }
+
+    #[test]
+    fn what_cannot_begin_is_an_error_when_its_turn_has_come() {
+        let (begin, worked) =
+            (|job: &mut usize| if *job < 5 { Ok(()) } else { Err(*job) }, Mutex::new(Vec::new()));
+        let work = |job: usize| {
+            worked.lock().unwrap().push(job);
+            Ok(job)
+        };
+        assert_eq!(map_ahead((0..JOBS).collect(), (8, begin), work), Err(5));
+        let mut worked = worked.into_inner().unwrap();
+        worked.sort_unstable();
+        assert_eq!(worked, (0..5).collect::<Vec<_>>());
+    }
 }

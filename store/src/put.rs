@@ -23,13 +23,14 @@ pub(crate) use self::role::Role;
 use crate::controller::{
     Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
 };
-use crate::environment::{BRIEF, at_once, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
 use crate::route::{Route, Transport};
+use crate::volume::Part;
+use crate::work::{BRIEF, at_once, wait};
 
 /// How a state dict is put. The default suits one writer.
 #[derive(Clone, Debug)]
@@ -396,11 +397,14 @@ pub(crate) async fn write(
     layout: Layout,
     (is_stored, is_seen): (bool, bool),
 ) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
-    let is_in_memory = contribution.is_in_memory() && layout.elsewhere().next().is_none();
-    let is_brief = is_in_memory && layout.file_len() <= BRIEF;
+    let is_here = layout.elsewhere().next().is_none();
+    let is_brief = is_here && contribution.is_in_memory() && layout.file_len() <= BRIEF;
     let work = move || {
-        let written =
-            if is_stored { sum(&layout, is_seen) } else { store(&mut *contribution, &layout) };
+        let written = if is_stored {
+            sum(&layout, is_seen)
+        } else {
+            store(&mut *contribution, &layout, if is_here { 0 } else { AHEAD })
+        };
         Ok((contribution, written))
     };
     if is_brief { at_once(work) } else { wait(work).await }
@@ -441,19 +445,21 @@ fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
     draft.place(packed).map_err(failed)
 }
 
+/// Of so many jobs the copies that GPUs make by themselves have begun when one is summed: 32 MiB, which take a millisecond,
+/// and a stream that is given much more makes whoever gives it wait.
+const AHEAD: usize = 8;
+
 /// Writes an archive into the room that is reserved for it; returns its digest.
-fn store(contribution: &mut dyn Contribution, layout: &Layout) -> Result<Digest> {
+fn store(contribution: &mut dyn Contribution, layout: &Layout, ahead: usize) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
     lens.push(layout.file_len() - layout.index_off());
     let mut parts = contribution.parts(&lens);
     let mut tail_part = parts.pop().expect("the tail is a part");
-    let mut work: Vec<_> = jobs.iter().zip(parts).collect();
-    if layout.elsewhere().next().is_some() {
-        work.iter_mut().try_for_each(|(job, part)| part.begin(job))?;
-    }
-    let filled = parallel::map(work, |(job, mut part)| part.fill(job))?;
+    let work = jobs.iter().zip(parts).collect();
+    let begin = |(job, part): &mut (&Fill, Box<dyn Part + '_>)| part.begin(job);
+    let filled = parallel::map_ahead(work, (ahead, begin), |(job, mut part)| part.fill(job))?;
     let tail = seal(layout, filled)?;
     tail_part.write(&tail)?;
     Ok(digest(&tail))

@@ -28,7 +28,6 @@ pub(crate) use self::start::join;
 use crate::controller::{
     self, Catalog, Controller, Following, Got, Located, Proposal, VersionInfo,
 };
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
@@ -41,6 +40,7 @@ use crate::wire::{
     Archives, Begin, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply, Request,
     Unread,
 };
+use crate::work::wait;
 
 /// A call whose answer does not come within this time, beyond what it waits for, has failed.
 const PATIENCE: Duration = Duration::from_mins(1);

@@ -40,6 +40,10 @@ fn runtime_folder() -> PathBuf {
 /// Makes the folder, or proves that it is ours and nobody else's.
 fn prepare(folder: &Path) -> io::Result<()> {
     match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let text = "there is no folder for it: XDG_RUNTIME_DIR, if it is set, must name one that is there";
+            return Err(io::Error::new(error.kind(), text));
+        }
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }

@@ -12,7 +12,6 @@ use tracing::Instrument;
 use tssd_format::{Region, ShardPlace, StateDict, Tensor};
 
 use crate::controller::{Controller, Located, VersionInfo};
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::follow::Follower;
 use crate::get::{GetOptions, GetReport, PlanCache, Read, Target, fill};
@@ -24,6 +23,7 @@ use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
 use crate::ring::{self, Receiver};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
+use crate::work::wait;
 
 pub use self::connect::ConnectOptions;
 pub use self::subscription::Subscription;

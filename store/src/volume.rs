@@ -156,7 +156,7 @@ pub(crate) trait Reservation: Send {
 
 /// A part of a blob that is being written.
 pub(crate) trait Part: Send {
-    /// Begins what can be begun of a job that is run then, before any other one of them is.
+    /// Begins ahead what of a job can be. [`fill`](Self::fill) is called with the same job later.
     fn begin(&mut self, _job: &Fill) -> Result<()> {
         Ok(())
     }

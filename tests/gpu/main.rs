@@ -69,7 +69,8 @@ const ALL: &[&str] = &[
     "put::bytes",
     "put::the",
     "put::memory",
-    "put::many",
+    "put::many_chunks",
+    "put::many_tensors",
     "ring::",
     "snapshot::",
 ];

@@ -234,8 +234,9 @@ fn copied() -> Option<[u64; 2]> {
     Some([copied(true), copied(false)])
 }
 
-/// How many events the driver without a GPU has made, and how often it was waited for one, or for a stream.
-fn events_and_waits() -> Option<[u64; 2]> {
+/// How many events the driver without a GPU has made, how often it was waited for one, or for a stream, and how often
+/// somebody has copied.
+fn calls() -> Option<[u64; 3]> {
     type Count = extern "C" fn() -> u64;
     // SAFETY: the driver was loaded before.
     let library = unsafe { cudarc::driver::sys::culib() };
@@ -244,14 +245,78 @@ fn events_and_waits() -> Option<[u64; 2]> {
         let count = unsafe { library.get::<Count>(name) }.ok()?;
         Some(count())
     };
-    Some([count(b"tssd_fake_cuda_events")?, count(b"tssd_fake_cuda_waits")?])
+    let names: [&[u8]; 3] =
+        [b"tssd_fake_cuda_events", b"tssd_fake_cuda_waits", b"tssd_fake_cuda_copies"];
+    let [events, waits, copies] = names.map(count);
+    Some([events?, waits?, copies?])
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn many_chunks_of_a_tensor_are_copied_at_once() {
+    const LEN: usize = 64 << 20;
+    for ordinal in 0..devices().len() {
+        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (store, own) = (served.connect(), caller.allocate(LEN));
+        let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
+        // Within the device at once; to the host in pieces of 4 MiB, which are looked at while others come.
+        for (residency, most) in [(Residency::Device, 4), (Residency::Host, 20)] {
+            caller.write(&own, &pattern(most, LEN));
+            let before = calls();
+            let mut dict = StateDict::new();
+            dict.insert("weight", Tensor::new(meta.clone(), caller.storage(&own), 0).unwrap());
+            let options = PutOptions { residency, ..PutOptions::default() };
+            store.put_state_dict(&key(), &dict, &options).unwrap();
+            if let (Some(before), Some(after)) = (before, calls()) {
+                let copies = after[2] - before[2];
+                assert!(copies <= most, "{residency:?}: {copies} copies");
+            }
+            let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+            let Value::Tensor(found) = found.leaf("weight").unwrap().clone() else {
+                panic!("a tensor")
+            };
+            assert!(found.to_memory().unwrap().view().span()[..] == pattern(most, LEN));
+        }
+    }
+}
+
+/// Gather, put, flush: what comes in turn waits for what was given in turn, whatever the driver calls the events.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_published_in_turn_is_what_was_there_when_the_stream_was_done() {
+    const LEN: usize = 1 << 20;
+    for ordinal in 0..devices().len() {
+        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (store, own) = (served.connect(), caller.allocate(LEN));
+        for residency in [Residency::Host, Residency::Device] {
+            let options = PutOptions { residency, ..PutOptions::default() };
+            let mut publisher = store.publish(&key(), &options, 1 << 30).unwrap();
+            for part in 0..8 {
+                caller.stall(&own);
+                caller.fill(&own, pattern(part, LEN));
+                let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
+                let tensor = Tensor::new(meta, caller.storage(&own), 0).unwrap();
+                publisher.add(format!("{part}"), tensor).unwrap();
+                publisher.flush().unwrap();
+            }
+            publisher.finish().unwrap();
+            let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+            for part in 0..8 {
+                let Value::Tensor(found) = found.leaf(&format!("{part}")).unwrap().clone() else {
+                    panic!("a tensor")
+                };
+                let found = found.to_memory().unwrap();
+                assert!(found.view().span()[..] == pattern(part, LEN), "{residency:?}: {part}");
+            }
+        }
+    }
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
     const LEN: usize = 4096;
-    const TENSORS: u64 = 2000;
+    const TENSORS: u64 = 500;
     for ordinal in 0..devices().len() {
         let caller = Caller::new(ordinal);
         let own: Vec<_> = (0..TENSORS).map(|_| caller.allocate(LEN)).collect();
@@ -265,7 +330,7 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
             for (number, allocation) in (0..).zip(&own) {
                 caller.fill(allocation, pattern(step as u64 * TENSORS + number, LEN));
             }
-            let before = events_and_waits();
+            let before = calls();
             let mut dict = StateDict::new();
             for (number, storage) in caller.storages(&own).into_iter().enumerate() {
                 dict.insert(format!("{number}"), Tensor::new(meta.clone(), storage, 0).unwrap());
@@ -279,7 +344,7 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
             });
             let mut targets: Vec<Target<'_>> = targets.collect();
             store.get_state_dict_into(&key(), &mut targets, &GetOptions::default()).unwrap();
-            if let (Some(before), Some(after)) = (before, events_and_waits()) {
+            if let (Some(before), Some(after)) = (before, calls()) {
                 let [events, waits] = [after[0] - before[0], after[1] - before[1]];
                 // One for all that is put, one for all that is filled, and for each 4 MiB one more.
                 assert!(events <= 6 && waits <= 8, "{residency:?}: {events} events, {waits} waits");

@@ -132,6 +132,16 @@ fn why_a_daemon_could_not_be_started_is_told() {
 }
 
 #[test]
+fn a_runtime_folder_that_is_not_there_is_told() {
+    let runtime = Runtime::new();
+    let mut command = runtime.command(&binary(), &["ls"]);
+    let output = command.env("XDG_RUNTIME_DIR", runtime.0.path().join("gone")).output().unwrap();
+    let error = text(&output.stderr);
+    assert!(!output.status.success());
+    assert!(error.contains("gone/tssd") && error.contains("XDG_RUNTIME_DIR"), "{error}");
+}
+
+#[test]
 fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");

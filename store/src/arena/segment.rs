@@ -26,7 +26,7 @@ const SEALS: SealFlags =
 const LEN_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// New memory of this many bytes, which its owner alone may open again.
-pub(super) fn create(capacity: u64) -> io::Result<OwnedFd> {
+pub(crate) fn create(capacity: u64) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
     let memory = match rustix::fs::memfd_create("tssd", flags) {
         // Kernels before 6.3 do not know that flag.

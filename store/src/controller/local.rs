@@ -24,7 +24,7 @@ use self::sessions::Session;
 use super::folder::{archives, folder, locate};
 use super::keepers::{Everyone, Keepers};
 use super::{Begun, Controller, Located, Place, Proposal};
-use crate::environment::{BRIEF, Environment, at_once, wait};
+use crate::environment::Environment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
@@ -36,6 +36,7 @@ use crate::route::Route;
 use crate::status::DaemonStatus;
 use crate::sync::{Mutex, MutexGuard, OnceCell};
 use crate::volume::Volume;
+use crate::work::{BRIEF, at_once, wait};
 
 /// How often a read starts anew because the version it was about to open is deleted.
 const OPEN_TRIES: u32 = 16;

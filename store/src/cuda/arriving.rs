@@ -76,15 +76,36 @@ impl Drop for Landing<'_> {
 
 /// All that a job has elsewhere, if it is on devices that copy it to the memory by themselves, and there is some.
 fn pieces_of<'a>(job: &'a Fill, part: &[u8]) -> Option<Vec<Piece<'a>>> {
-    let mut pieces: Vec<Option<Piece<'a>>> = Vec::new();
+    let mut pieces: Option<Vec<Piece<'a>>> = Some(Vec::new());
+    // That it is pinned holds for all devices.
+    let mut is_pinned = None;
     let start = job.range().start;
     job.elsewhere(|at, blob, bytes| {
-        let memory = device_memory(blob).filter(|memory| memory.pins(part));
+        let Some(found) = &mut pieces else { return };
+        let Some(memory) = device_memory(blob) else { return pieces = None };
+        if !*is_pinned.get_or_insert_with(|| memory.pins(part)) {
+            return pieces = None;
+        }
         let place = native(at - start)..native(at - start + (bytes.end - bytes.start));
-        pieces.push(memory.map(|memory| Piece { memory, offset: bytes.start, place }));
+        match found.last_mut() {
+            // Chunks of one tensor are copied at once.
+            Some(last) if last.is_before(memory, bytes.start, place.start) => {
+                last.place.end = place.end;
+            }
+            _ => found.push(Piece { memory, offset: bytes.start, place }),
+        }
     });
-    let pieces: Option<Vec<_>> = pieces.into_iter().collect();
     pieces.filter(|pieces| !pieces.is_empty())
+}
+
+impl Piece<'_> {
+    /// Whether what is there goes on with what is here.
+    fn is_before(&self, memory: &DeviceMemory, offset: u64, place: usize) -> bool {
+        let len = u64::try_from(self.place.len()).unwrap_or(u64::MAX);
+        std::ptr::eq(self.memory, memory)
+            && self.offset.checked_add(len) == Some(offset)
+            && self.place.end == place
+    }
 }
 
 /// Begins to copy the pieces. Returns what comes when they are there.

@@ -150,9 +150,10 @@ impl Deref for OwnLane {
 impl Drop for OwnLane {
     fn drop(&mut self) {
         if let Some(lane) = self.lane.take() {
-            // Whatever has come of it: nothing is read or written any more when what that needs goes.
-            let _ = lane.finish();
-            self.device.lanes().push(lane);
+            // Nothing is read or written any more when what that needs goes. One that has failed is not used again.
+            if lane.finish().is_ok() {
+                self.device.lanes().push(lane);
+            }
         }
     }
 }

@@ -15,7 +15,7 @@ use tssd_format::{Loop, Runs};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What is called here: without one of them the driver is too old.
-const SYMBOLS: [&str; 27] = [
+const SYMBOLS: [&str; 28] = [
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",
@@ -43,6 +43,7 @@ const SYMBOLS: [&str; 27] = [
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// What this machine lacks.
@@ -102,32 +103,49 @@ impl Context {
         unsafe { result::primary_ctx::retain(device) }.map(Self)
     }
 
-    /// Makes it this thread's, until the guard is dropped: whatever the caller has chosen is so again then.
+    /// Makes it this thread's, until the guard is dropped: whatever the caller has chosen is so again then. Meanwhile
+    /// nobody minds what is called here: others may be capturing a graph, which forbids waiting to all threads that have
+    /// not said that they know what they do.
     pub(super) fn enter(self) -> Result<Entered> {
         // SAFETY: it was retained, and never is released.
         let entered = unsafe { sys::cuCtxPushCurrent_v2(self.0) }.result();
         entered.map_err(|error| failed("a context", error))?;
-        Ok(Entered(PhantomData))
+        let mut capture = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: there is room for a mode, which comes back below.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut capture) };
+        let capture = exchanged.result().ok().map(|()| capture);
+        Ok(Entered { capture, _thread: PhantomData })
     }
 }
 
 /// A context is this thread's.
-pub(super) struct Entered(PhantomData<*const ()>);
+pub(super) struct Entered {
+    /// What it minded before.
+    capture: Option<sys::CUstreamCaptureMode>,
+    _thread: PhantomData<*const ()>,
+}
 
 impl Drop for Entered {
     fn drop(&mut self) {
+        if let Some(mut capture) = self.capture {
+            // SAFETY: there is room for a mode.
+            let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut capture) };
+        }
         let mut context = std::ptr::null_mut();
         // SAFETY: this thread has pushed it, and there is room for one.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
 
+/// How many moments there were.
+static MOMENTS: AtomicU64 = AtomicU64::new(0);
+
 /// A moment in the work that a device is given.
 pub(super) struct Event {
     context: Context,
     raw: sys::CUevent,
-    /// How often it was moved.
-    moved: AtomicU64,
+    /// Which of all moments it is: no other one has this number, whatever the driver calls the event.
+    number: AtomicU64,
 }
 
 // SAFETY: events are the process's, not a thread's.
@@ -145,7 +163,7 @@ impl Event {
         let _entered = context.enter()?;
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let raw = result::event::create(flags).map_err(|error| failed("an event", error))?;
-        let event = Self { context, raw, moved: AtomicU64::new(0) };
+        let event = Self { context, raw, number: AtomicU64::new(0) };
         // SAFETY: as the caller says.
         unsafe { event.record(stream)? };
         Ok(event)
@@ -158,7 +176,6 @@ impl Event {
     /// The stream must be one of its context.
     pub(super) unsafe fn move_to_now(&self, stream: sys::CUstream) -> Result<()> {
         let _entered = self.context.enter()?;
-        self.moved.fetch_add(1, Ordering::Relaxed);
         // SAFETY: as the caller says.
         unsafe { self.record(stream) }
     }
@@ -169,7 +186,10 @@ impl Event {
     unsafe fn record(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event was made here, and the stream is as the caller says.
         let recorded = unsafe { result::event::record(self.raw, stream) };
-        recorded.map_err(|error| failed("an event", error))
+        recorded.map_err(|error| failed("an event", error))?;
+        // Afterwards: whoever finds the number waits for this moment.
+        self.number.store(MOMENTS.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Release);
+        Ok(())
     }
 
     /// Waits for it.
@@ -178,11 +198,6 @@ impl Event {
         // SAFETY: it was made here.
         let come = unsafe { result::event::synchronize(self.raw) };
         come.map_err(|error| failed("copies", error))
-    }
-
-    /// What it is, until it is moved or gone.
-    fn name(&self) -> (usize, u64) {
-        (self.raw.addr(), self.moved.load(Ordering::Relaxed))
     }
 }
 
@@ -199,8 +214,10 @@ impl Drop for Event {
 pub(super) struct Lane {
     context: Context,
     raw: sys::CUstream,
-    /// The event that what comes next waits for already.
-    behind: Cell<Option<(usize, u64)>>,
+    /// The number of the moment that what comes next waits for already.
+    behind: Cell<u64>,
+    /// Whether something may be on its way.
+    is_busy: Cell<bool>,
 }
 
 // SAFETY: streams are the process's, not a thread's.
@@ -211,22 +228,23 @@ impl Lane {
         let _entered = context.enter()?;
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = result::stream::create(kind).map_err(|error| failed("a stream", error))?;
-        Ok(Self { context, raw, behind: Cell::default() })
+        Ok(Self { context, raw, behind: Cell::default(), is_busy: Cell::default() })
     }
 
-    /// What is copied from now on waits for an event, which must be there until [`Lane::finish`] has returned.
+    /// What is copied from now on waits for an event.
     pub(super) fn wait(&self, event: &Event) -> Result<()> {
-        // Most tensors of a state dict wait for one.
-        let name = event.name();
-        if self.behind.get() == Some(name) {
+        // Most tensors of a state dict wait for one. If it moves meanwhile, it is waited for once more.
+        let number = event.number.load(Ordering::Acquire);
+        if self.behind.get() == number {
             return Ok(());
         }
+        self.is_busy.set(true);
         let _entered = self.context.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are there.
         let waited = unsafe { result::stream::wait_event(self.raw, event.raw, flags) };
         waited.map_err(|error| failed("an event", error))?;
-        self.behind.set(Some(name));
+        self.behind.set(number);
         Ok(())
     }
 
@@ -263,6 +281,7 @@ impl Lane {
     /// All runs, counted from `target` on, must be memory of devices, and from `source` on what that says; none of it may be
     /// freed before [`Lane::finish`] has returned, and until then nobody may write what is read, nor use what is written.
     pub(super) unsafe fn start_runs(&self, target: u64, source: Source, runs: &Runs) -> Result<()> {
+        self.is_busy.set(true);
         let _entered = self.context.enter()?;
         let mut begun = sys::CUresult::CUDA_SUCCESS;
         let mut begin = |begin: &dyn Fn() -> sys::CUresult| {
@@ -308,6 +327,7 @@ impl Lane {
     ///
     /// As [`Lane::start_runs`], for so many bytes from `source` on; `target` must be there as long, and nobody's else.
     pub(super) unsafe fn start_read(&self, target: &mut [u8], source: u64) -> Result<()> {
+        self.is_busy.set(true);
         let _entered = self.context.enter()?;
         // SAFETY: as the caller says.
         let begun = unsafe { result::memcpy_dtoh_async(target, source, self.raw) };
@@ -320,6 +340,7 @@ impl Lane {
     ///
     /// As [`Lane::start_runs`], for so many bytes from `target` on; `source` must be there as long.
     pub(super) unsafe fn start_write(&self, target: u64, source: &[u8]) -> Result<()> {
+        self.is_busy.set(true);
         let _entered = self.context.enter()?;
         // SAFETY: as the caller says.
         let begun = unsafe { result::memcpy_htod_async(target, source, self.raw) };
@@ -334,11 +355,15 @@ impl Lane {
 
     /// Waits for all that was begun.
     pub(super) fn finish(&self) -> Result<()> {
-        self.behind.set(None);
+        if !self.is_busy.get() {
+            return Ok(());
+        }
         let _entered = self.context.enter()?;
         // SAFETY: the stream is there.
         let done = unsafe { result::stream::synchronize(self.raw) };
-        done.map_err(|error| failed("copies", error))
+        done.map_err(|error| failed("copies", error))?;
+        self.is_busy.set(false);
+        Ok(())
     }
 }
 

@@ -58,13 +58,26 @@ struct Begun {
     lane: Option<OwnLane>,
     /// Whose bytes are being copied: they hold them.
     jobs: Vec<Fill>,
+    /// What is copied next, as soon as it is known where it ends: chunks of one tensor are copied at once.
+    next: Option<Span>,
+}
+
+/// Bytes of the device on their way within it.
+#[derive(Clone, Copy)]
+struct Span {
+    target: u64,
+    source: u64,
+    len: u64,
 }
 
 impl Filling {
     /// Of the archive that a segment is to have.
     pub(crate) fn new(segment: &Arc<DeviceSegment>) -> Result<Self> {
         let lane = Some(segment.device().lane()?);
-        Ok(Self { segment: segment.clone(), begun: Mutex::new(Begun { lane, jobs: Vec::new() }) })
+        Ok(Self {
+            segment: segment.clone(),
+            begun: Mutex::new(Begun { lane, jobs: Vec::new(), next: None }),
+        })
     }
 
     fn begun(&self) -> MutexGuard<'_, Begun> {
@@ -74,7 +87,7 @@ impl Filling {
     /// Begins to copy what a job is to write, to its places in the file. What the file begins with goes to `head` too.
     pub(crate) fn fill(&self, job: &Fill, head: Option<&mut [u8]>) -> Result<Filled> {
         let mut begun = self.begun();
-        let Begun { lane, jobs } = &mut *begun;
+        let Begun { lane, jobs, next } = &mut *begun;
         let failed = |error| Error::request("the memory of a GPU", error);
         let lane =
             lane.as_ref().ok_or_else(|| Error::io("a GPU", io::Error::other("it is done")))?;
@@ -87,12 +100,17 @@ impl Filling {
                 own.copy_from_slice(&bytes[..own.len()]);
                 rest.fill(0);
             }
-            self.begin(lane, at, piece).map_err(io::Error::other)
+            self.begin((lane, &mut *next), at, piece).map_err(io::Error::other)
         })
         .map_err(failed)
     }
 
-    fn begin(&self, lane: &Lane, at: u64, piece: Piece<'_>) -> Result<()> {
+    fn begin(
+        &self,
+        (lane, next): (&Lane, &mut Option<Span>),
+        at: u64,
+        piece: Piece<'_>,
+    ) -> Result<()> {
         match piece {
             Piece::Memory(bytes) => {
                 let target = self.segment.place(at, wide(bytes.len()))?;
@@ -106,10 +124,13 @@ impl Filling {
                     device_memory(blob).filter(|memory| memory.device() == self.segment.device());
                 if let Some(memory) = memory {
                     let source = memory.begin_read(lane, offset, len)?;
-                    // SAFETY: as above; nobody writes to the memory as long as the job holds it, as its maker has said.
-                    return unsafe {
-                        lane.start_runs(target, Source::Device(source), &Runs::run(len))
-                    };
+                    match next {
+                        Some(last) if last.is_before(source, target) => last.len += len,
+                        // SAFETY: as above; nobody writes to the memory as long as the job holds it, as its maker has
+                        // said. It is settled.
+                        _ => unsafe { copy(lane, next.replace(Span { target, source, len }))? },
+                    }
+                    return Ok(());
                 }
                 // By way of this process's memory, which is gone when this returns.
                 let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
@@ -125,10 +146,29 @@ impl Filling {
     pub(crate) fn finish(&self) -> Result<()> {
         let mut begun = self.begun();
         let Some(lane) = begun.lane.take() else { return Ok(()) };
+        // SAFETY: the segment is lent to this, and the jobs are still there, with what is copied.
+        let copied = unsafe { copy(&lane, begun.next.take()) };
         let finished = lane.finish();
         begun.jobs.clear();
-        finished
+        copied.and(finished)
     }
+}
+
+impl Span {
+    fn is_before(&self, source: u64, target: u64) -> bool {
+        (self.source + self.len, self.target + self.len) == (source, target)
+    }
+}
+
+/// Begins to copy bytes within a device.
+///
+/// # Safety
+///
+/// As [`Lane::start_runs`].
+unsafe fn copy(lane: &Lane, span: Option<Span>) -> Result<()> {
+    let Some(Span { target, source, len }) = span else { return Ok(()) };
+    // SAFETY: as the caller says.
+    unsafe { lane.start_runs(target, Source::Device(source), &Runs::run(len)) }
 }
 
 impl Drop for Filling {

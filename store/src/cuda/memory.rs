@@ -169,8 +169,8 @@ impl DeviceMemory {
     ///
     /// # Safety
     ///
-    /// Until [`Lane::finish`] has returned, or an event that comes after this, this and the target must be there, and
-    /// nobody may look at the target.
+    /// Until [`Lane::finish`] has returned, or an event has come that was made of the lane after this, this and the target
+    /// must be there, and nobody may look at the target.
     pub(super) unsafe fn start_read(
         &self,
         lane: &Lane,
@@ -180,10 +180,9 @@ impl DeviceMemory {
         let len = u64::try_from(target.len()).unwrap_or(u64::MAX);
         let source = self.begins(offset, len)?;
         self.settle(lane)?;
-        // SAFETY: so many bytes are there, as proven; the rest is as the caller says.
-        unsafe { lane.start_read(target, source)? };
         self.counts().pinned += len;
-        Ok(())
+        // SAFETY: so many bytes are there, as proven; the rest is as the caller says.
+        unsafe { lane.start_read(target, source) }
     }
 
     /// Copies from or to memory of the host, which is pinned first if it can be.

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "streams are handles of the caller's")]
 
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::ThreadId;
 
 use super::device::{Device, Stream};
 use super::driver::Event;
@@ -26,12 +27,14 @@ pub struct Moments(Mutex<Vec<Moment>>);
 struct Moment {
     device: Device,
     stream: Stream,
+    /// One handle (`CU_STREAM_PER_THREAD`) is another stream in each thread.
+    thread: ThreadId,
     event: Arc<Event>,
 }
 
 impl Moments {
     /// So many bytes from a pointer on, as [`DeviceMemory::new`]. All that was made of one stream before waits as well for
-    /// what the stream was given until now: so make all of it before any of it is put, or filled.
+    /// what the stream was given until now.
     ///
     /// # Errors
     ///
@@ -39,7 +42,7 @@ impl Moments {
     ///
     /// # Safety
     ///
-    /// As [`DeviceMemory::new`].
+    /// As [`DeviceMemory::new`]; besides, no stream may be destroyed before all that was made of it is put, or filled.
     pub unsafe fn memory(
         &self,
         pointer: u64,
@@ -58,7 +61,11 @@ impl Moments {
     /// The stream must be one of the device's primary context.
     unsafe fn now(&self, device: &Device, stream: Stream) -> Result<Arc<Event>> {
         let mut moments = self.moments();
-        let known = moments.iter().find(|known| (&known.device, known.stream) == (device, stream));
+        let thread = std::thread::current().id();
+        let is_that = |known: &&Moment| {
+            (&known.device, known.stream, known.thread) == (device, stream, thread)
+        };
+        let known = moments.iter().find(is_that);
         if let Some(Moment { event, .. }) = known {
             // SAFETY: as the caller says, and it is an event of that context.
             unsafe { event.move_to_now(stream.raw())? };
@@ -66,7 +73,7 @@ impl Moments {
         }
         // SAFETY: as the caller says.
         let event = Arc::new(unsafe { Event::now(device.context()?, stream.raw())? });
-        moments.push(Moment { device: device.clone(), stream, event: event.clone() });
+        moments.push(Moment { device: device.clone(), stream, thread, event: event.clone() });
         Ok(event)
     }
 

@@ -9,12 +9,12 @@ use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 use tssd_format::checksum;
 
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
 use crate::remote::Lines;
 use crate::volume::Far;
 use crate::wire::{Range, Sum};
+use crate::work::wait;
 
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);

@@ -25,7 +25,7 @@ use crate::address::at_bucket;
 use crate::arena::Pool;
 use crate::controller::{Contributed, LocalController, Place};
 use crate::daemon::replicas::Replicas;
-use crate::environment::{SystemEnvironment, pause};
+use crate::environment::SystemEnvironment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Refusal, Selector, VersionId};
@@ -34,6 +34,7 @@ use crate::status::UploadStatus;
 use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
 use crate::volume::Volume;
 use crate::wire::Failure;
+use crate::work::pause;
 
 /// So many versions of a key are on their way to the bucket at most: a put that would add another one waits.
 const MAX_UNDER_WAY: usize = 2;

@@ -19,11 +19,11 @@ use super::elsewhere::Elsewhere;
 use super::registry::Registry;
 use crate::arena::{Exhausted, Pool, Spare};
 use crate::controller::folder_of;
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::parallel;
 use crate::wire::{INLINE, Range, Sum};
+use crate::work::wait;
 
 /// Runs shorter than this, in a loop, are not kept: to know which of them are here takes more than they do.
 const MIN_RUN: u64 = 256;

@@ -21,7 +21,6 @@ use super::mirror::Storing;
 use super::reading::{copied, gather, total};
 use super::tiers::Place;
 use crate::arena::{PeerId, SegmentId, Shared};
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
@@ -31,6 +30,7 @@ use crate::wire::{
     self, Archives, Begin, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
+use crate::work::wait;
 
 /// A client says what it is within this time.
 const HANDSHAKE: Duration = Duration::from_secs(5);

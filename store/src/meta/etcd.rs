@@ -13,8 +13,9 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 use super::{MetaStore, Turns, Watch};
-use crate::environment::{Environment, SystemEnvironment, pause};
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result, because, causes};
+use crate::work::pause;
 
 /// How an address of etcd begins.
 const SCHEME: &str = "etcd://";

@@ -8,8 +8,9 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 
 use super::{MetaStore, Poll, Turns, Watch};
 use crate::bucket::{Bucket, again, optional};
-use crate::environment::{Environment, SystemEnvironment, pause};
+use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
+use crate::work::pause;
 
 /// How long a record that others have followed stays. Nobody can be kept from creating one, so who has stopped in
 /// between must find that it is there.

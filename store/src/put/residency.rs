@@ -9,11 +9,11 @@ use tssd_format::{Blob, Layout, Result as FormatResult, StateDict, Storage, Tens
 
 use super::{PutOptions, leaves};
 use crate::controller::{Controller, OnDevice, digest};
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability, VersionId};
 use crate::ring::Ring;
 use crate::route::{Route, Transport};
+use crate::work::wait;
 
 /// Whose memory tensors of GPUs are in, once they are put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

@@ -168,10 +168,18 @@ impl Maps {
     /// it: the daemon sends it once.
     pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {
         let failed = |error| Error::io(format_args!("segment {segment}"), error);
-        let memory = self.inner().lent.remove(&segment);
-        if let Some(memory) = memory {
-            check_lent(&memory, capacity).map_err(failed)?;
-            self.keep(segment, WriteMap::new(&memory, capacity).map_err(failed)?);
+        // A put that was given up may be mapping it still.
+        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
+        let Some(memory) = self.inner().lent.get(&segment).map(OwnedFd::try_clone) else {
+            return Ok(());
+        };
+        let memory = memory.map_err(failed)?;
+        check_lent(&memory, capacity).map_err(failed)?;
+        let map = WriteMap::new(&memory, capacity).map_err(failed)?;
+        // Until it is mapped its descriptor stays, for whoever is lent it next. It may be retired meanwhile.
+        let mut inner = self.inner();
+        if inner.lent.remove(&segment).is_some() {
+            inner.write.insert(segment, map);
         }
         Ok(())
     }
@@ -228,5 +236,54 @@ impl Maps {
     /// Whether no view holds a map any more.
     pub(super) fn is_all_unmapped(&self) -> bool {
         self.inner().gone.values().all(Gone::is_unmapped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::create;
+
+    const CAPACITY: u64 = 8 << 20;
+
+    fn lent(segments: impl IntoIterator<Item = SegmentId>) -> Maps {
+        let maps = Maps::default();
+        for segment in segments {
+            let room = Room::Segment { segment, capacity: CAPACITY };
+            maps.receive(&Reply::Room(room), vec![create(CAPACITY).unwrap()]);
+        }
+        maps
+    }
+
+    #[test]
+    fn memory_that_could_not_be_mapped_is_mapped_the_next_time() {
+        let maps = lent([1]);
+        assert!(maps.lent(1, 2 * CAPACITY).is_err());
+        maps.lent(1, CAPACITY).unwrap();
+        assert_eq!(maps.take(1).unwrap().len() as u64, CAPACITY);
+        assert!(maps.take(1).is_err(), "it is being written");
+    }
+
+    /// A put that is cancelled leaves the thread that maps behind, and the daemon lends the segment again.
+    #[test]
+    fn who_is_lent_what_another_one_is_mapping_finds_it_mapped() {
+        let maps = &lent(0..16);
+        for segment in 0..16 {
+            std::thread::scope(|scope| {
+                scope.spawn(move || maps.lent(segment, CAPACITY).unwrap());
+                while maps.is_new(segment) {
+                    maps.lent(segment, CAPACITY).unwrap();
+                }
+                assert!(maps.take(segment).is_ok(), "{segment}");
+            });
+        }
+    }
+
+    #[test]
+    fn memory_that_is_retired_before_it_is_mapped_is_never_mapped() {
+        let maps = lent([1, 2]);
+        assert_eq!(maps.unmap(&[1]), [1]);
+        maps.lent(1, CAPACITY).unwrap();
+        assert!(maps.take(1).is_err() && maps.is_new(2) && !maps.is_new(1));
     }
 }

@@ -13,11 +13,11 @@ use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
 use crate::controller::{Committed, Contribution, OnDevice, Proposal, Storing};
 use crate::cuda::{Arriving, DeviceSegment, Filling, Landing};
-use crate::environment::{pause, wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability};
 use crate::volume::{HEAD_BYTES, HEAD_LEN, Part, slices, split};
 use crate::wire::{Begun, MAX_WRITE, Reply, Request, Room, SharedSegment};
+use crate::work::{pause, wait};
 
 /// How often memory of a GPU is asked for that has none left.
 const DEVICE_TRIES: u32 = 3;
@@ -155,6 +155,7 @@ impl RemoteContribution {
     /// Nobody writes any more: what is still to be sent.
     fn close(&mut self) -> Bytes {
         self.device = None;
+        self.arriving = Arriving::default();
         match std::mem::replace(&mut self.memory, Memory::None) {
             Memory::None => Bytes::new(),
             Memory::Own(bytes) | Memory::Sent(bytes) => bytes.into(),
@@ -298,7 +299,7 @@ impl DeviceRoom {
         let mut parts: Vec<Box<dyn Part + 'a>> = Vec::with_capacity(lens.len());
         for len in lens {
             if at < self.len {
-                parts.push(Box::new(OfDevice { filling, head: head.take() }));
+                parts.push(Box::new(OfDevice { filling, head: head.take(), filled: None }));
             } else {
                 let len = usize::try_from(*len).unwrap_or(usize::MAX).min(rest.len());
                 let (shell, others) = std::mem::take(&mut rest).split_at_mut(len);
@@ -315,11 +316,21 @@ impl DeviceRoom {
 struct OfDevice<'a> {
     filling: &'a Filling,
     head: Option<&'a mut [u8]>,
+    /// What has come of it, if it was begun ahead.
+    filled: Option<Filled>,
 }
 
 impl Part for OfDevice<'_> {
+    fn begin(&mut self, job: &Fill) -> Result<()> {
+        self.filled = Some(self.filling.fill(job, self.head.as_deref_mut())?);
+        Ok(())
+    }
+
     fn fill(&mut self, job: &Fill) -> Result<Filled> {
-        self.filling.fill(job, self.head.as_deref_mut())
+        match self.filled.take() {
+            Some(filled) => Ok(filled),
+            None => self.filling.fill(job, self.head.as_deref_mut()),
+        }
     }
 
     fn write(&mut self, _bytes: &[u8]) -> Result<()> {

@@ -10,7 +10,6 @@ use tssd_format::{
 
 use crate::controller::Located;
 use crate::cuda::{self, DeviceSegment};
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::WriterSet;
 use crate::merge::{Contribution, Divergent, Label, merge};
@@ -18,6 +17,7 @@ use crate::put::{PutReport, residency};
 use crate::route::{Route, Transport};
 use crate::version::OpenVersion;
 use crate::volume::{Archived, HEAD_BYTES, HEAD_LEN, HollowBlob, Near};
+use crate::work::wait;
 
 /// How many bytes the driver's handle of an allocation has.
 pub(crate) const HANDLE_BYTES: usize = 64;

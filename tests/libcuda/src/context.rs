@@ -1,6 +1,6 @@
 //! Contexts: each device has one, and each thread a stack of those that are current.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
 
 use crate::devices;
@@ -11,6 +11,13 @@ const FIRST: usize = 0xC0DE_0000;
 
 thread_local! {
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// What this thread minds while others capture.
+    static CAPTURE: Cell<c_int> = const { Cell::new(0) };
+}
+
+/// Gives a thread another one.
+pub(crate) fn exchange_capture(mode: c_int) -> Result<c_int, Code> {
+    if (0..=2).contains(&mode) { Ok(CAPTURE.replace(mode)) } else { Err(Code::InvalidValue) }
 }
 
 /// The primary context of a device.

@@ -200,6 +200,12 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut CUcontext) -> CUresult
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> CUresult {
+    // SAFETY: it is the caller's.
+    answer(|| unsafe { put(mode, context::exchange_capture(*mode)?) })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, len: usize) -> CUresult {
     // SAFETY: it is the caller's.
     answer(|| unsafe { put(pointer, memory::allocate(context::device()?, len)?) })
@@ -518,10 +524,16 @@ pub extern "C" fn tssd_fake_cuda_copied(is_registered: bool) -> u64 {
     counted.load(std::sync::atomic::Ordering::Relaxed)
 }
 
-/// No function of the real one: how many events were made, and how often somebody has waited for an event or a stream.
+/// No functions of the real one: how many events were made, how often somebody has copied, and waited for an event or a
+/// stream.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_events() -> u64 {
     stream::EVENTS_MADE.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn tssd_fake_cuda_copies() -> u64 {
+    stream::COPIES.load(std::sync::atomic::Ordering::Relaxed)
 }
 
 #[unsafe(no_mangle)]

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -53,18 +53,23 @@ enum Work {
     Come(Arc<Moment>),
 }
 
+/// How much a stream is given that it has not done: then who gives more waits.
+const LONGEST: usize = 1024;
+
 /// Streams by their handles; the default one has the handle 0.
-static STREAMS: LazyLock<Mutex<BTreeMap<usize, Sender<Work>>>> =
+static STREAMS: LazyLock<Mutex<BTreeMap<usize, SyncSender<Work>>>> =
     LazyLock::new(|| Mutex::new(BTreeMap::from([(0, start())])));
 
 /// Events by their handles, each with the moment that it was recorded for last.
 static EVENTS: Mutex<BTreeMap<usize, Option<Arc<Moment>>>> = Mutex::new(BTreeMap::new());
 
+/// Handles of events that are no more: the next ones have them again.
+static GONE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
 static NEXT: AtomicUsize = AtomicUsize::new(0xFA4E_0001);
 
-fn handle() -> (usize, *mut c_void) {
-    let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-    (handle, std::ptr::without_provenance_mut(handle))
+fn handle() -> usize {
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// How long something takes: now this long, now that.
@@ -78,8 +83,8 @@ fn delay() -> Duration {
     Duration::from_micros((mixed >> 32) % (*LONGEST + 1))
 }
 
-fn start() -> Sender<Work> {
-    let (sender, works) = mpsc::channel::<Work>();
+fn start() -> SyncSender<Work> {
+    let (sender, works) = mpsc::sync_channel::<Work>(LONGEST);
     std::thread::spawn(move || {
         for work in works {
             match work {
@@ -109,16 +114,15 @@ fn start() -> Sender<Work> {
 }
 
 fn give(stream: *mut c_void, work: Work) -> Result<(), Code> {
-    let streams = held(&STREAMS);
-    let sender = streams.get(&stream.addr()).ok_or(Code::InvalidHandle)?;
+    let sender = held(&STREAMS).get(&stream.addr()).cloned().ok_or(Code::InvalidHandle)?;
     sender.send(work).map_err(|_| Code::InvalidHandle)
 }
 
 pub(crate) fn create() -> Result<*mut c_void, Code> {
     crate::context::device()?;
-    let (number, handle) = handle();
-    held(&STREAMS).insert(number, start());
-    Ok(handle)
+    let handle = handle();
+    held(&STREAMS).insert(handle, start());
+    Ok(std::ptr::without_provenance_mut(handle))
 }
 
 pub(crate) fn destroy(stream: *mut c_void) -> Result<(), Code> {
@@ -129,7 +133,8 @@ pub(crate) fn destroy(stream: *mut c_void) -> Result<(), Code> {
 /// How many bytes were copied from and to memory of the host that is registered, and that is not.
 pub(crate) static COPIED: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
-/// How often somebody has waited, and how many events were made.
+/// How often somebody has copied, and waited, and how many events were made.
+pub(crate) static COPIES: AtomicU64 = AtomicU64::new(0);
 pub(crate) static WAITED: AtomicU64 = AtomicU64::new(0);
 pub(crate) static EVENTS_MADE: AtomicU64 = AtomicU64::new(0);
 
@@ -168,6 +173,7 @@ pub(crate) fn copy_rows(
             COPIED[counted].fetch_add(len as u64, Ordering::Relaxed);
         }
     }
+    COPIES.fetch_add(1, Ordering::Relaxed);
     give(stream, Work::Copy(pieces))
 }
 
@@ -222,9 +228,9 @@ pub(crate) fn query(stream: *mut c_void) -> Result<(), Code> {
 pub(crate) fn create_event() -> Result<*mut c_void, Code> {
     crate::context::device()?;
     EVENTS_MADE.fetch_add(1, Ordering::Relaxed);
-    let (number, handle) = handle();
-    held(&EVENTS).insert(number, None);
-    Ok(handle)
+    let handle = held(&GONE).pop().unwrap_or_else(handle);
+    held(&EVENTS).insert(handle, None);
+    Ok(std::ptr::without_provenance_mut(handle))
 }
 
 pub(crate) fn record(event: *mut c_void, stream: *mut c_void) -> Result<(), Code> {
@@ -260,7 +266,9 @@ pub(crate) fn settle_event(event: *mut c_void) -> Result<(), Code> {
 }
 
 pub(crate) fn destroy_event(event: *mut c_void) -> Result<(), Code> {
-    held(&EVENTS).remove(&event.addr()).map(drop).ok_or(Code::InvalidHandle)
+    held(&EVENTS).remove(&event.addr()).ok_or(Code::InvalidHandle)?;
+    held(&GONE).push(event.addr());
+    Ok(())
 }
 
 #[cfg(test)]

@@ -11,11 +11,11 @@ use crate::arena::{PeerId, Pool, Span};
 use crate::daemon::mirror::Why;
 use crate::daemon::registry::Grant;
 use crate::daemon::tiers::Place;
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::net::Endpoint;
+use crate::work::wait;
 
 /// Who holds what is fetched.
 const FETCHER: PeerId = 0;

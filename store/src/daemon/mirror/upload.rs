@@ -8,12 +8,12 @@ use super::Mirror;
 use crate::arena::Pool;
 use crate::controller::{Contributed, Place, Progress};
 use crate::daemon::tiers::write;
-use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Version, VersionId, WriterSet};
 use crate::status::UploadStatus;
 use crate::sync::{Mutex, watch};
 use crate::wire::Failure;
+use crate::work::pause;
 
 /// For how long others are waited for that are in the way in the bucket.
 const WAIT: Duration = Duration::from_mins(1);

@@ -13,9 +13,9 @@ use tssd_format::checksum;
 use crate::arena::Writing;
 use crate::daemon::elsewhere::Elsewhere;
 use crate::daemon::reading::{collect, place, total};
-use crate::environment::wait;
 use crate::error::{Error, Result};
 use crate::wire::{MAX_READ, Range, Sum};
+use crate::work::wait;
 
 /// How many ranges go into a request: as many as surely fit, whatever they are.
 const MAX_RANGES: usize = 250;

@@ -12,13 +12,13 @@ use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Contributed, OnDevice, Place, Progress, Proposal};
 use crate::daemon::elsewhere::{Keeper, Source};
 use crate::daemon::house::Undecided;
-use crate::environment::wait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, WriterSet};
 use crate::net::Endpoint;
 use crate::volume::HEAD_BYTES;
 use crate::wire::{Begun, Failure, INLINE, Reply, Room, SharedSegment};
+use crate::work::wait;
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
 const MAX_STORING: usize = 1024;

@@ -14,9 +14,9 @@ use tssd_format::{Fill, Filled};
 
 use super::marker;
 use crate::bucket::{Bucket, again};
-use crate::environment::pause;
 use crate::error::{Error, ErrorKind, Result};
 use crate::volume::{Part, Reservation, split};
+use crate::work::pause;
 
 /// A blob of at most so many bytes goes in one request.
 pub(super) const SMALL_BYTES: u64 = 16 << 20;

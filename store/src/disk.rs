@@ -438,3 +438,91 @@ fn optional<T>(result: io::Result<T>) -> io::Result<Option<T>> {
         },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::simulated::{Event, SimulatedFiles};
+    use super::*;
+
+    #[test]
+    fn the_root_may_be_behind_a_link_and_nothing_below_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let real = folder.path().join("real");
+        fs::create_dir_all(real.join("root/there")).unwrap();
+        let link = folder.path().join("link");
+        symlink(&real, &link).unwrap();
+        symlink(real.join("root"), real.join("there")).unwrap();
+        for root in [link.join("root"), link.join("there")] {
+            let disk = Disk::at(root.clone());
+            let file = root.join("a/file");
+            assert_eq!(disk.read(&file).unwrap(), None);
+            assert!(disk.create(&file, b"what it is").unwrap());
+            assert_eq!(disk.read(&file).unwrap().unwrap(), b"what it is");
+            disk.remove(&file).unwrap();
+            let below = root.join("below");
+            symlink(real.join("root/there"), &below).unwrap();
+            disk.create(&below.join("file"), b"").unwrap_err();
+            fs::remove_file(below).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_a_killed_process_of_the_same_id_has_left_is_in_nobodys_way() {
+        let files = SimulatedFiles::default();
+        let disk = Disk::of(Arc::new(files.clone()), PathBuf::from("/"));
+        let begun = disk.begin(Path::new("/file")).unwrap();
+        let own = begun.temporary.to_str().unwrap();
+        let (prefix, number) = own.rsplit_once('-').unwrap();
+        let number: u64 = number.parse().unwrap();
+        // Other tests begin files meanwhile.
+        for next in 1..1000 {
+            files.create(Path::new(&format!("{prefix}-{}", number + next))).unwrap();
+        }
+        assert!(disk.create(Path::new("/other"), b"what it is").unwrap());
+        assert_eq!(disk.read(Path::new("/other")).unwrap().unwrap(), b"what it is");
+    }
+
+    #[test]
+    fn what_cannot_be_named_or_removed_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = Disk::at(folder.path().canonicalize().unwrap());
+        // Its temporary name is a short one.
+        let long = disk.root().join("long".repeat(100));
+        disk.create(&long, b"").unwrap_err();
+        assert_eq!(disk.list(disk.root()).unwrap(), [""; 0]);
+        let (empty, full) = (disk.root().join("empty"), disk.root().join("full"));
+        for folder in [&empty, &full] {
+            fs::create_dir(folder).unwrap();
+        }
+        fs::write(full.join("notes"), b"").unwrap();
+        for folder in [&empty, &full] {
+            disk.remove_folder(folder).unwrap();
+        }
+        assert_eq!(disk.list(disk.root()).unwrap(), ["full"]);
+        // No system removes a folder under this name.
+        let error = disk.remove_folder(&full.join(".")).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_folder_is_made_durable_once_by_each_process() {
+        let files = SimulatedFiles::default();
+        let disk = || Disk::of(Arc::new(files.clone()), PathBuf::from("/"));
+        let syncs = |disk: &Disk, path: &str| {
+            files.take_events();
+            assert!(disk.create(Path::new(path), b"").unwrap());
+            let events = files.take_events();
+            events.iter().filter(|event| matches!(event, Event::Synced(_))).count()
+        };
+        let (one, other) = (disk(), disk());
+        // The file and its folder, and those that each folder is in.
+        assert_eq!(syncs(&one, "/a/b/file"), 4);
+        for path in ["/a/b/next", "/a/next"] {
+            assert_eq!(syncs(&one, path), 2, "{path}");
+        }
+        // Who has made them may have been killed before they were durable.
+        assert_eq!(syncs(&other, "/a/b/other"), 4);
+    }
+}

@@ -27,12 +27,14 @@ type Leaf = (&'static str, usize, Dtype, &'static [u64], Option<&'static [u64]>,
 
 const LENS: [usize; 4] = [3 << 20, 5_000_001, 640, 1 << 20];
 
-const LEAVES: [Leaf; 9] = [
+const LEAVES: [Leaf; 11] = [
     ("embedding", 0, Dtype::Bfloat16, &[1024, 1536], None, 0, false),
     ("head", 0, Dtype::Bfloat16, &[1024, 1536], None, 0, false),
     ("transposed", 0, Dtype::Float32, &[512, 1024], Some(&[1, 512]), 0, false),
     ("odd", 1, Dtype::Uint8, &[5_000_001], None, 0, false),
     ("part", 1, Dtype::Float8E4m3fn, &[1000, 1000], Some(&[2000, 2]), 1, false),
+    ("pairs", 1, Dtype::Float4E2m1fnX2, &[500, 33], None, 7, false),
+    ("nibbles", 2, Dtype::Uint4, &[100], None, 201, false),
     ("scale", 2, Dtype::Float32, &[160], None, 0, false),
     ("scalar", 2, Dtype::Float64, &[], None, 8, false),
     ("rows", 3, Dtype::Int32, &[512, 512], None, 0, true),

@@ -996,6 +996,9 @@ fn a_record_that_has_rotted_is_found() {
         let error = store.versions(&key()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
     }
+    let defects = tssd_store::scrub(folder.path()).unwrap();
+    let paths: Vec<_> = defects.iter().map(|defect| defect.path.as_path()).collect();
+    assert_eq!(paths, [newest.as_path()]);
     // A daemon serves the other key all the same, and this one as soon as it can.
     let served = Served::over(folder.path());
     let store = served.connect();

@@ -150,6 +150,7 @@ async fn ages_go_by_the_clock_and_nothing_else_does() {
             versions.iter().map(|info| info.number).collect::<Vec<_>>()
         };
         store.put_state_dict(&key, &StateDict::new(), &at(1)).await.unwrap();
+        assert_eq!(store.versions(&key).await.unwrap()[0].since, Timestamp(TODAY));
         // An open version, of which nobody has said that it ends.
         let (open, _) = controller.open(&key, &proposal(2), || true).await.unwrap();
         let is_open = async || {

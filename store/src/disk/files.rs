@@ -226,4 +226,14 @@ mod tests {
         let error = SystemFiles.list(&socket).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::NotADirectory);
     }
+
+    #[test]
+    fn a_pipe_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        assert!(made.success());
+        let error = SystemFiles.read(&pipe).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+    }
 }

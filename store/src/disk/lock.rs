@@ -53,3 +53,36 @@ impl Drop for Lock {
         let _ = self.0.unlock();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_lock_of_a_file_that_was_removed_meanwhile_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(".lock");
+        let is_removed = Cell::new(false);
+        let lock = Lock::locked(&path, |file| {
+            if !is_removed.replace(true) {
+                std::fs::remove_file(&path).unwrap();
+            }
+            file.try_lock()
+        });
+        let _lock = lock.unwrap().unwrap();
+        assert!(Lock::take(&path).unwrap().is_none(), "nobody else has it");
+    }
+
+    #[test]
+    fn a_lock_ends_though_a_child_that_was_forked_has_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(".lock");
+        let lock = Lock::take(&path).unwrap().unwrap();
+        let _of_child = lock.0.try_clone().unwrap();
+        assert!(Lock::share(&path).unwrap().is_none());
+        drop(lock);
+        assert!(Lock::take(&path).unwrap().is_some());
+    }
+}

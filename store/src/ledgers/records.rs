@@ -316,3 +316,213 @@ fn folder(key: &Key) -> String {
 fn record_name(key: &Key, number: u64) -> String {
     format!("{}/{}", folder(key), file_name(number))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+    use std::num::NonZeroU32;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::ledgers::{Ledgers, SharedLedgers, save};
+    use crate::meta::MemoryMeta;
+
+    /// Records that stay for a while when others have followed them, and what is asked of them.
+    #[derive(Default)]
+    struct Staying {
+        inner: MemoryMeta,
+        grace: Option<Duration>,
+        /// How long listings take.
+        listing: Mutex<Duration>,
+        listed: AtomicU64,
+        settled: AtomicU64,
+        retired: Mutex<Vec<String>>,
+    }
+
+    impl Staying {
+        fn long() -> Arc<Self> {
+            Self::for_(Duration::from_hours(1))
+        }
+
+        fn for_(grace: Duration) -> Arc<Self> {
+            Arc::new(Self { grace: Some(grace), ..Self::default() })
+        }
+
+        fn listed(&self) -> u64 {
+            self.listed.load(Ordering::SeqCst)
+        }
+
+        fn settled(&self) -> u64 {
+            self.settled.load(Ordering::SeqCst)
+        }
+
+        /// The numbers of the records that are not needed any more, since this was asked last.
+        fn retired(&self) -> Vec<u64> {
+            let retired = std::mem::take(&mut *self.retired.lock().unwrap());
+            retired.iter().map(|name| record_number(name).unwrap()).collect()
+        }
+    }
+
+    #[async_trait]
+    impl MetaStore for Staying {
+        async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
+            self.inner.create(name, record).await
+        }
+
+        async fn settle(&self, name: &str) -> Result<()> {
+            self.settled.fetch_add(1, Ordering::SeqCst);
+            self.inner.settle(name).await
+        }
+
+        async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
+            self.inner.get(name).await
+        }
+
+        async fn list(&self, name: &str) -> Result<Vec<String>> {
+            self.listed.fetch_add(1, Ordering::SeqCst);
+            let takes = *self.listing.lock().unwrap();
+            tokio::time::sleep(takes).await;
+            self.inner.list(name).await
+        }
+
+        async fn delete(&self, name: &str) -> Result<()> {
+            self.inner.delete(name).await
+        }
+
+        async fn retire(&self, _folder: &str, names: Vec<String>) -> Vec<String> {
+            self.retired.lock().unwrap().extend(names);
+            Vec::new()
+        }
+
+        fn grace(&self) -> Option<Duration> {
+            self.grace
+        }
+
+        fn keeps_away(&self) -> bool {
+            self.grace.is_none()
+        }
+
+        async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
+            self.inner.lock(name).await
+        }
+
+        async fn has_ended(&self, name: &str) -> Result<bool> {
+            self.inner.has_ended(name).await
+        }
+    }
+
+    fn keeping(keep: u32) -> State {
+        State::keeping(NonZeroU32::new(keep).unwrap())
+    }
+
+    fn key() -> Key {
+        Key::new("policy").unwrap()
+    }
+
+    /// Creates the next record of a key.
+    async fn next(records: &Records, key: &Key, keep: u32) {
+        let mut last = records.load(key).await.unwrap();
+        assert!(records.append(key, &mut last, keeping(keep)).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn what_follows_a_known_record_is_found_without_a_listing() {
+        let meta = Staying::long();
+        let (one, other) = (Records::new(meta.clone()), Records::new(meta.clone()));
+        let (key, second) = (key(), Key::new("second").unwrap());
+        for key in [&key, &second] {
+            assert!(one.load(key).await.unwrap().is_blank());
+            assert!(other.load(key).await.unwrap().is_blank());
+        }
+        assert_eq!(meta.listed(), 4);
+        for keep in 2..9 {
+            for key in [&key, &second] {
+                next(&other, key, keep).await;
+                assert_eq!(one.load(key).await.unwrap().state, keeping(keep));
+            }
+        }
+        assert_eq!(meta.listed(), 4);
+        // Far behind, a listing is nearer, and what is found is the newest all the same.
+        for keep in 9..50 {
+            next(&other, &key, keep).await;
+        }
+        assert_eq!(one.load(&key).await.unwrap().state, keeping(49));
+        assert_eq!(meta.listed(), 5);
+    }
+
+    #[tokio::test]
+    async fn what_was_followed_is_retired_once_whoever_has_created_it() {
+        let meta = Staying::long();
+        let (one, other) = (Records::new(meta.clone()), Records::new(meta.clone()));
+        let key = key();
+        one.load(&key).await.unwrap();
+        let mut last = other.load(&key).await.unwrap();
+        for (keep, retired) in [(2, vec![]), (3, vec![]), (4, vec![1]), (5, vec![2])] {
+            assert!(other.append(&key, &mut last, keeping(keep)).await.unwrap());
+            assert_eq!(meta.retired(), retired, "{keep}");
+        }
+        // Who has found what others have created knows it too.
+        let mut last = one.load(&key).await.unwrap();
+        for (keep, retired) in [(6, vec![1, 2, 3]), (7, vec![4])] {
+            assert!(one.append(&key, &mut last, keeping(keep)).await.unwrap());
+            assert_eq!(meta.retired(), retired, "{keep}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_not_of_a_ledger_is_not_retired() {
+        let (meta, key) = (Staying::long(), key());
+        let left = format!("{TEMPORARY}1");
+        for name in ["notes.txt", "1.json", "+0000000000000000001.json", left.as_str()] {
+            assert!(meta.create(&format!("{}/{name}", folder(&key)), vec![]).await.unwrap());
+        }
+        let records = Records::new(meta.clone());
+        let last = records.load(&key).await.unwrap();
+        assert_eq!((last.number, last.stale), (0, vec![left]));
+    }
+
+    #[tokio::test]
+    async fn a_listing_that_has_taken_too_long_is_not_trusted() {
+        let meta = Staying::for_(Duration::from_millis(200));
+        *meta.listing.lock().unwrap() = Duration::from_millis(210);
+        let (records, key) = (Records::new(meta.clone()), key());
+        let load = tokio::spawn(async move { records.load(&key).await.map(|it| it.number) });
+        while meta.listed() < 2 {
+            assert!(!load.is_finished(), "it is looked for again");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        *meta.listing.lock().unwrap() = Duration::ZERO;
+        assert_eq!(load.await.unwrap().unwrap(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_step_that_has_taken_too_long_is_none() {
+        let meta = Staying::for_(Duration::from_millis(200));
+        let (records, key) = (Records::new(meta), key());
+        let mut last = records.load(&key).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        let error = records.append(&key, &mut last, keeping(2)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    }
+
+    #[tokio::test]
+    async fn who_finds_a_record_settles_it_once() {
+        let (meta, key) = (Arc::new(Staying::default()), key());
+        let ledgers = || SharedLedgers::new(meta.clone());
+        let settle = async |ledgers: &SharedLedgers| {
+            ledgers.turn(&key).await.unwrap().settle().await.unwrap();
+            meta.settled()
+        };
+        let one = ledgers();
+        assert_eq!(settle(&one).await, 0, "there is nothing");
+        assert!(save(one.turn(&key).await.unwrap(), keeping(2)).await.unwrap());
+        assert_eq!(settle(&one).await, 0, "who has created it knows");
+        let other = ledgers();
+        assert_eq!(settle(&other).await, 1, "who has created it may have been killed");
+        assert_eq!(settle(&other).await, 1);
+        assert!(save(one.turn(&key).await.unwrap(), keeping(3)).await.unwrap());
+        assert_eq!(settle(&other).await, 2, "it is another one");
+    }
+}

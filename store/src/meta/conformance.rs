@@ -240,8 +240,11 @@ async fn who_waits_sees_what_another_process_does() {
         assert!(save(other.turn(&key).await.unwrap(), keeping(5)).await.unwrap(), "{kind}");
         tokio::time::timeout(Duration::from_secs(20), changed).await.unwrap().unwrap();
         assert_eq!(*one.state(&key).await.unwrap(), keeping(5), "{kind}");
-        // Patience ends.
+        // Nothing has changed since.
         let seen = one.state(&key).await.unwrap();
+        let long = one.changed(&key, &seen, Duration::from_mins(1));
+        tokio::time::timeout(Duration::from_millis(50), long).await.unwrap_err();
+        // Patience ends.
         let brief = one.changed(&key, &seen, Duration::from_millis(30));
         tokio::time::timeout(Duration::from_secs(20), brief).await.unwrap();
     }

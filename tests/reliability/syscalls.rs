@@ -77,7 +77,9 @@ impl Start {
     }
 
     fn calls(&self) -> Vec<Call> {
-        strace::calls(self.scenario, &self.place().0)
+        let calls = strace::calls(self.scenario, &self.place().0);
+        prove_synced(self.scenario, &calls);
+        calls
     }
 
     /// What may be visible once so many steps have returned, and no more than one more has begun.
@@ -86,6 +88,23 @@ impl Start {
         let ends = [acknowledged, steps.len().min(acknowledged + 1)];
         let after = |state: &State| ends.map(|end| state.after(&steps[..end]));
         self.states.iter().flat_map(after).collect()
+    }
+}
+
+/// What gets a name was synced, and then so is the folder that has the name. Simulated disks prove that this is asked
+/// for; this, that the system is told.
+fn prove_synced(scenario: Scenario, calls: &[Call]) {
+    const ORDERED: [&str; 6] = ["pwrite64", "fsync", "link", "linkat", "mkdir", "mkdirat"];
+    let names: Vec<&str> =
+        calls.iter().map(|call| call.name).filter(|name| ORDERED.contains(name)).collect();
+    for (at, name) in names.iter().enumerate() {
+        let (before, after) = (names[..at].last(), names.get(at + 1));
+        let is_lasting = match *name {
+            "link" | "linkat" => [before, after] == [Some(&"fsync"); 2],
+            "mkdir" | "mkdirat" => after == Some(&"fsync"),
+            _ => true,
+        };
+        assert!(is_lasting, "{}: {name} is call {at} of {names:?}", scenario.name);
     }
 }
 

@@ -61,7 +61,8 @@ impl HeapClaims {
     }
 
     /// Claims a range that is not empty: one that is new, or the same as an earlier one.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
+    #[inline(always)]
     pub(super) fn claim(&mut self, start: u64, len: u64) -> bool {
         if len == 0 {
             return false;
@@ -88,7 +89,8 @@ impl HeapClaims {
     }
 
     /// Whether the claimed range that begins here is text; asks once for each range.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
+    #[inline(always)]
     pub(super) fn is_text(&mut self, start: usize, ask: impl FnOnce() -> bool) -> bool {
         let Some(texts) = &mut self.texts else { return true };
         if !texts.get(start) && ask() {

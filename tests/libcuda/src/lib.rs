@@ -201,8 +201,12 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut CUcontext) -> CUresult
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(mode, context::exchange_capture(*mode)?) })
+    answer(|| {
+        // SAFETY: it is the caller's.
+        let wanted = unsafe { *mode };
+        // SAFETY: as above.
+        unsafe { put(mode, context::exchange_capture(wanted)?) }
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -221,3 +221,21 @@ pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<In
     }
     Ok(place)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_may_be_as_large_as_the_limit() {
+        let parse = |index_len| {
+            let (root_off, root_len, index_crc32) = (0, 104, 0);
+            let place =
+                IndexPlace { index_off: DATA_START, index_len, root_off, root_len, index_crc32 };
+            let parsed = parse_trailer(&place.trailer(), place.file_len());
+            parsed.map(|parsed| assert_eq!(parsed, place)).map_err(|error| error.kind())
+        };
+        assert_eq!(parse(MAX_INDEX_BYTES), Ok(()));
+        assert_eq!(parse(MAX_INDEX_BYTES + 1), Err(ErrorKind::IndexTooLarge));
+    }
+}

@@ -225,6 +225,41 @@ fn damage_is_reported_with_the_leaf_and_the_byte() {
 }
 
 #[test]
+fn damage_of_trailer_and_padding_is_reported_with_its_byte() {
+    let good = sample();
+    let trailer = good.len() - 64;
+    let flipped = |at: usize| {
+        let mut bad = good.clone();
+        bad[at] ^= 1;
+        bad
+    };
+    let mut longer = flipped(trailer + 40);
+    repair(&mut longer);
+    for (bad, kind, at) in [
+        (flipped(trailer + 57), ErrorKind::NoTrailer, trailer + 56),
+        (flipped(trailer + 16), ErrorKind::TrailerCorrupt, trailer + 52),
+        (longer, ErrorKind::LengthMismatch, trailer + 40),
+        // Behind the 16 bytes of the first storage.
+        (flipped(4096 + 21), ErrorKind::PaddingNotZero, 4096 + 21),
+    ] {
+        let error = read(bad).unwrap_err();
+        assert_eq!((error.kind(), error.offset()), (kind, Some(at as u64)));
+    }
+}
+
+/// What a progress bar counts: all of the blob, each byte once.
+#[test]
+fn jobs_of_a_verification_know_what_they_read() {
+    let archive = Archive::from_bytes(sample()).unwrap();
+    let jobs = archive.verify_jobs();
+    assert_eq!(jobs.iter().map(Verify::len).sum::<u64>(), archive.index_range().start - 4096);
+    let empty = jobs.iter().filter(|job| job.is_empty()).count();
+    // The checksums of two storages against those of their chunks, and no padding before the first.
+    assert_eq!(empty, 3);
+    assert!(jobs.iter().all(|job| job.is_empty() == matches!(job.len(), 0)));
+}
+
+#[test]
 fn a_file_that_shrinks_under_its_reader_is_an_error() {
     let path = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(path.path(), sample()).unwrap();

@@ -9,15 +9,16 @@ use object_store::{ObjectStore, ObjectStoreExt};
 use tssd_format::{Dtype, Region, StateDict, Tensor, TensorMeta};
 
 use super::Bucket;
-use super::faulty::{FAULTS, Faulty};
+use super::faulty::{FAULTS, Fault, Faulty};
 use crate::error::{ErrorKind, Result};
 use crate::get::GetOptions;
 use crate::key::Key;
 use crate::ledger::State;
 use crate::ledgers::{Ledgers, SharedLedgers, save};
-use crate::meta::ObjectMeta;
+use crate::meta::{MetaStore, ObjectMeta};
 use crate::put::{PutOptions, PutReport};
 use crate::store::Store;
+use crate::volume::{ObjectVolume, Volume};
 
 /// Some archives are larger than what goes in one request.
 const LARGE: usize = (16 << 20) + 4096;
@@ -153,7 +154,7 @@ async fn what_a_killed_upload_has_left_is_swept() {
     // Its process is in the middle of it when it ends: nobody gives it up.
     let bucket =
         Bucket::new(stage.faulty.clone(), Path::parse("some/prefix").unwrap(), "s3://test");
-    let volume = crate::volume::ObjectVolume::new(bucket.unwrap());
+    let volume = ObjectVolume::new(bucket.unwrap());
     let name = format!("{}/0-9-0123456789abcdef/0-{:032x}.tssd", key().to_path(), 7);
     let abandoned = tokio::task::spawn_blocking(move || {
         use crate::volume::Volume;
@@ -223,6 +224,56 @@ async fn who_was_stopped_for_longer_than_records_stay_has_made_no_step() {
     let turn = stopped.turn(&key()).await.unwrap();
     assert_eq!(*turn.state(), keeping(7));
     assert!(save(turn, keeping(8)).await.unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_is_created_by_the_next_request_unless_that_is_denied() {
+    let faulty = Arc::<Faulty>::default();
+    let bucket = Bucket::new(faulty.clone(), Path::default(), "s3://test").unwrap();
+    let meta = ObjectMeta::new(bucket);
+    for fault in [Fault::LostAnswer, Fault::NotDone, Fault::Conflict, Fault::Precondition] {
+        let name = format!("a/{fault:?}");
+        faulty.plan(0, fault);
+        assert!(meta.create(&name, b"7".to_vec()).await.unwrap(), "{name}");
+        assert!(!meta.create(&name, b"8".to_vec()).await.unwrap(), "{name}");
+        assert_eq!(meta.get(&name).await.unwrap(), Some(b"7".to_vec()), "{name}");
+    }
+    faulty.plan(0, Fault::Denied);
+    let error = meta.create("a/denied", b"7".to_vec()).await.unwrap_err();
+    assert_eq!((error.kind(), faulty.seen().0), (ErrorKind::Refused, 1), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn records_are_looked_through_when_there_are_many() {
+    let faulty = Arc::<Faulty>::default();
+    let bucket = Bucket::new(faulty.clone(), Path::default(), "s3://test").unwrap();
+    let meta = ObjectMeta::new(bucket).keeping(Duration::ZERO);
+    let names: Vec<String> = (0..33).map(|number| format!("{number:02}")).collect();
+    // What is not named is somebody else's.
+    for name in ["-"].into_iter().chain(names.iter().map(String::as_str)) {
+        assert!(meta.create(&format!("a/{name}"), vec![]).await.unwrap());
+    }
+    faulty.mend();
+    assert_eq!(meta.retire("a", names[..31].to_vec()).await, names[..31]);
+    assert_eq!(faulty.seen().0, 0);
+    // The last but one was followed when the newest was created, by the bucket's clock: now.
+    assert_eq!(meta.retire("a", names[..32].to_vec()).await, names[31..32]);
+    assert_eq!(meta.list("a").await.unwrap(), ["-", "31", "32"]);
+}
+
+/// Nobody goes on as if it were gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_deleted_is_said() {
+    let faulty = Arc::<Faulty>::default();
+    let bucket = Bucket::new(faulty.clone(), Path::default(), "s3://test").unwrap();
+    let (meta, volume) = (ObjectMeta::new(bucket.clone()), ObjectVolume::new(bucket));
+    assert!(meta.create("a/record", b"7".to_vec()).await.unwrap());
+    let unreachable = Err(ErrorKind::Unreachable);
+    faulty.plan(0, Fault::NotDone);
+    assert_eq!(meta.delete("a/record").await.map_err(|error| error.kind()), unreachable);
+    faulty.plan(0, Fault::NotDone);
+    assert_eq!(volume.delete("a/record").map_err(|error| error.kind()), unreachable);
+    assert_eq!(meta.get("a/record").await.unwrap(), Some(b"7".to_vec()));
 }
 
 #[tokio::test(flavor = "multi_thread")]

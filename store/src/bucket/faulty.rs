@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -13,8 +13,8 @@ use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
-    ObjectMeta, ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
-    Result,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload,
+    PutResult, Result,
 };
 
 /// What happens at a request.
@@ -33,8 +33,11 @@ pub(crate) enum Fault {
     SlowBody,
     /// The listing lacks what was created last.
     StaleList,
+    /// 403: it is not allowed, and there is no use in asking again.
+    Denied,
 }
 
+/// Those that pass.
 pub(crate) const FAULTS: [Fault; 7] = [
     Fault::LostAnswer,
     Fault::NotDone,
@@ -47,7 +50,7 @@ pub(crate) const FAULTS: [Fault; 7] = [
 
 #[derive(Debug, Default)]
 pub(crate) struct Faulty {
-    inner: InMemory,
+    inner: Arc<InMemory>,
     state: Mutex<State>,
 }
 
@@ -58,6 +61,8 @@ struct State {
     /// At which request what happens, and whether it has.
     fault: Option<(usize, Fault)>,
     happened: bool,
+    /// Whether those that follow fail too.
+    lasts: bool,
     /// The listings before the newest object was created.
     listings: BTreeMap<Path, ListResult>,
     /// Uploads that are neither complete nor given up.
@@ -71,10 +76,16 @@ impl Faulty {
         (state.count, state.fault, state.happened) = (0, Some((number, fault)), false);
     }
 
+    /// From the next request on none is done.
+    pub(crate) fn end(&self) {
+        self.plan(0, Fault::NotDone);
+        self.state().lasts = true;
+    }
+
     /// Nothing fails; requests are counted from 0.
     pub(crate) fn mend(&self) {
         let mut state = self.state();
-        (state.count, state.fault) = (0, None);
+        (state.count, state.fault, state.lasts) = (0, None, false);
     }
 
     /// How many requests there were, and whether the fault was at one that it can be at.
@@ -97,7 +108,8 @@ impl Faulty {
         let mut state = self.state();
         let number = state.count;
         state.count += 1;
-        let fault = state.fault.filter(|(at, fault)| *at == number && possible.contains(fault));
+        let is_meant = |at| at == number || (state.lasts && at < number);
+        let fault = state.fault.filter(|(at, fault)| is_meant(*at) && possible.contains(fault));
         state.happened |= fault.is_some();
         fault.map(|(_, fault)| fault)
     }
@@ -117,6 +129,9 @@ impl Faulty {
             }
             Some(Fault::Precondition) => {
                 Err(Error::Precondition { path: path.to_string(), source: source() })
+            }
+            Some(Fault::Denied) => {
+                Err(Error::PermissionDenied { path: path.to_string(), source: source() })
             }
             Some(Fault::LostAnswer) => {
                 work.await?;
@@ -143,7 +158,7 @@ impl ObjectStore for Faulty {
         payload: PutPayload,
         options: PutOptions,
     ) -> Result<PutResult> {
-        let all = [BOTH[0], BOTH[1], Fault::Conflict, Fault::Precondition];
+        let all = [BOTH[0], BOTH[1], Fault::Conflict, Fault::Precondition, Fault::Denied];
         let possible = if options.mode == PutMode::Create { &all[..] } else { &BOTH };
         if let Some(folder) = path.as_ref().rsplit_once('/') {
             let folder = Path::parse(folder.0).unwrap();
@@ -200,7 +215,19 @@ impl ObjectStore for Faulty {
         paths: BoxStream<'static, Result<Path>>,
     ) -> BoxStream<'static, Result<Path>> {
         match self.next(&BOTH) {
-            None => self.inner.delete_stream(paths),
+            None => {
+                let inner = self.inner.clone();
+                let delete = move |path: Result<Path>| {
+                    let inner = inner.clone();
+                    async move {
+                        let path = path?;
+                        // Some of the clouds say it if there is no such object.
+                        inner.head(&path).await?;
+                        inner.delete(&path).await.map(|()| path)
+                    }
+                };
+                paths.then(delete).boxed()
+            }
             Some(fault) => {
                 let failed =
                     || Err(Error::Generic { store: "Faulty", source: "as planned".into() });

@@ -60,7 +60,7 @@ async fn etcd() -> Kind {
 
 #[cfg(feature = "object")]
 fn object() -> Kind {
-    let objects = Arc::new(object_store::memory::InMemory::new());
+    let objects = Arc::new(crate::bucket::faulty::Faulty::default());
     let object = || {
         let root = object_store::path::Path::parse("some/prefix").unwrap();
         let bucket = crate::bucket::Bucket::new(objects.clone(), root, "s3://test/some/prefix");
@@ -278,6 +278,8 @@ mod etcd_alone {
         assert!(one.follow("a/.ledger", Some("2"), "3", record()).await.unwrap());
         // The newest two stay.
         assert_eq!(one.list("a/.ledger").await.unwrap(), ["2", "3"]);
+        // Nothing is left to be deleted later.
+        assert_eq!(one.retire("a/.ledger", vec!["1".to_owned()]).await, [""; 0]);
         // Who has stopped meanwhile believes that the first one is the last, or that there is none.
         assert!(!other.follow("a/.ledger", Some("1"), "2", record()).await.unwrap());
         assert!(!other.follow("a/.ledger", None, "1", record()).await.unwrap());
@@ -431,10 +433,68 @@ mod etcd_alone {
     }
 
     #[tokio::test(flavor = "multi_thread")]
+    async fn who_watches_is_woken_by_changes_alone() {
+        let etcd = Etcd::start(1);
+        let (own, other) = (connect(&etcd).await, connect(&etcd).await);
+        let mut watch = own.watch("a", Duration::from_mins(1));
+        for name in ["a/1", "a/2"] {
+            // What has changed before is not told; who is told anything else looks in vain, but not again and again,
+            // and not as often as somebody who is told nothing.
+            let mut is_woken = true;
+            for _ in 0..4 {
+                let woken = tokio::time::timeout(Duration::from_millis(2500), watch.changed());
+                is_woken = woken.await.is_ok();
+                if !is_woken {
+                    break;
+                }
+            }
+            assert!(!is_woken, "nothing changes");
+            assert!(other.create(name, vec![]).await.unwrap());
+            let woken = tokio::time::timeout(Duration::from_secs(20), watch.changed());
+            assert!(woken.await.unwrap());
+            assert!(other.create(&format!("b{name}"), vec![]).await.unwrap());
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
     async fn who_cannot_be_reached_or_let_in_is_said() {
         let error = EtcdMeta::connect("etcd://").await.err().unwrap();
         assert_eq!(error.kind(), crate::ErrorKind::Invalid, "{error}");
         let error = EtcdMeta::connect("etcd://root:secret@127.0.0.1:1").await.err().unwrap();
         assert!(error.to_string().contains("ETCDCTL_USER"), "{error}");
+        let error = EtcdMeta::connect("etcd://no host:1").await.err().unwrap();
+        assert_eq!(error.kind(), crate::ErrorKind::Invalid, "{error}");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_etcd_refuses_is_not_asked_for_again() {
+        let etcd = Etcd::start(1);
+        let meta = connect(&etcd).await;
+        // A request has at most 1.5 MiB there, and a message of a connection 2 MiB.
+        for (len, kind) in
+            [(1_700_000, crate::ErrorKind::Refused), (3 << 20, crate::ErrorKind::Busy)]
+        {
+            let created = meta.create("a/large", vec![7; len]);
+            let created = tokio::time::timeout(Duration::from_secs(20), created).await;
+            let error = created.expect("it is said before patience ends").unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+        }
+        assert_eq!(meta.get("a/large").await.unwrap(), None);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn prefixes_keep_stores_apart_and_there_is_one_if_none_is_named() {
+        let etcd = Etcd::start(1);
+        let connect = async |prefix: &str| {
+            EtcdMeta::connect(&format!("{}{prefix}", etcd.url())).await.unwrap()
+        };
+        let (some, other) = (connect("/some/prefix").await, connect("/other").await);
+        assert!(some.create("a", vec![1]).await.unwrap());
+        assert!(other.create("a", vec![2]).await.unwrap());
+        assert!(connect("").await.create("a", vec![3]).await.unwrap());
+        for (prefix, record) in [("/some/prefix/", 1), ("/other/", 2), ("/tssd", 3), ("/", 3)] {
+            let found = connect(prefix).await.get("a").await.unwrap();
+            assert_eq!(found, Some(vec![record]), "{prefix}");
+        }
     }
 }

@@ -110,6 +110,8 @@ mod tests {
         let shell = [&archive[..4096], &archive[8192..]].concat();
         let blob = HollowBlob::new(shell.clone().into(), 9000, None).unwrap();
         assert_eq!(blob.size().unwrap(), 9000);
+        assert!(blob.bytes().is_none(), "nobody has all of them");
+        assert!(blob.kind().is_some_and(<dyn Any>::is::<HollowBlob>));
         for range in [0..64, 10..4096, 8192..9000, 8999..9000, 9000..9000] {
             let mut found = vec![0; range.len()];
             blob.read_exact_at(&mut found, range.start as u64).unwrap();

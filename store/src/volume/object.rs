@@ -226,3 +226,145 @@ impl Volume for ObjectVolume {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use object_store::PutPayload;
+
+    use super::*;
+    use crate::bucket::faulty::Faulty;
+
+    fn bucket(objects: &Arc<Faulty>) -> Bucket {
+        Bucket::new(objects.clone(), Path::default(), "s3://test").unwrap()
+    }
+
+    fn put(bucket: &Bucket, name: &str, bytes: &[u8]) {
+        let (objects, path) = (bucket.objects(), Path::from(name));
+        let payload = PutPayload::from(bytes.to_vec());
+        bucket.wait(name, async move { objects.put(&path, payload).await }).unwrap();
+    }
+
+    /// Bytes that differ wherever they are.
+    fn bytes(len: usize) -> Vec<u8> {
+        (0..).flat_map(u32::to_le_bytes).take(len).collect()
+    }
+
+    #[test]
+    fn an_object_by_itself_is_asked_for_what_its_two_ends_do_not_have() {
+        let objects = Arc::default();
+        let bucket = bucket(&objects);
+        let head = native(HEAD_BYTES);
+        let tail = |len: usize| len.saturating_sub(native(ALONE_TAIL_BYTES));
+        for len in [0, 100, head, head + 1, 3 << 20] {
+            let written = bytes(len);
+            put(&bucket, "object", &written);
+            objects.mend();
+            let opened = alone(bucket.clone(), "object").unwrap().unwrap();
+            let size = opened.size().unwrap();
+            assert_eq!((size, objects.seen().0), (len.try_into().unwrap(), 2));
+            for (range, requests) in [
+                (0..head, 0),
+                (head - 1..head, 0),
+                (head - 1..head + 1, 1),
+                (tail(len).saturating_sub(1)..len, 1),
+                (tail(len)..len, 0),
+                (len.saturating_sub(1)..len, 0),
+            ] {
+                let Some(wanted) = written.get(range.clone()) else { continue };
+                // All of what is short is in its end.
+                let requests = if tail(len) == 0 { 0 } else { requests };
+                objects.mend();
+                let mut found = vec![0; wanted.len()];
+                opened.read_exact_at(&mut found, range.start.try_into().unwrap()).unwrap();
+                assert!(found == wanted, "{len} {range:?}");
+                assert_eq!(objects.seen().0, requests, "{len} {range:?}");
+            }
+            assert!(opened.bytes().is_none(), "nobody has all of them");
+        }
+        assert!(alone(bucket, "another").unwrap().is_none());
+    }
+
+    #[test]
+    fn an_archive_that_is_opened_has_its_end() {
+        let objects = Arc::default();
+        let volume = ObjectVolume::new(bucket(&objects));
+        let (tail, long) = (native(TAIL_BYTES), bytes(native(TAIL_BYTES) + 1));
+        put(&volume.bucket, "a/long", &long);
+        put(&volume.bucket, "a/short", &long[..10]);
+        objects.mend();
+        let names = ["a/short", "a/long"].map(str::to_owned);
+        let opened = volume.open_all(&names).unwrap().unwrap();
+        for (archive, bytes) in opened.iter().zip([&long[..10], &long]) {
+            let mut found = vec![0; tail.min(bytes.len())];
+            let start = bytes.len() - found.len();
+            archive.blob().read_exact_at(&mut found, start.try_into().unwrap()).unwrap();
+            assert!(found == bytes[start..]);
+        }
+        assert_eq!(objects.seen().0, 2);
+        opened[1].blob().read_exact_at(&mut [0], 0).unwrap();
+        assert_eq!(objects.seen().0, 3, "the rest is asked for");
+        let all = [&names[..], &["a/none".to_owned()]].concat();
+        assert!(volume.open_all(&all).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_small_or_a_manifest_is_created_by_one_request() {
+        let objects = Arc::default();
+        let volume = ObjectVolume::new(bucket(&objects));
+        let long = upload::SMALL_BYTES + 1;
+        for (name, len) in [("a/blob", 10), ("a/blob", long - 1), ("a/manifest.tssd", long)] {
+            let name = format!("{len}/{name}");
+            for (is_new, byte) in [(true, 1), (false, 2)] {
+                objects.mend();
+                let mut reserved = volume.reserve(&name, len, Durability::Disk).unwrap();
+                for part in &mut reserved.parts(&[len]) {
+                    part.write(&vec![byte; native(len)]).unwrap();
+                }
+                assert_eq!(reserved.seal().unwrap(), is_new, "{name}");
+                assert_eq!(objects.uploads(), 0);
+                // Who finds it taken looks whether that was an earlier request of its own.
+                assert_eq!(objects.seen().0, 2 - usize::from(is_new), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_in_a_bucket_is_durable() {
+        let volume = ObjectVolume::new(bucket(&Arc::default()));
+        for (wanted, admitted) in [
+            (Durability::Memory, Durability::Memory),
+            (Durability::Disk, Durability::Disk),
+            (Durability::Object, Durability::Disk),
+        ] {
+            assert_eq!(volume.admit(wanted).unwrap(), admitted);
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_can_be_deleted() {
+        let volume = ObjectVolume::new(bucket(&Arc::default()));
+        put(&volume.bucket, "a/blob", b"7");
+        for name in ["a/blob", "a/blob", "a/.tmp-none", "none"] {
+            volume.delete(name).unwrap();
+            assert!(volume.open(name).unwrap().is_none());
+        }
+        assert_eq!(volume.list("a").unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn the_note_of_an_upload_is_beside_its_blob() {
+        for name in ["blob", "a/blob", "a/b/blob"] {
+            let marker = marker(name);
+            assert_eq!(
+                marker.rsplit_once('/').map(|it| it.0),
+                name.rsplit_once('/').map(|it| it.0)
+            );
+            assert_eq!(marked(&marker).as_deref(), Some(name));
+            assert_eq!(marked(name), None);
+        }
+    }
+
+    fn native(len: u64) -> usize {
+        len.try_into().unwrap()
+    }
+}

@@ -304,3 +304,142 @@ fn native(place: u64) -> usize {
 fn wide(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }
+
+#[cfg(test)]
+mod tests {
+    use object_store::PutPayload;
+    use object_store::memory::InMemory;
+    use tssd_format::{ChunkSize, StorageReference, row_major_strides};
+
+    use super::*;
+
+    fn want(blob: &str, need: Range<u64>) -> Want {
+        let (source, runs) = (need.start, Runs::run(need.end - need.start));
+        Want { blob: blob.into(), need, source, job: 0, target: 0, runs, proof: Proof::None }
+    }
+
+    /// What must come for bytes that lie so, from byte 1000 on.
+    fn needs(shape: &[u64], strides: &[u64]) -> Vec<Range<u64>> {
+        let runs = Runs::new(1, shape, strides, &row_major_strides(shape));
+        let (bytes, mut wants) = (runs.total_bytes(), Vec::new());
+        let proof = Proof::None;
+        add(7, Boxed { blob: "blob".into(), source: 1000, target: 3, runs, proof }, &mut wants);
+        assert!(wants.iter().all(|want| (&*want.blob, want.job) == ("blob", 7)));
+        assert_eq!(wants.iter().map(|want| want.runs.total_bytes()).sum::<u64>(), bytes);
+        wants.into_iter().map(|want| want.need).collect()
+    }
+
+    fn rows(count: u64, stride: u64, span: u64) -> Vec<Range<u64>> {
+        (0..count).map(|row| 1000 + row * stride..1000 + row * stride + span).collect()
+    }
+
+    #[test]
+    fn boxes_are_cut_where_bytes_are_too_many_or_too_far_apart() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(needs(&[0, 5], &[5, 1]), []);
+        assert_eq!(needs(&[5], &[1]), rows(1, 0, 5));
+        let mut three = rows(3, REQUEST_BYTES, REQUEST_BYTES);
+        three[2].end = three[2].start + 1;
+        assert_eq!(needs(&[2 * REQUEST_BYTES + 1], &[1]), three);
+        // Rows whose gaps are no larger than a further request.
+        assert_eq!(needs(&[3, 100], &[100 + GAP_BYTES, 1]), rows(1, 0, 300 + 2 * GAP_BYTES));
+        assert_eq!(needs(&[3, 100], &[101 + GAP_BYTES, 1]), rows(3, 101 + GAP_BYTES, 100));
+        // The same for rows of rows, of which each spans 500 bytes.
+        let span = 2 * (500 + GAP_BYTES) + 500;
+        assert_eq!(needs(&[3, 3, 100], &[500 + GAP_BYTES, 200, 1]), rows(1, 0, span));
+        assert_eq!(needs(&[3, 3, 100], &[501 + GAP_BYTES, 200, 1]), rows(3, 501 + GAP_BYTES, 500));
+        // As many rows as a request has.
+        let row = MIB - 10;
+        let mut wanted = rows(3, 8 * MIB, 8 * MIB - 10);
+        wanted[2].end = wanted[2].start + 4 * MIB - 10;
+        assert_eq!(needs(&[20, row], &[MIB, 1]), wanted);
+        // Rows of which two are too many.
+        assert_eq!(needs(&[2, 5 * MIB], &[5 * MIB + 1, 1]), rows(2, 5 * MIB + 1, 5 * MIB));
+    }
+
+    #[test]
+    fn chunks_that_are_proven_come_whole() {
+        let chunk_size = ChunkSize::from_log2(12).unwrap();
+        let (offset, len, crcs) = (1 << 20, 10_000, vec![0; 3]);
+        let storage = StorageReference { offset, len, chunk_size, crcs, ..Default::default() };
+        let proof = Proof::Part(Arc::new(storage));
+        for (wanted, chunks) in [
+            (5000..5100, 4096..8192),
+            (4096..8192, 4096..8192),
+            (4095..8193, 0..10_000),
+            (9999..10_000, 8192..10_000),
+        ] {
+            let runs = Runs::run(wanted.end - wanted.start);
+            let (source, proof, mut wants) = (offset + wanted.start, proof.clone(), Vec::new());
+            add(0, Boxed { blob: "blob".into(), source, target: 0, runs, proof }, &mut wants);
+            let [Want { need, source: start, .. }] = &wants[..] else { panic!("{}", wants.len()) };
+            assert_eq!((need.start - offset..need.end - offset, *start), (chunks, source));
+        }
+    }
+
+    /// Of a storage all chunks are proven that have a byte of what is wanted, and no others.
+    #[test]
+    fn parts_of_chunks_are_proven_with_the_rest_of_them() {
+        let payload: Vec<u8> = (0..2500_u32).flat_map(u32::to_le_bytes).collect();
+        let object = [&[0; 4096][..], &payload].concat();
+        let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default(), "s3://test").unwrap();
+        let (objects, put) = (bucket.objects(), PutPayload::from(object));
+        bucket.wait("blob", async move { objects.put(&"blob".into(), put).await }).unwrap();
+        let fetcher = Fetcher::new(bucket);
+        let chunk_size = ChunkSize::from_log2(12).unwrap();
+        let crcs: Vec<u32> = payload.chunks(4096).map(checksum).collect();
+        for wrong in 0..4 {
+            let mut crcs = crcs.clone();
+            crcs.iter_mut().skip(wrong).take(1).for_each(|crc| *crc ^= 1);
+            let (offset, len) = (4096, 10_000);
+            let storage =
+                Arc::new(StorageReference { offset, len, chunk_size, crcs, ..Default::default() });
+            for (wanted, chunks) in [(5000..5100, 1..2), (4095..8193, 0..3), (9999..10_000, 2..3)] {
+                let mut target = vec![0; wanted.len()];
+                let runs = Runs::run(wide(wanted.len()));
+                let (source, proof) = (4096 + wide(wanted.start), Proof::Part(storage.clone()));
+                let part = Boxed { blob: "blob".into(), source, target: 0, runs, proof };
+                let pulled = fetcher.pull(vec![Job { target: &mut target, boxes: vec![part] }]);
+                if chunks.contains(&wrong) {
+                    assert_eq!(pulled.unwrap_err().kind(), ErrorKind::Corrupt);
+                } else {
+                    pulled.unwrap();
+                    assert!(target == payload[wanted]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_lies_close_together_is_one_request() {
+        type Wanted<'a> = &'a [(&'a str, Range<u64>)];
+        const R: u64 = REQUEST_BYTES;
+        let near = GAP_BYTES;
+        let one: [(Wanted, Range<u64>); 5] = [
+            (&[("a", 10 + near..20 + near), ("a", 0..10)], 0..20 + near),
+            (&[("a", 0..10), ("a", 0..5), ("a", 5..10)], 0..10),
+            (&[("a", 5..R), ("a", 10..R + 5)], 5..R + 5),
+            // What has come already costs nothing, however long it is.
+            (&[("a", 0..2 * R), ("a", 5..10)], 0..2 * R),
+            (&[("a", 0..2 * R), ("a", 0..2 * R)], 0..2 * R),
+        ];
+        for (wanted, range) in one {
+            let fetches =
+                group(wanted.iter().map(|(blob, need)| want(blob, need.clone())).collect());
+            let [fetch] = &fetches[..] else { panic!("{wanted:?}: {}", fetches.len()) };
+            assert_eq!((&fetch.range, fetch.wants.len()), (&range, wanted.len()));
+        }
+        let apart: [Wanted; 4] = [
+            &[("a", 0..10), ("a", 11 + near..20 + near)],
+            &[("a", 0..10), ("b", 5..20)],
+            &[("a", 5..R), ("a", 10..R + 6)],
+            &[("a", 0..2 * R), ("a", 5..2 * R + 1)],
+        ];
+        for wanted in apart {
+            let fetches =
+                group(wanted.iter().map(|(blob, need)| want(blob, need.clone())).collect());
+            let found = fetches.iter().map(|fetch| (&*fetch.blob, fetch.range.clone()));
+            assert!(found.eq(wanted.iter().cloned()), "{wanted:?}");
+        }
+    }
+}

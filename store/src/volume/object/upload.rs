@@ -438,6 +438,7 @@ mod tests {
     use proptest::prelude::{ProptestConfig, any, prop, prop_assert, proptest};
 
     use super::*;
+    use crate::bucket::faulty::{Fault, Faulty};
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
@@ -512,5 +513,83 @@ mod tests {
             spare.keep(part);
         }
         assert_eq!(spare.held().len(), PARTS_UNDER_WAY as usize);
+        assert_eq!(spare.take(100).capacity(), 100, "it is not what a shorter part needs");
+    }
+
+    /// A bucket, and whatever is put there on its way: in one request, or in parts of which all have come.
+    fn on_their_way() -> [(Arc<Faulty>, Bucket, Box<dyn Reservation>); 2] {
+        [false, true].map(|in_parts| {
+            let objects = Arc::<Faulty>::default();
+            let bucket = Bucket::new(objects.clone(), Path::default(), "s3://test").unwrap();
+            if !in_parts {
+                let mut small = Small::new(bucket.clone(), "blob", 10).unwrap();
+                small.parts(&[10])[0].write(&[7; 10]).unwrap();
+                return (objects, bucket, Box::new(small) as Box<dyn Reservation>);
+            }
+            let mut upload = Upload::begin(bucket.clone(), Arc::default(), "blob", 10).unwrap();
+            upload.parts(&[10])[0].write(&[7; 10]).unwrap();
+            drop(upload.0.permit(PARTS_UNDER_WAY).unwrap());
+            (objects, bucket, Box::new(upload))
+        })
+    }
+
+    fn found(bucket: &Bucket) -> Bytes {
+        let objects = bucket.objects();
+        let read = async move { objects.get(&Path::from("blob")).await?.bytes().await };
+        bucket.wait("blob", read).unwrap()
+    }
+
+    #[test]
+    fn what_was_not_done_is_done_again() {
+        for (objects, bucket, reservation) in on_their_way() {
+            objects.plan(0, Fault::NotDone);
+            assert!(reservation.seal().unwrap());
+            assert_eq!(found(&bucket), [7; 10][..]);
+        }
+    }
+
+    #[test]
+    fn what_was_done_and_not_answered_is_not_done_again() {
+        for (objects, bucket, reservation) in on_their_way() {
+            objects.plan(0, Fault::LostAnswer);
+            assert!(reservation.seal().unwrap());
+            assert_eq!(found(&bucket), [7; 10][..]);
+        }
+    }
+
+    #[test]
+    fn what_is_never_done_is_an_error_after_some_tries() {
+        for (objects, _bucket, reservation) in on_their_way() {
+            objects.end();
+            assert_eq!(reservation.seal().unwrap_err().kind(), ErrorKind::Unreachable);
+            // Each looks whether it is there after all; an upload that has failed is given up besides.
+            assert_eq!(objects.seen().0 / 2, TRIES as usize);
+        }
+    }
+
+    /// What is there is not what was put in parts, if it is not as long.
+    #[test]
+    fn parts_are_put_together_whatever_was_there() {
+        let [_, (objects, bucket, upload)] = on_their_way();
+        let (put, payload) = (bucket.objects(), PutPayload::from_static(b"another"));
+        bucket.wait("blob", async move { put.put(&Path::from("blob"), payload).await }).unwrap();
+        objects.plan(0, Fault::NotDone);
+        assert!(upload.seal().unwrap());
+        assert_eq!(found(&bucket), [7; 10][..]);
+    }
+
+    #[test]
+    fn an_upload_that_is_dropped_is_given_up() {
+        let [_, (objects, bucket, upload)] = on_their_way();
+        assert_eq!(objects.uploads(), 1);
+        drop(upload);
+        for _ in 0..2000 {
+            if bucket.wait("", bucket.list("").unwrap()).unwrap().is_empty() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        assert_eq!(objects.uploads(), 0);
+        assert_eq!(bucket.wait("", bucket.list("").unwrap()).unwrap(), [""; 0]);
     }
 }

@@ -194,7 +194,10 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::time::{Duration, Instant};
 
+    use tssd_format::{StateDict, Tensor};
+
     use super::*;
+    use crate::{GetOptions, Key, PutOptions, Store};
 
     const LEN: usize = 16 << 10;
 
@@ -244,6 +247,29 @@ mod tests {
         let (mut part, empty) = (held.range(LEN - 2..LEN).unwrap(), held.range(7..7).unwrap());
         drop((held, maps));
         assert_eq!((bytes(&mut part), empty.is_empty()), (&mut [3, 3][..], true));
+    }
+
+    /// So is what is large and in a file; the version stays what it is.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_storage_of_a_directory_can_be_written_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = Key::new("policy").unwrap();
+        let mut dict = StateDict::new();
+        let large = vec![7_u8; 1 << 20];
+        dict.insert("large", Tensor::from_slice(&large, &[1 << 20]).unwrap());
+        let directory = Store::directory(folder.path()).unwrap();
+        for (store, is_in_file) in [(directory, true), (Store::memory(), false)] {
+            store.put_state_dict(&key, &dict, &PutOptions::default()).await.unwrap();
+            let opened = store.open(&key, &GetOptions::default()).await.unwrap();
+            let mut private = opened.private(&[0]).await.unwrap().remove(0);
+            assert_eq!(private.is_some(), is_in_file);
+            if let Some(private) = &mut private {
+                assert!(bytes(private) == large);
+                bytes(private).fill(8);
+            }
+            let stored = opened.storages(&[0]).await.unwrap().remove(0);
+            assert!(stored == large, "nobody else sees it");
+        }
     }
 
     fn tempfile() -> File {

@@ -4,9 +4,10 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
-use tssd_format::{Dtype, Region, StateDict, Tensor, TensorMeta};
+use tssd_format::{Compression, Dtype, Region, StateDict, Tensor, TensorMeta};
 
 use super::Bucket;
 use super::faulty::{FAULTS, Fault, Faulty};
@@ -157,7 +158,6 @@ async fn what_a_killed_upload_has_left_is_swept() {
     let volume = ObjectVolume::new(bucket.unwrap());
     let name = format!("{}/0-9-0123456789abcdef/0-{:032x}.tssd", key().to_path(), 7);
     let abandoned = tokio::task::spawn_blocking(move || {
-        use crate::volume::Volume;
         let durability = crate::ledger::Durability::Disk;
         (volume.reserve(&name, u64::try_from(LARGE).unwrap(), durability).unwrap(), volume)
     });
@@ -224,6 +224,31 @@ async fn who_was_stopped_for_longer_than_records_stay_has_made_no_step() {
     let turn = stopped.turn(&key()).await.unwrap();
     assert_eq!(*turn.state(), keeping(7));
     assert!(save(turn, keeping(8)).await.unwrap());
+}
+
+/// It might be decoded to something.
+#[tokio::test(flavor = "multi_thread")]
+async fn damage_of_what_is_compressed_is_found() {
+    let stage = Stage { faulty: Arc::default(), len: 0 };
+    // What cannot be compressed stands in a frame as it is.
+    let noise = |number: u64| {
+        let mixed = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (mixed ^ (mixed >> 31)).wrapping_mul(0xBF58_476D_1CE4_E5B9).to_le_bytes()[6]
+    };
+    let mut bytes: Vec<u8> = (0..1 << 19).map(noise).collect();
+    bytes.resize(1 << 20, 0);
+    let mut dict = StateDict::new();
+    dict.insert("bytes", Tensor::from_slice(&bytes, &[1 << 20]).unwrap());
+    let options = PutOptions { compression: Compression::Zstd, ..PutOptions::default() };
+    stage.store().put_state_dict(&key(), &dict, &options).await.unwrap();
+    let mut objects: Vec<_> = stage.faulty.list(None).try_collect().await.unwrap();
+    objects.sort_by_key(|object| object.size);
+    let archive = &objects.last().unwrap().location;
+    let mut damaged = stage.faulty.get(archive).await.unwrap().bytes().await.unwrap().to_vec();
+    damaged[200_000] ^= 1;
+    stage.faulty.put(archive, damaged.into()).await.unwrap();
+    let got = stage.store().get_state_dict(&key(), &GetOptions::default()).await;
+    assert_eq!(got.unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[tokio::test(flavor = "multi_thread")]

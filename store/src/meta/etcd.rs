@@ -236,6 +236,8 @@ fn failed(shown: &str, error: &etcd_client::Error) -> Error {
         (Failed::InvalidArgs(_) | Failed::InvalidUri(_), _) => ErrorKind::Invalid,
         // An argument that is invalid, a permission that is denied, somebody who is not known.
         (_, Some(3 | 7 | 16)) => ErrorKind::Refused,
+        // A record that no message has room for, now or ever: so says whoever receives it.
+        (_, Some(8)) if text.contains("larger than max") => ErrorKind::Refused,
         // There is no room left, or nobody has time.
         (_, Some(8)) => ErrorKind::Busy,
         _ => ErrorKind::Unreachable,

@@ -81,6 +81,15 @@ impl Volume for Failing {
     }
 }
 
+/// That of a process of its own, on a directory; and its volume.
+fn on_directory(root: &tempfile::TempDir) -> (LocalController, Arc<DirectoryVolume>) {
+    let disk = Disk::at(root.path().canonicalize().unwrap());
+    let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
+    let volume = Arc::new(DirectoryVolume::new(disk));
+    let environment = Arc::new(SystemEnvironment);
+    (LocalController::new(Arc::new(ledgers), volume.clone(), environment), volume)
+}
+
 /// A clock that shows what it is told to.
 #[derive(Clone, Default)]
 struct Clock(Arc<AtomicU64>);

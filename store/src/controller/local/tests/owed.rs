@@ -6,12 +6,6 @@ use super::*;
 async fn what_others_have_put_beside_versions_and_archives_stays() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().canonicalize().unwrap();
-    let controller = || {
-        let disk = Disk::at(path.clone());
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-        let volume = Arc::new(DirectoryVolume::new(disk));
-        LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment))
-    };
     let key = Key::new("policy").unwrap();
     let of_key = path.join(key.to_path());
     let (id, name) = ("0123456789abcdef", "0123456789abcdef0123456789abcdef");
@@ -23,7 +17,7 @@ async fn what_others_have_put_beside_versions_and_archives_stays() {
     for folder in foreign.iter().chain([&lost]) {
         std::fs::create_dir_all(folder).unwrap();
     }
-    let store = Store::new(controller());
+    let store = Store::new(on_directory(&root).0);
     let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
     let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
     assert!(!lost.exists(), "what a process that died has left is swept");
@@ -86,13 +80,7 @@ async fn what_cannot_be_stored_is_on_its_way_no_longer() {
 async fn who_begins_deletes_what_is_left_and_gives_up_what_is_open() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().canonicalize().unwrap();
-    let controller = || {
-        let disk = Disk::at(path.clone());
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-        let volume = Arc::new(DirectoryVolume::new(disk));
-        LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment))
-    };
-    let killed = controller();
+    let (killed, volume) = on_directory(&root);
     let keys = ["one", "other"].map(|key| Key::new(key).unwrap());
     let mut left = Vec::new();
     for key in &keys {
@@ -100,12 +88,12 @@ async fn who_begins_deletes_what_is_left_and_gives_up_what_is_open() {
         store.put_state_dict(key, &dict, &PutOptions::default()).await.unwrap();
         let proposal = Proposal::alone(2, Durability::Disk);
         let (open, _) = killed.open(key, &proposal, || true).await.unwrap();
-        written(&DirectoryVolume::new(Disk::at(path.clone())), &open);
+        written(&*volume, &open);
         left.push(path.join(open.folder()));
         left.push(path.join(format!("{}/7-1-0123456789abcdef", key.to_path())));
         std::fs::create_dir(left.last().unwrap()).unwrap();
     }
-    let next = controller();
+    let (next, _) = on_directory(&root);
     next.recover().await.unwrap();
     let there: Vec<bool> = left.iter().map(|folder| folder.exists()).collect();
     assert_eq!(there, [true, false, true, false], "what no ledger knows is gone");

@@ -7,11 +7,7 @@ use super::*;
 #[tokio::test]
 async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
     let root = tempfile::tempdir().unwrap();
-    let disk = Disk::at(root.path().canonicalize().unwrap());
-    let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-    let volume = Arc::new(DirectoryVolume::new(disk));
-    let controller =
-        LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
+    let (controller, volume) = on_directory(&root);
     let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Disk));
     let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
     controller.delete(&key, Selection::All).await.unwrap();
@@ -28,13 +24,8 @@ async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
 #[tokio::test]
 async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
     let root = tempfile::tempdir().unwrap();
-    let disk = Disk::at(root.path().canonicalize().unwrap());
     // As a process each.
-    let controller = || {
-        let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-        let volume = Arc::new(DirectoryVolume::new(disk.clone()));
-        LocalController::new(Arc::new(ledgers), volume, Arc::new(SystemEnvironment))
-    };
+    let controller = || on_directory(&root).0;
     let key = Key::new("policy").unwrap();
     let numbered = |number| Proposal::alone(number, Durability::Disk);
     let killed = controller();
@@ -110,11 +101,7 @@ async fn archives_are_not_needed_once_the_ledger_has_the_commit_or_the_version_h
 #[tokio::test]
 async fn who_withdraws_takes_along_what_is_not_committed_and_nothing_else() {
     let root = tempfile::tempdir().unwrap();
-    let disk = Disk::at(root.path().canonicalize().unwrap());
-    let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
-    let volume = Arc::new(DirectoryVolume::new(disk));
-    let controller =
-        LocalController::new(Arc::new(ledgers), volume.clone(), Arc::new(SystemEnvironment));
+    let (controller, volume) = on_directory(&root);
     let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Disk));
     let (late, _) = controller.open(&key, &proposal, || true).await.unwrap();
     controller.delete(&key, Selection::All).await.unwrap();

@@ -18,6 +18,7 @@ mod snapshot;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use tssd_format::{StateDict, Value};
 use tssd_store::{Device, ErrorKind, Key};
 use tssd_tests::command::library;
 
@@ -33,6 +34,12 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
         word.copy_from_slice(&mixed[..word.len()]);
     }
     bytes
+}
+
+/// The bytes of a tensor that was got to the host's memory.
+fn bytes_of(dict: &StateDict, fqn: &str) -> Vec<u8> {
+    let Value::Tensor(tensor) = dict.leaf(fqn).unwrap().clone() else { panic!("a tensor") };
+    tensor.view().span().to_vec()
 }
 
 /// Runs the tests that need a GPU in a process that finds this driver.

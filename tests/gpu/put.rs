@@ -14,7 +14,7 @@ use tssd_store::{
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
-use crate::{key, pattern};
+use crate::{bytes_of, key, pattern};
 
 /// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.
 pub(crate) struct Model {
@@ -158,11 +158,7 @@ fn what_a_stream_was_given_between_two_tensors_is_waited_for() {
             let options = PutOptions { residency, ..PutOptions::default() };
             store.put_state_dict(&key(), &dict, &options).unwrap();
             let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
-            let Value::Tensor(found) = found.leaf("first").unwrap().clone() else {
-                panic!("a tensor")
-            };
-            let found = found.to_memory().unwrap();
-            assert!(found.view().span()[..] == pattern(step, LEN), "{step}");
+            assert!(bytes_of(&found, "first") == pattern(step, LEN), "{step}");
         }
     }
 }
@@ -274,10 +270,7 @@ fn many_chunks_of_a_tensor_are_copied_at_once() {
                 assert!(copies <= most, "{residency:?}: {copies} copies");
             }
             let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
-            let Value::Tensor(found) = found.leaf("weight").unwrap().clone() else {
-                panic!("a tensor")
-            };
-            assert!(found.to_memory().unwrap().view().span()[..] == pattern(most, LEN));
+            assert!(bytes_of(&found, "weight") == pattern(most, LEN));
         }
     }
 }
@@ -304,11 +297,8 @@ fn what_is_published_in_turn_is_what_was_there_when_the_stream_was_done() {
             publisher.finish().unwrap();
             let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
             for part in 0..8 {
-                let Value::Tensor(found) = found.leaf(&format!("{part}")).unwrap().clone() else {
-                    panic!("a tensor")
-                };
-                let found = found.to_memory().unwrap();
-                assert!(found.view().span()[..] == pattern(part, LEN), "{residency:?}: {part}");
+                let found = bytes_of(&found, &format!("{part}"));
+                assert!(found == pattern(part, LEN), "{residency:?}: {part}");
             }
         }
     }

@@ -17,7 +17,7 @@ use tssd_tests::served::Served;
 
 use crate::get::{Wanted, cut, matrix, place};
 use crate::put::{Model, expected};
-use crate::{child, key, pattern, set};
+use crate::{bytes_of, child, key, pattern, set};
 
 const LEN: usize = 5_000_003;
 
@@ -51,9 +51,7 @@ fn put(store: &Store, caller: &Caller, allocation: &Arc<Allocation>, step: u64) 
 fn found(store: &Store) -> Vec<u8> {
     let (found, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
     assert_eq!(report.transport, Transport::CudaIpc, "{}", report.why);
-    let tensor = found.leaf("weight").unwrap().clone();
-    let Value::Tensor(tensor) = tensor else { panic!("a tensor") };
-    tensor.view().span().to_vec()
+    bytes_of(&found, "weight")
 }
 
 #[test]

@@ -15,8 +15,10 @@ use crate::wire::{Begun, Reply, Room, SharedSegment};
 #[derive(Default)]
 pub(super) struct Maps {
     inner: Mutex<Inner>,
-    /// Whoever has it maps: who wants the same waits, and finds it mapped.
+    /// Whoever has it maps to read: who wants the same waits, and finds it mapped.
     mapping: Mutex<()>,
+    /// The same to write, which takes longer: new memory comes with all its pages.
+    mapping_to_write: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -169,7 +171,7 @@ impl Maps {
     pub(super) fn lent(&self, segment: SegmentId, capacity: u64) -> Result<()> {
         let failed = |error| Error::io(format_args!("segment {segment}"), error);
         // A put that was given up may be mapping it still.
-        let _mapping = self.mapping.lock().expect("nobody panics while mapping");
+        let _mapping = self.mapping_to_write.lock().expect("nobody panics while mapping");
         let Some(memory) = self.inner().lent.get(&segment).map(OwnedFd::try_clone) else {
             return Ok(());
         };

@@ -22,20 +22,24 @@ use crate::meta::{DirectoryMeta, MemoryMeta};
 use crate::volume::{DirectoryVolume, MemoryVolume, Near, Reservation};
 use crate::{PutOptions, Store};
 
-/// A volume of which the next call of a name fails.
-#[derive(Clone, Default)]
-struct Failing(MemoryVolume, Arc<Mutex<Option<&'static str>>>);
+type Happening = Box<dyn FnOnce() -> Result<()> + Send>;
 
-impl Failing {
+/// A volume in which something happens before the next call of a name.
+#[derive(Clone, Default)]
+struct Hooked(MemoryVolume, Arc<Mutex<Option<(&'static str, Happening)>>>);
+
+impl Hooked {
+    fn before(&self, call: &'static str, happens: impl FnOnce() -> Result<()> + Send + 'static) {
+        *self.1.lock().unwrap() = Some((call, Box::new(happens)));
+    }
+
     fn fail(&self, call: &'static str) {
-        *self.1.lock().unwrap() = Some(call);
+        self.before(call, || Err(Error::new(ErrorKind::Io, "the disk says no")));
     }
 
     fn may(&self, call: &str) -> Result<()> {
-        match self.1.lock().unwrap().take_if(|failing| *failing == call) {
-            None => Ok(()),
-            Some(_) => Err(Error::new(ErrorKind::Io, "the disk says no")),
-        }
+        let happens = self.1.lock().unwrap().take_if(|(awaited, _)| *awaited == call);
+        happens.map_or(Ok(()), |(_, happens)| happens())
     }
 
     fn controller(&self) -> LocalController {
@@ -44,7 +48,7 @@ impl Failing {
     }
 }
 
-impl Volume for Failing {
+impl Volume for Hooked {
     fn is_in_memory(&self, name: &str) -> bool {
         self.0.is_in_memory(name)
     }

@@ -124,7 +124,7 @@ async fn what_a_process_has_begun_that_has_ended_is_taken_back() {
 
 #[tokio::test]
 async fn nobody_is_followed_where_there_is_no_daemon() {
-    let (controller, key) = (Failing::default().controller(), Key::new("policy").unwrap());
+    let (controller, key) = (Hooked::default().controller(), Key::new("policy").unwrap());
     let unread = controller.unread(&key, 0, Duration::ZERO).await.unwrap_err();
     let follow = controller.follow(&key).await.map(drop).unwrap_err();
     assert_eq!([unread.kind(), follow.kind()], [ErrorKind::Unsupported; 2]);

@@ -46,7 +46,7 @@ async fn what_others_have_put_beside_versions_and_archives_stays() {
 
 #[tokio::test]
 async fn what_lasts_is_durable_and_not_of_the_newest_version() {
-    let controller = Failing::default().controller();
+    let controller = Hooked::default().controller();
     let (store, key) = (Store::new(controller.clone()), Key::new("policy").unwrap());
     store.retain(&key, std::num::NonZeroU32::new(9).unwrap()).await.unwrap();
     let mut folders = Vec::new();
@@ -108,7 +108,7 @@ async fn who_begins_deletes_what_is_left_and_gives_up_what_is_open() {
 #[tokio::test]
 async fn what_is_lost_is_named_as_far_as_it_is_little() {
     let lost_of = async |count: usize| {
-        let volume = Failing::default();
+        let volume = Hooked::default();
         let mut dict = tssd_format::StateDict::new();
         for number in 0..count {
             dict.insert(format!("{number}"), bytes::Bytes::from(vec![7; 100_000]));

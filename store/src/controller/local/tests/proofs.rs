@@ -24,7 +24,7 @@ async fn a_try_that_comes_while_another_one_is_proven_hears_how_that_ends() {
 
 #[tokio::test]
 async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
-    let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
+    let (volume, key) = (Hooked::default(), Key::new("policy").unwrap());
     let store = Store::new(volume.controller());
     let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
     volume.fail("open");
@@ -35,7 +35,7 @@ async fn a_disk_that_fails_at_the_proof_is_not_the_writers_fault() {
 
 #[tokio::test]
 async fn what_another_try_left_is_owed_until_it_is_deleted() {
-    let (volume, key) = (Failing::default(), Key::new("policy").unwrap());
+    let (volume, key) = (Hooked::default(), Key::new("policy").unwrap());
     let controller = volume.controller();
     let store = Store::new(controller.clone());
     let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
@@ -98,7 +98,7 @@ async fn a_proof_is_taken_over_when_it_is_owed_for_long_and_not_under_way_here()
 
 #[tokio::test]
 async fn a_manifest_that_is_made_anew_is_the_one_that_was_shown_or_none() {
-    let volume = Failing::default();
+    let volume = Hooked::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let proposal = Proposal::alone(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
@@ -121,7 +121,7 @@ async fn a_manifest_that_is_made_anew_is_the_one_that_was_shown_or_none() {
 #[tokio::test]
 async fn what_nobody_knows_to_do_with_divergent_leaves_is_refused() {
     for (text, is_known) in [("lowest", true), ("keep", true), ("kept", false), ("", false)] {
-        let volume = Failing::default();
+        let volume = Hooked::default();
         let attr = tssd_format::AttrValue::Text(text.into());
         let options = tssd_format::Options::new().attr(crate::controller::DIVERGENT, attr);
         let dict = tssd_format::StateDict::new();

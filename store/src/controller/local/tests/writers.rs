@@ -43,7 +43,7 @@ async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
 
 #[tokio::test]
 async fn what_became_of_the_version_comes_before_what_that_has_led_to() {
-    let volume = Failing::default();
+    let volume = Hooked::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let proposal = Proposal::alone(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
@@ -72,7 +72,7 @@ async fn what_became_of_the_version_comes_before_what_that_has_led_to() {
 
 #[tokio::test]
 async fn archives_are_not_needed_once_the_ledger_has_the_commit_or_the_version_has_ended() {
-    let volume = Failing::default();
+    let volume = Hooked::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let open = async |writer, number| {
         let writers = [0, 1].into_iter().collect();
@@ -168,7 +168,7 @@ async fn a_version_that_was_replaced_while_another_try_proved_it_was_visible() {
 
 #[tokio::test]
 async fn who_has_committed_already_is_told_where() {
-    let volume = Failing::default();
+    let volume = Hooked::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let alone = Proposal::alone(9, Durability::Memory);
     let (place, _) = controller.open(&key, &alone, || true).await.unwrap();
@@ -187,7 +187,7 @@ async fn who_has_committed_already_is_told_where() {
 
 #[tokio::test]
 async fn a_copy_is_durable_and_at_the_place_of_what_it_is_a_copy_of() {
-    let (volume, bucket) = (Failing::default(), Failing::default());
+    let (volume, bucket) = (Hooked::default(), Hooked::default());
     let key = Key::new("policy").unwrap();
     let proposal = Proposal::alone(7, Durability::Memory);
     let (of, _) = volume.controller().open(&key, &proposal, || true).await.unwrap();
@@ -250,7 +250,7 @@ async fn who_cannot_say_that_he_withdraws_leaves_what_he_has_written() {
 
 #[tokio::test]
 async fn a_contribution_may_have_several_archives() {
-    let volume = Failing::default();
+    let volume = Hooked::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let archives = ["one", "other"].map(|name| {
         let mut dict = tssd_format::StateDict::new();

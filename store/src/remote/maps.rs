@@ -25,11 +25,11 @@ pub(super) struct Maps {
 struct Inner {
     /// Memory that has come and is not mapped yet, to read and to write.
     shared: BTreeMap<SegmentId, (OwnedFd, u64)>,
-    lent: BTreeMap<SegmentId, OwnedFd>,
+    lent: BTreeMap<SegmentId, Arc<OwnedFd>>,
     read: BTreeMap<SegmentId, Arc<ReadMap>>,
     write: BTreeMap<SegmentId, WriteMap>,
     /// Memory of GPUs: which has come and is not mapped yet, and which is, to read, and to write.
-    brought: BTreeMap<SegmentId, (OwnedFd, SharedSegment)>,
+    brought: BTreeMap<SegmentId, (Arc<OwnedFd>, SharedSegment)>,
     device_read: BTreeMap<SegmentId, Arc<DeviceSegment>>,
     device_write: BTreeMap<SegmentId, Arc<DeviceSegment>>,
     /// Those that are let go, and may be held by views still.
@@ -64,7 +64,7 @@ impl Maps {
             Reply::Leased(leased) => {
                 for (each, memory) in leased.segments.iter().zip(fds) {
                     if each.device.is_some() {
-                        inner.brought.insert(each.segment, (memory, each.clone()));
+                        inner.brought.insert(each.segment, (memory.into(), each.clone()));
                     } else {
                         inner.shared.insert(each.segment, (memory, each.capacity));
                     }
@@ -73,7 +73,7 @@ impl Maps {
             Reply::Begun(Begun { room: Room::Segment { segment, .. }, .. })
             | Reply::Room(Room::Segment { segment, .. })
             | Reply::Rooms { room: Room::Segment { segment, .. }, .. } => {
-                inner.lent.extend(fds.into_iter().map(|memory| (*segment, memory)));
+                inner.lent.extend(fds.into_iter().map(|memory| (*segment, memory.into())));
             }
             // Nobody has asked for what comes with other replies.
             _ => {}
@@ -129,8 +129,8 @@ impl Maps {
         let brought = inner.brought.get(&segment);
         let (memory, SharedSegment { capacity, device, .. }) =
             brought.ok_or_else(|| broken("it names a segment of a GPU that it never sent"))?;
-        let memory = memory.try_clone().map_err(|error| Error::io("memory of a GPU", error))?;
-        let (uuid, capacity) = (device.clone().unwrap_or_default(), *capacity);
+        let (memory, uuid) = (memory.clone(), device.clone().unwrap_or_default());
+        let capacity = *capacity;
         drop(inner);
         // Until it is mapped its descriptor stays: whoever asks again is told the same, or finds it.
         let map = DeviceSegment::import(&uuid, &memory, capacity)?;
@@ -172,10 +172,7 @@ impl Maps {
         let failed = |error| Error::io(format_args!("segment {segment}"), error);
         // A put that was given up may be mapping it still.
         let _mapping = self.mapping_to_write.lock().expect("nobody panics while mapping");
-        let Some(memory) = self.inner().lent.get(&segment).map(OwnedFd::try_clone) else {
-            return Ok(());
-        };
-        let memory = memory.map_err(failed)?;
+        let Some(memory) = self.inner().lent.get(&segment).cloned() else { return Ok(()) };
         check_lent(&memory, capacity).map_err(failed)?;
         let map = WriteMap::new(&memory, capacity).map_err(failed)?;
         // Until it is mapped its descriptor stays, for whoever is lent it next. It may be retired meanwhile.

@@ -169,7 +169,11 @@ class Stores:
 
 
 def single(rounds: Rounds, other: Peer | None) -> None:
-    """400 tensors, each under a key of its own: what counts is the slowest call."""
+    """400 tensors, each under a key of its own: what counts is the slowest call.
+
+    One of some thousand ways there and back through a bare socket takes milliseconds on a machine that others use too:
+    there are rounds enough for most of them to have none such.
+    """
     model = named("uniform:400:1638400")
     state = model.state
     with Pair(model, like(state)) as pair:
@@ -184,7 +188,7 @@ def single(rounds: Rounds, other: Peer | None) -> None:
         theirs: list[list[float]] = []
         if other is not None:
             other.use(model, None)
-        for number in range(rounds.warmup + rounds.iterations):
+        for number in range(rounds.warmup + 3 * rounds.iterations):
             counts = number >= rounds.warmup
             for name, call in calls.items():
                 own = [timed(partial(call, key))() for key in state]

@@ -18,7 +18,7 @@ pub(crate) use self::writing::Writing;
 
 use self::inner::{Backing, Inner, Segment, Writer};
 use super::extents::Extents;
-use super::segment::{self, ReadMap, WriteMap};
+use super::segment::{self, ReadMap, SLAB_BYTES, WriteMap};
 use crate::status::Memory;
 use crate::sync::{Mutex, MutexGuard, Notify, mpsc, select};
 use crate::volume::{HollowBlob, Near};
@@ -49,9 +49,6 @@ pub(crate) struct Hollow {
 
 /// What a peer is told to unmap.
 pub(crate) type Unmap = SegmentId;
-
-/// Small blobs share segments of this many bytes, which the daemon writes.
-const SLAB_BYTES: u64 = 4 << 20;
 
 /// Blobs begin at multiples of this many bytes.
 const PAGE: u64 = 4096;
@@ -321,7 +318,7 @@ impl Pool {
                 return Ok(Err(exhausted));
             }
             let memory = segment::create(capacity)?;
-            let map = WriteMap::new(&memory, capacity)?;
+            let map = WriteMap::sparse(&memory, capacity)?;
             segment::seal(&memory)?;
             let mut free = Extents::all(capacity);
             let offset = free.take(room).expect("it is as long at least");

@@ -18,6 +18,12 @@ use crate::parallel;
 use crate::private::PrivateMaps;
 use crate::volume::Near;
 
+/// Small blobs share segments of this many bytes, which the daemon writes.
+///
+/// Their pages come one by one, as they are written: all at once, those of a new slab took 3 ms, for which whoever put
+/// the first small tensor into it had to wait.
+pub(super) const SLAB_BYTES: u64 = 4 << 20;
+
 /// What a segment that others read is sealed with: no new map writes, no byte goes.
 const SEALS: SealFlags =
     SealFlags::FUTURE_WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -240,10 +246,12 @@ pub(crate) struct ReadMap {
 }
 
 impl ReadMap {
-    /// Maps memory that was checked, and its page tables with it.
+    /// Maps memory that was checked, and its page tables with it; but not those of a slab, which may be empty as yet.
     pub(crate) fn new(memory: OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
-        let map = Map::new(&memory, capacity, ProtFlags::READ)?;
-        let map = map.populated(Advice::LinuxPopulateRead);
+        let mut map = Map::new(&memory, capacity, ProtFlags::READ)?;
+        if capacity > SLAB_BYTES {
+            map = map.populated(Advice::LinuxPopulateRead);
+        }
         let private = Some(PrivateMaps::new(memory.into(), map.len));
         Ok(Arc::new(Self { map, private }))
     }

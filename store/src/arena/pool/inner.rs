@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::{Exhausted, PeerId, SLAB_BYTES, STEP, SegmentId, Span, Unmap, room_for};
+use super::{Exhausted, PeerId, STEP, SegmentId, Span, Unmap, room_for};
 use crate::arena::extents::Extents;
-use crate::arena::segment::{self, ReadMap, WriteMap};
+use crate::arena::segment::{self, ReadMap, SLAB_BYTES, WriteMap};
 use crate::sync::mpsc;
 
 #[derive(Default)]

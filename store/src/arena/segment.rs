@@ -246,12 +246,9 @@ pub(crate) struct ReadMap {
 }
 
 impl ReadMap {
-    /// Maps memory that was checked, and its page tables with it; but not those of a slab, which may be empty as yet.
+    /// Maps memory that was checked.
     pub(crate) fn new(memory: OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
-        let mut map = Map::new(&memory, capacity, ProtFlags::READ)?;
-        if capacity > SLAB_BYTES {
-            map = map.populated(Advice::LinuxPopulateRead);
-        }
+        let map = Map::new(&memory, capacity, ProtFlags::READ)?;
         let private = Some(PrivateMaps::new(memory.into(), map.len));
         Ok(Arc::new(Self { map, private }))
     }

@@ -58,7 +58,7 @@ impl Output {
             return Err(Failure::new(Exit::Refused, message)
                 .help("name a file, which is replaced once the new one is complete"));
         }
-        let make = || Replacement::create(target);
+        let make = || Replacement::create(target, true);
         let (unfinished, file) = Unfinished::make(make).map_err(failed)?;
         let stream = BufWriter::with_capacity(BUFFER_BYTES, file);
         Ok(Self {
@@ -74,7 +74,7 @@ impl Output {
             Sink::File { target, stream, unfinished } => {
                 let failed = |error| Failure::io("write", &target, error);
                 let file = stream.into_inner().map_err(|error| failed(error.into_error()))?;
-                file.commit(true).map_err(failed)?;
+                file.commit().map_err(failed)?;
                 drop(unfinished);
             }
             Sink::Stdout(mut stream) => stream

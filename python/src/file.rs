@@ -157,9 +157,9 @@ pub(crate) fn save_file(
     let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
     state_dict.py().detach(|| {
         let write = || {
-            let replacement = Replacement::create(&filename)?;
+            let replacement = Replacement::create(&filename, fsync)?;
             file::write(layout, &replacement, || interrupt.check())?;
-            Ok(replacement.commit(fsync)?)
+            Ok(replacement.commit()?)
         };
         write().map_err(|error: Failure| error.in_file(&filename))
     })

@@ -6,6 +6,7 @@
 
 mod files;
 mod lock;
+mod parting;
 #[cfg(test)]
 pub(crate) mod simulated;
 
@@ -21,6 +22,7 @@ use rustix::fs::OFlags;
 
 pub(crate) use files::{Files, Folder, Output, SystemFiles};
 pub(crate) use lock::Lock;
+pub(crate) use parting::Parting;
 
 use crate::volume::Near;
 
@@ -60,7 +62,7 @@ impl Disk {
     /// Starts a file that will have this name, making its folders.
     pub(crate) fn begin(&self, target: &Path) -> io::Result<NewFile> {
         self.make_folders(parent(target)?)?;
-        NewFile::beside(self.clone(), target, TEMPORARY)
+        NewFile::beside(self.clone(), target, TEMPORARY, true)
     }
 
     /// Creates a file with these bytes, durably; false if there is one of this name.
@@ -214,11 +216,16 @@ impl Disk {
     }
 }
 
+/// What is to be durable sets out for the disk by so many bytes, while the next ones are written. By itself it would stay
+/// until it is synced, and the disk would have nothing to do until then.
+const SEND_BYTES: u64 = 4 << 20;
+
 /// A file that is being written. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct NewFile {
     disk: Disk,
     output: Box<dyn Output>,
+    is_durable: bool,
     temporary: PathBuf,
     is_removed: bool,
     target: PathBuf,
@@ -226,7 +233,7 @@ pub(crate) struct NewFile {
 
 impl NewFile {
     /// Starts a file that will have this name, under one that begins otherwise.
-    fn beside(disk: Disk, target: &Path, prefix: &str) -> io::Result<Self> {
+    fn beside(disk: Disk, target: &Path, prefix: &str, is_durable: bool) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = parent(target)?;
         loop {
@@ -236,7 +243,8 @@ impl NewFile {
             match disk.files.create(&temporary) {
                 Ok(output) => {
                     let target = target.to_owned();
-                    return Ok(Self { disk, output, temporary, is_removed: false, target });
+                    let is_removed = false;
+                    return Ok(Self { disk, output, is_durable, temporary, is_removed, target });
                 }
                 // Left behind by a process of the same id that was killed.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -252,7 +260,11 @@ impl NewFile {
 
     /// A writer at a place of the file; several may write different places at once.
     pub(crate) fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        At { output: &*self.output, offset }
+        At { output: &*self.output, progress: self.progress(offset) }
+    }
+
+    fn progress(&self, at: u64) -> Progress {
+        Progress { at, waiting: self.is_durable.then_some(at) }
     }
 
     /// Gives the file its name, durably, unless the name is taken: then it says so by false, and what has the
@@ -292,18 +304,17 @@ impl Drop for NewFile {
 #[derive(Debug)]
 pub struct Replacement {
     new: NewFile,
-    /// Where bytes are written one after the other.
-    position: u64,
+    progress: Progress,
 }
 
 impl Replacement {
-    /// Begins the file that will be at `target`. A link stays a link: what it points to is replaced. The
-    /// file gets the permissions of the one that it replaces.
+    /// Begins the file that will be at `target`, and on the disk then if it is to be durable. A link stays a link:
+    /// what it points to is replaced. The file gets the permissions of the one that it replaces.
     ///
     /// # Errors
     ///
     /// Whatever the system says; `InvalidInput` if what is there is no regular file.
-    pub fn create(target: &Path) -> io::Result<Self> {
+    pub fn create(target: &Path, is_durable: bool) -> io::Result<Self> {
         let target = match target.canonicalize() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => target.to_owned(),
             resolved => resolved?,
@@ -313,15 +324,16 @@ impl Replacement {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
         }
         let disk = Disk::at(parent(&target)?.to_owned());
-        let new = Self::on(disk, &target)?;
+        let new = Self::on(disk, &target, is_durable)?;
         if let Some(old) = old {
             fs::set_permissions(&new.new.temporary, old.permissions())?;
         }
         Ok(new)
     }
 
-    pub(crate) fn on(disk: Disk, target: &Path) -> io::Result<Self> {
-        Ok(Self { new: NewFile::beside(disk, target, ".tssd-")?, position: 0 })
+    pub(crate) fn on(disk: Disk, target: &Path, is_durable: bool) -> io::Result<Self> {
+        let new = NewFile::beside(disk, target, ".tssd-", is_durable)?;
+        Ok(Self { progress: new.progress(0), new })
     }
 
     /// Says how long the file will be, for the system to find room for it at once.
@@ -339,14 +351,14 @@ impl Replacement {
     /// # Errors
     ///
     /// Whatever the system says.
-    pub fn commit(mut self, durable: bool) -> io::Result<()> {
+    pub fn commit(mut self) -> io::Result<()> {
         let new = &mut self.new;
-        if durable {
+        if new.is_durable {
             new.output.sync()?;
         }
         new.disk.files.rename(&new.temporary, &new.target)?;
         new.is_removed = true;
-        if durable { new.disk.files.sync_folder(parent(&new.target)?) } else { Ok(()) }
+        if new.is_durable { new.disk.files.sync_folder(parent(&new.target)?) } else { Ok(()) }
     }
 }
 
@@ -360,9 +372,7 @@ impl AsRef<Path> for Replacement {
 /// One byte after the other.
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.new.output.write_at(bytes, self.position)?;
-        self.position += u64::try_from(written).map_err(io::Error::other)?;
-        Ok(written)
+        self.progress.write(&*self.new.output, bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -370,16 +380,36 @@ impl Write for Replacement {
     }
 }
 
+/// How far whoever writes one byte after the other has come.
+#[derive(Debug)]
+struct Progress {
+    at: u64,
+    /// What is written from here on has not set out for the disk yet; none if it need not get there.
+    waiting: Option<u64>,
+}
+
+impl Progress {
+    fn write(&mut self, output: &dyn Output, bytes: &[u8]) -> io::Result<usize> {
+        let written = output.write_at(bytes, self.at)?;
+        self.at += u64::try_from(written).map_err(io::Error::other)?;
+        if let Some(start) = &mut self.waiting
+            && self.at - *start >= SEND_BYTES
+        {
+            output.send(*start..self.at);
+            *start = self.at;
+        }
+        Ok(written)
+    }
+}
+
 struct At<'a> {
     output: &'a dyn Output,
-    offset: u64,
+    progress: Progress,
 }
 
 impl Write for At<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.output.write_at(bytes, self.offset)?;
-        self.offset += u64::try_from(written).map_err(io::Error::other)?;
-        Ok(written)
+        self.progress.write(self.output, bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {

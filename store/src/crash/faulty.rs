@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -165,6 +166,10 @@ impl Output for FaultyOutput {
 
     fn expect(&self, len: u64) {
         self.output.expect(len);
+    }
+
+    fn send(&self, range: Range<u64>) {
+        self.output.send(range);
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -115,6 +116,12 @@ impl Output for MortalOutput {
     fn expect(&self, len: u64) {
         if self.life.call().is_ok() {
             self.output.expect(len);
+        }
+    }
+
+    fn send(&self, range: Range<u64>) {
+        if self.life.call().is_ok() {
+            self.output.send(range);
         }
     }
 

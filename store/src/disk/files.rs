@@ -4,14 +4,20 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read};
+use std::ops::Range;
+#[cfg(target_os = "linux")]
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::SystemTime;
 
+use bytes::Bytes;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
+use tssd_format::{Blob, Map};
 
 use super::lock::Lock;
+use super::parting::{self, Parting};
 use crate::private::PrivateMaps;
 use crate::volume::Near;
 
@@ -68,6 +74,9 @@ pub(crate) trait Output: Debug + Send + Sync {
     /// Says how long the file will be.
     fn expect(&self, len: u64);
 
+    /// Lets what was written set out for the disk, without waiting for it: syncing takes the less time then.
+    fn send(&self, range: Range<u64>);
+
     /// Makes the bytes durable.
     fn sync(&self) -> io::Result<()>;
 }
@@ -94,10 +103,12 @@ impl Files for SystemFiles {
     }
 
     fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
+        let _earlier = kept(name);
         fs::rename(path, name)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
+        let _removed = kept(path);
         fs::remove_file(path)
     }
 
@@ -155,13 +166,41 @@ impl Files for SystemFiles {
         // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
         // else may write in the folder is trusted as the owner of the store.
         let map = unsafe { tssd_format::map_file(&file)? };
-        let len = usize::try_from(tssd_format::Blob::size(&map)?).map_err(io::Error::other)?;
-        Ok(Near::new(map).mapped(PrivateMaps::new(file, len), 0))
+        let bytes = map.bytes().cloned().unwrap_or_default();
+        let (len, size) = (bytes.len(), map.size()?);
+        let bytes = Bytes::from_owner(Parting::new(bytes, size));
+        Ok(Near::new(Map::from(bytes)).mapped(PrivateMaps::new(file, len), 0))
     }
 
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {
         let lock = if is_shared { Lock::share(path)? } else { Lock::take(path)? };
         Ok(lock.map(|lock| -> Box<dyn Any + Send> { Box::new(lock) }))
+    }
+}
+
+/// A file that is about to lose its name, for its room to be taken back when this is dropped, not before.
+#[cfg(target_os = "linux")]
+fn kept(path: &Path) -> Option<Parting<File>> {
+    // Nothing of it can be read or written by this, so nobody is asked whether that is allowed.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    let len = file.metadata().ok()?.len();
+    Some(Parting::new(file, len))
+}
+
+/// Elsewhere its room is taken back at once.
+#[cfg(not(target_os = "linux"))]
+fn kept(_path: &Path) -> Option<Parting<File>> {
+    None
+}
+
+/// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
+fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match work() {
+            Err(error) if error.kind() == io::ErrorKind::StorageFull && parting::wait() => {}
+            done => return done,
+        }
     }
 }
 
@@ -192,7 +231,7 @@ pub(super) fn link_at(path: &Path) -> io::Error {
 
 impl Output for File {
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
-        FileExt::write_at(self, bytes, offset)
+        with_room(|| FileExt::write_at(self, bytes, offset))
     }
 
     /// A system that knows finds room at once, a third faster than bit by bit.
@@ -200,12 +239,28 @@ impl Output for File {
     fn expect(&self, len: u64) {
         let flags = rustix::fs::FallocateFlags::empty();
         // Where there is no room, or no such call, writing says so or does without.
-        let _found = rustix::fs::fallocate(self, flags, 0, len);
+        let _found = with_room(|| Ok(rustix::fs::fallocate(self, flags, 0, len)?));
     }
 
     /// Elsewhere nobody asks.
     #[cfg(not(target_os = "linux"))]
     fn expect(&self, _len: u64) {}
+
+    #[cfg(target_os = "linux")]
+    #[expect(unsafe_code, reason = "no other crate has this call")]
+    fn send(&self, range: Range<u64>) {
+        let offset = |at| libc::off64_t::try_from(at).unwrap_or(libc::off64_t::MAX);
+        let (start, len) = (offset(range.start), offset(range.end - range.start));
+        // What fails, fails again when it is synced, which says so.
+        // SAFETY: the call reads no memory of this process, and the descriptor is open as long as `self` is.
+        let _sent = unsafe {
+            libc::sync_file_range(self.as_raw_fd(), start, len, libc::SYNC_FILE_RANGE_WRITE)
+        };
+    }
+
+    /// Elsewhere it sets out when it is synced.
+    #[cfg(not(target_os = "linux"))]
+    fn send(&self, _range: Range<u64>) {}
 
     fn sync(&self) -> io::Result<()> {
         self.sync_all()

@@ -1,6 +1,6 @@
 //! Blobs as files of a directory that several processes share.
 
-use std::io::Write;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use tssd_format::{Fill, Filled};
@@ -109,6 +109,9 @@ impl Reservation for Reserved {
     }
 }
 
+/// Smaller writes are gathered: as large as they are, so large are the pages that the system keeps them in.
+const BUFFER_BYTES: usize = 1 << 20;
+
 struct FilePart<'a> {
     reserved: &'a Reserved,
     offset: u64,
@@ -116,8 +119,10 @@ struct FilePart<'a> {
 
 impl Part for FilePart<'_> {
     fn fill(&mut self, job: &Fill) -> Result<Filled> {
-        job.write_to(&mut self.reserved.file.at(self.offset))
-            .map_err(|error| Error::format(&self.reserved.name, error))
+        let mut writer = BufWriter::with_capacity(BUFFER_BYTES, self.reserved.file.at(self.offset));
+        let filled = job.write_to(&mut writer);
+        let filled = filled.and_then(|filled| Ok(writer.flush().map(|()| filled)?));
+        filled.map_err(|error| Error::format(&self.reserved.name, error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {

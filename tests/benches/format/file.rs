@@ -157,9 +157,9 @@ pub(crate) fn fits(bench: &mut Bench) {
 fn write(model: &Model, path: &Path) {
     let goes_on = || Ok::<(), Error>(());
     let layout = file::plan(&model.dict, &Options::new(), goes_on).unwrap();
-    let replacement = Replacement::create(path).unwrap();
+    let replacement = Replacement::create(path, false).unwrap();
     file::write(&layout, &replacement, goes_on).unwrap();
-    replacement.commit(false).unwrap();
+    replacement.commit().unwrap();
 }
 
 #[expect(unsafe_code, reason = "maps are what users of safetensors have")]

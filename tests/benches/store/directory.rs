@@ -14,6 +14,11 @@ use tssd_tests::bench::{Bench, Model, Race, Runner};
 use crate::copies::put_one;
 use crate::key;
 
+/// What whoever had the turn before has deleted is gone then.
+fn settle() {
+    std::thread::sleep(std::time::Duration::from_millis(300));
+}
+
 /// Nothing else serves the directory.
 pub(crate) fn put_and_get(bench: &mut Bench) {
     let model = Model::four_hundred();
@@ -27,13 +32,16 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     bench.race(
         Race::new("put durable", "a version in a directory, on the disk at the end", 3)
             .of(&model)
-            .with(Runner::ours("tssd", || put_one(&store, &model)))
-            .with(Runner::peer("object_store", || {
-                let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
-                runtime.block_on(put).unwrap();
-                sync(&folder.path().join("object"));
-                sync(folder.path());
-            }))
+            .with(Runner::ours("tssd", || put_one(&store, &model)).before(settle))
+            .with(
+                Runner::peer("object_store", || {
+                    let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
+                    runtime.block_on(put).unwrap();
+                    sync(&folder.path().join("object"));
+                    sync(folder.path());
+                })
+                .before(settle),
+            )
             .with(
                 Runner::limit("write", || {
                     let mut file = File::create(&plain).unwrap();
@@ -41,7 +49,10 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
                     file.sync_all().unwrap();
                     sync(folder.path());
                 })
-                .before(|| drop(std::fs::remove_file(&plain))),
+                .before(|| {
+                    drop(std::fs::remove_file(&plain));
+                    settle();
+                }),
             ),
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;

@@ -69,6 +69,7 @@ const FAULTS: &[(&str, &[Fault])] = &[
     ("renameat2", &[Kill, EIO, ENOSPC, EINTR]),
     ("rmdir", &[Kill, EIO, ENOSPC, EINTR]),
     ("statx", &[Kill, EIO]),
+    ("sync_file_range", &[Kill, EIO, ENOSPC, EINTR]),
     ("unlink", &[Kill, EIO, ENOSPC, EINTR]),
     ("unlinkat", &[Kill, EIO, ENOSPC, EINTR]),
     ("write", &[Kill, EIO, ENOSPC, EINTR, Nothing]),

@@ -82,7 +82,7 @@ pub fn write<E: From<Error> + Send>(
     // A system lets one thread at a time write to a file: others sum meanwhile.
     let filled = thread::scope(|scope| {
         let sums = scope.spawn(|| {
-            parallel::map(jobs.iter().collect(), |job: &Fill| {
+            parallel::map_beside(jobs.iter().collect(), |job: &Fill| {
                 if has_failed.load(Ordering::Relaxed) { Err(()) } else { job.sum().map_err(drop) }
             })
         });

@@ -33,14 +33,32 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     map_ahead(jobs, (0, |_: &mut J| Ok(())), work)
 }
 
+/// The same beside a thread that has other work to do: it keeps a core for itself.
+pub(crate) fn map_beside<J: Send, R: Send, E: Send>(
+    jobs: Vec<J>,
+    work: impl Fn(J) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E> {
+    map_on(cores() - 1, jobs, (0, |_: &mut J| Ok(())), work)
+}
+
 /// The same, where something of so many of the next jobs has begun already, in their order and one after the other, when
 /// one is run.
 pub(crate) fn map_ahead<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
+    ahead: (usize, impl Fn(&mut J) -> Result<(), E> + Sync),
+    work: impl Fn(J) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E> {
+    let cores = if jobs.len() > 1 { cores() } else { 1 };
+    map_on(cores, jobs, ahead, work)
+}
+
+fn map_on<J: Send, R: Send, E: Send>(
+    cores: usize,
+    jobs: Vec<J>,
     (ahead, begin): (usize, impl Fn(&mut J) -> Result<(), E> + Sync),
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
-    let threads = if jobs.len() > 1 { cores().min(jobs.len()) } else { 1 };
+    let threads = cores.min(jobs.len());
     let count = jobs.len();
     let queue = Mutex::new((jobs.into_iter(), VecDeque::with_capacity(ahead), 0..));
     let next = || {

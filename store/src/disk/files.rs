@@ -269,9 +269,45 @@ impl Output for File {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
     use std::os::unix::net::UnixListener;
+    use std::sync::mpsc;
 
-    use super::{Files, SystemFiles};
+    use super::{Files, Parting, SystemFiles, with_room};
+
+    /// A file that is long in going: until it is told to.
+    struct Large(mpsc::Receiver<()>);
+
+    impl Drop for Large {
+        fn drop(&mut self) {
+            let _ = self.0.recv();
+        }
+    }
+
+    #[test]
+    fn who_lacks_room_tries_again_when_a_file_is_gone_that_was_let_go() {
+        let (go, told) = mpsc::channel();
+        drop(Parting::new(Large(told), u64::MAX));
+        let mut tries = 0;
+        let found = with_room(|| {
+            tries += 1;
+            if tries > 1 {
+                return Ok(tries);
+            }
+            go.send(()).unwrap();
+            Err(io::ErrorKind::StorageFull.into())
+        });
+        assert_eq!(found.unwrap(), 2);
+        // Other tests may have let go of some.
+        let full = with_room::<()>(|| Err(io::ErrorKind::StorageFull.into()));
+        assert_eq!(full.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        let mut tries = 0;
+        let other = with_room::<()>(|| {
+            tries += 1;
+            Err(io::ErrorKind::NotFound.into())
+        });
+        assert_eq!((tries, other.unwrap_err().kind()), (1, io::ErrorKind::NotFound));
+    }
 
     #[test]
     fn a_socket_is_no_folder() {

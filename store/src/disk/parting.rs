@@ -121,9 +121,10 @@ mod tests {
         let (says, dropped) = mpsc::channel();
         drop(Parting::new(Slow(told, says), LARGE));
         assert!(dropped.try_recv().is_err(), "it is not dropped yet");
-        let waiting = thread::spawn(wait);
-        go.send(()).unwrap();
-        assert!(waiting.join().unwrap(), "there was one");
+        let tells = thread::spawn(move || go.send(()));
+        // Until there is none any more, of other tests either.
+        while wait() {}
+        tells.join().unwrap().unwrap();
         assert_ne!(dropped.try_recv().unwrap(), thread::current().id());
     }
 

@@ -315,7 +315,7 @@ mod tests {
         let socket = folder.path().join("socket");
         let _listener = UnixListener::bind(&socket).unwrap();
         let error = SystemFiles.list(&socket).unwrap_err();
-        assert_eq!(error.kind(), std::io::ErrorKind::NotADirectory);
+        assert_eq!(error.kind(), io::ErrorKind::NotADirectory);
     }
 
     #[test]
@@ -325,6 +325,6 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
         assert!(made.success());
         let error = SystemFiles.read(&pipe).unwrap_err();
-        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 }

@@ -165,6 +165,13 @@ pub(crate) fn save_file(
     })
 }
 
+/// As [`file::settle`].
+#[cfg(unix)]
+#[pyfunction]
+pub(crate) fn settle(py: Python<'_>) {
+    py.detach(file::settle);
+}
+
 /// Saves a state dict as bytes: those that `save_file` would write.
 ///
 /// Args and errors are those of `save_file`.

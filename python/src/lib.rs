@@ -65,9 +65,18 @@ mod _tssd {
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;
     use pyo3::prelude::*;
+    #[cfg(unix)]
+    use pyo3::types::PyDict;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        #[cfg(unix)]
+        {
+            // What is forked would have open what is being let go.
+            let hooks = PyDict::new(module.py());
+            hooks.set_item("before", wrap_pyfunction!(crate::file::settle, module)?)?;
+            module.py().import("os")?.call_method("register_at_fork", (), Some(&hooks))?;
+        }
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

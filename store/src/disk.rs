@@ -20,9 +20,8 @@ use std::sync::{Arc, Mutex};
 
 use rustix::fs::OFlags;
 
-pub(crate) use files::{Files, Folder, Output, SystemFiles};
+pub(crate) use files::{Files, Folder, Output, SystemFiles, settle};
 pub(crate) use lock::Lock;
-pub(crate) use parting::Parting;
 
 use crate::volume::Near;
 

@@ -14,7 +14,7 @@ use tssd_format::{
     checksum,
 };
 
-use crate::disk::Replacement;
+use crate::disk::{self, Replacement};
 use crate::parallel;
 
 /// Files are read and written in parts that end at multiples of this many bytes.
@@ -93,6 +93,12 @@ pub fn write<E: From<Error> + Send>(
     })?;
     let tail = layout.seal(filled)?;
     Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
+}
+
+/// Waits until the room of files that this process has let go, such as those of versions that are gone, is free; ten seconds
+/// at most. Before a process forks: its child would have them open as long as it lives.
+pub fn settle() {
+    disk::settle();
 }
 
 /// How addresses of buckets begin.

@@ -14,32 +14,22 @@ use std::thread;
 
 use memmap2::{MmapOptions, MmapRaw};
 
-use crate::disk::Parting;
-
 /// So many maps of a file wait at most for a reader.
 const MAX_IDLE: usize = 4;
 
 /// Private maps of one file.
 #[derive(Debug)]
 pub(crate) struct PrivateMaps {
-    mapped: Parting<Mapped>,
-    len: usize,
-}
-
-/// A file, and its maps that nobody has.
-#[derive(Debug)]
-struct Mapped {
     file: File,
-    /// As new; and how many of their pages are mapped.
+    len: usize,
+    /// Those that nobody has, as new; and how many of their pages are mapped.
     idle: Mutex<Vec<(usize, MmapRaw)>>,
 }
 
 impl PrivateMaps {
     /// Of a file whose bytes change only when nobody has a map of it, and whose length never does.
     pub(crate) fn new(file: File, len: usize) -> Arc<Self> {
-        let size = u64::try_from(len).unwrap_or(u64::MAX);
-        let mapped = Parting::new(Mapped { file, idle: Mutex::default() }, size);
-        Arc::new(Self { mapped, len })
+        Arc::new(Self { file, len, idle: Mutex::default() })
     }
 
     /// A map that nobody else has.
@@ -54,7 +44,7 @@ impl PrivateMaps {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<(usize, MmapRaw)>> {
-        self.mapped.idle.lock().expect("nobody panics while holding the maps")
+        self.idle.lock().expect("nobody panics while holding the maps")
     }
 
     fn map(&self) -> io::Result<MmapRaw> {
@@ -62,7 +52,7 @@ impl PrivateMaps {
         // What nobody writes to takes no memory.
         options.len(self.len).no_reserve_swap();
         // SAFETY: nothing here reads it; whoever does has the file's bytes at rest, as `new` asks for.
-        Ok(unsafe { options.map_copy(&self.mapped.file)? }.into())
+        Ok(unsafe { options.map_copy(&self.file)? }.into())
     }
 }
 

@@ -318,7 +318,9 @@ impl Pool {
                 return Ok(Err(exhausted));
             }
             let memory = segment::create(capacity)?;
-            let map = WriteMap::sparse(&memory, capacity)?;
+            // The pages of what is larger than a slab are all written now.
+            let map = if capacity > SLAB_BYTES { WriteMap::new } else { WriteMap::sparse };
+            let map = map(&memory, capacity)?;
             segment::seal(&memory)?;
             let mut free = Extents::all(capacity);
             let offset = free.take(room).expect("it is as long at least");

@@ -3,13 +3,14 @@
 use std::any::Any;
 use std::fmt::Debug;
 use std::fs::{self, File, Metadata};
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::ops::Range;
 #[cfg(target_os = "linux")]
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
-use std::time::SystemTime;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -103,7 +104,6 @@ impl Files for SystemFiles {
     }
 
     fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
-        let _earlier = kept(name);
         fs::rename(path, name)
     }
 
@@ -167,9 +167,12 @@ impl Files for SystemFiles {
         // else may write in the folder is trusted as the owner of the store.
         let map = unsafe { tssd_format::map_file(&file)? };
         let bytes = map.bytes().cloned().unwrap_or_default();
-        let (len, size) = (bytes.len(), map.size()?);
-        let bytes = Bytes::from_owner(Parting::new(bytes, size));
-        Ok(Near::new(Map::from(bytes)).mapped(PrivateMaps::new(file, len), 0))
+        let maps = PrivateMaps::new(file, bytes.len());
+        if map.size()? < parting::LARGE {
+            return Ok(Near::new(map).mapped(maps, 0));
+        }
+        let bytes = Bytes::from_owner(Parting::new(Open { bytes, _maps: maps.clone() }));
+        Ok(Near::new(Map::from(bytes)).mapped(maps, 0))
     }
 
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {
@@ -178,14 +181,35 @@ impl Files for SystemFiles {
     }
 }
 
-/// A file that is about to lose its name, for its room to be taken back when this is dropped, not before.
+/// A file that is mapped, and what else has it open: so whoever drops the last of both is the one who drops this.
+struct Open {
+    bytes: Bytes,
+    _maps: Arc<PrivateMaps>,
+}
+
+impl AsRef<[u8]> for Open {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// A large file that is about to lose its last name, for its room to be taken back when this is dropped, not before.
+///
+/// Only where that is nobody else's concern: a network's file system gives a file that is open another name in place of
+/// none.
 #[cfg(target_os = "linux")]
 fn kept(path: &Path) -> Option<Parting<File>> {
+    /// ext4, XFS and tmpfs, as `statfs(2)` has them.
+    const LOCAL: [u64; 3] = [0xef53, 0x5846_5342, 0x0102_1994];
+    let is_large = |metadata: &Metadata| {
+        metadata.is_file() && metadata.len() >= parting::LARGE && metadata.nlink() == 1
+    };
+    path.symlink_metadata().ok().filter(is_large)?;
     // Nothing of it can be read or written by this, so nobody is asked whether that is allowed.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
-    let len = file.metadata().ok()?.len();
-    Some(Parting::new(file, len))
+    let kind = rustix::fs::fstatfs(&file).ok()?.f_type;
+    LOCAL.contains(&u64::try_from(kind).ok()?).then(|| Parting::new(file))
 }
 
 /// Elsewhere its room is taken back at once.
@@ -194,12 +218,26 @@ fn kept(_path: &Path) -> Option<Parting<File>> {
     None
 }
 
+/// For the room of what was let go nobody waits longer.
+const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Waits until the room of what this process has let go is free, but no longer than anybody waits for room.
+pub(crate) fn settle() {
+    parting::settle(Instant::now() + ROOM_TIMEOUT);
+}
+
 /// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
 fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let deadline = Instant::now() + ROOM_TIMEOUT;
     loop {
-        match work() {
-            Err(error) if error.kind() == io::ErrorKind::StorageFull && parting::wait() => {}
+        let before = parting::gone();
+        let error = match work() {
+            Err(error) => error,
             done => return done,
+        };
+        let is_full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+        if !is_full || Instant::now() >= deadline || !parting::wait(before, deadline) {
+            return Err(error);
         }
     }
 }
@@ -221,12 +259,12 @@ pub(super) fn regular(path: &Path, flags: OFlags) -> io::Result<File> {
 
 fn irregular(path: &Path) -> io::Error {
     let text = format!("`{}` is no regular file", path.display());
-    io::Error::new(io::ErrorKind::InvalidInput, text)
+    io::Error::new(ErrorKind::InvalidInput, text)
 }
 
 pub(super) fn link_at(path: &Path) -> io::Error {
     let text = format!("`{}` is a link, and nothing of a store is reached by one", path.display());
-    io::Error::new(io::ErrorKind::InvalidInput, text)
+    io::Error::new(ErrorKind::InvalidInput, text)
 }
 
 impl Output for File {
@@ -269,10 +307,11 @@ impl Output for File {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
+    use std::io::ErrorKind;
     use std::os::unix::net::UnixListener;
     use std::sync::mpsc;
 
+    use super::super::parting::tests::alone;
     use super::{Files, Parting, SystemFiles, with_room};
 
     /// A file that is long in going: until it is told to.
@@ -286,8 +325,9 @@ mod tests {
 
     #[test]
     fn who_lacks_room_tries_again_when_a_file_is_gone_that_was_let_go() {
+        let _alone = alone();
         let (go, told) = mpsc::channel();
-        drop(Parting::new(Large(told), u64::MAX));
+        drop(Parting::new(Large(told)));
         let mut tries = 0;
         let found = with_room(|| {
             tries += 1;
@@ -295,18 +335,17 @@ mod tests {
                 return Ok(tries);
             }
             go.send(()).unwrap();
-            Err(io::ErrorKind::StorageFull.into())
+            Err(ErrorKind::StorageFull.into())
         });
         assert_eq!(found.unwrap(), 2);
-        // Other tests may have let go of some.
-        let full = with_room::<()>(|| Err(io::ErrorKind::StorageFull.into()));
-        assert_eq!(full.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        let full = with_room::<()>(|| Err(ErrorKind::StorageFull.into()));
+        assert_eq!(full.unwrap_err().kind(), ErrorKind::StorageFull);
         let mut tries = 0;
         let other = with_room::<()>(|| {
             tries += 1;
-            Err(io::ErrorKind::NotFound.into())
+            Err(ErrorKind::NotFound.into())
         });
-        assert_eq!((tries, other.unwrap_err().kind()), (1, io::ErrorKind::NotFound));
+        assert_eq!((tries, other.unwrap_err().kind()), (1, ErrorKind::NotFound));
     }
 
     #[test]
@@ -315,7 +354,7 @@ mod tests {
         let socket = folder.path().join("socket");
         let _listener = UnixListener::bind(&socket).unwrap();
         let error = SystemFiles.list(&socket).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::NotADirectory);
+        assert_eq!(error.kind(), ErrorKind::NotADirectory);
     }
 
     #[test]
@@ -325,6 +364,6 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
         assert!(made.success());
         let error = SystemFiles.read(&pipe).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
     }
 }

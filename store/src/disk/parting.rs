@@ -1,46 +1,42 @@
 //! Letting go of files. When the last one lets go of a file without a name, the system takes its room back, which takes
 //! 90 ms for 512 MiB in its cache: nobody is to wait for that but who needs the room.
+//!
+//! There are no locks here, which a process that is forked meanwhile would find locked for ever.
 
-use std::ops::Deref;
 use std::process;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 /// A file of fewer bytes is sooner let go than a thread started.
-const LARGE: u64 = 16 << 20;
+pub(super) const LARGE: u64 = 16 << 20;
 
-/// What has a file open, or mapped. When it is dropped, it lets go of that on a thread of its own, if the file is large.
+/// So many are let go at a time, at most. Who has more waits for them, and starts no crowd of threads.
+const MAX_PARTING: usize = 4;
+
+/// How often who waits looks.
+const INTERVAL: Duration = Duration::from_millis(2);
+
+/// What has a large file open, or mapped. When it is dropped, it lets go of that on a thread of its own.
 #[derive(Debug)]
-pub(crate) struct Parting<T: Send + 'static> {
-    it: Option<T>,
-    is_large: bool,
-}
+pub(super) struct Parting<T: Send + 'static>(Option<T>);
 
 impl<T: Send + 'static> Parting<T> {
-    /// Of a file of so many bytes.
-    pub(crate) fn new(it: T, len: u64) -> Self {
-        Self { it: Some(it), is_large: len >= LARGE }
-    }
-}
-
-impl<T: Send + 'static> Deref for Parting<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        self.it.as_ref().expect("it is taken when it is dropped")
+    pub(super) fn new(it: T) -> Self {
+        Self(Some(it))
     }
 }
 
 impl<T: AsRef<[u8]> + Send + 'static> AsRef<[u8]> for Parting<T> {
     fn as_ref(&self) -> &[u8] {
-        (**self).as_ref()
+        self.0.as_ref().expect("it is taken when it is dropped").as_ref()
     }
 }
 
 impl<T: Send + 'static> Drop for Parting<T> {
     fn drop(&mut self) {
-        let Some(it) = self.it.take().filter(|_| self.is_large) else { return };
-        let counted = Counted::new();
+        let Some(counted) = Counted::new() else { return };
+        let it = self.0.take();
         let part = move || {
             drop(it);
             drop(counted);
@@ -50,60 +46,67 @@ impl<T: Send + 'static> Drop for Parting<T> {
     }
 }
 
-/// Waits until one of those that are being let go is gone; false if there is none.
-pub(super) fn wait() -> bool {
-    let state = state();
-    let before = state.gone;
-    let is_any = state.count > 0;
-    let still = |state: &mut State| state.count > 0 && state.gone == before;
-    drop(GONE.wait_while(state, still).expect(UNPOISONED));
-    is_any
+/// How many are gone by now.
+pub(super) fn gone() -> u64 {
+    GONE.load(Ordering::SeqCst)
+}
+
+/// Waits until more than so many are gone; false if nobody else is going, or not until then.
+pub(super) fn wait(before: u64, deadline: Instant) -> bool {
+    while gone() == before && pending() > 0 && Instant::now() < deadline {
+        thread::sleep(INTERVAL);
+    }
+    gone() != before
+}
+
+/// Waits until none is being let go, or not until then.
+pub(super) fn settle(deadline: Instant) {
+    while pending() > 0 && wait(gone(), deadline) {}
 }
 
 /// How many are being let go, by which process: one that was forked has none of these threads.
-struct State {
-    process: u32,
-    count: usize,
-    gone: u64,
-}
+static PENDING: AtomicUsize = AtomicUsize::new(0);
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+static GONE: AtomicU64 = AtomicU64::new(0);
 
-static STATE: Mutex<State> = Mutex::new(State { process: 0, count: 0, gone: 0 });
-static GONE: Condvar = Condvar::new();
-const UNPOISONED: &str = "nobody panics while counting";
-
-fn state() -> MutexGuard<'static, State> {
-    let mut state = STATE.lock().expect(UNPOISONED);
-    if state.process != process::id() {
-        *state = State { process: process::id(), count: 0, gone: 0 };
-    }
-    state
+fn pending() -> usize {
+    if PROCESS.load(Ordering::SeqCst) == process::id() { PENDING.load(Ordering::SeqCst) } else { 0 }
 }
 
 /// One that is counted as long as this lives.
 struct Counted;
 
 impl Counted {
-    fn new() -> Self {
-        state().count += 1;
-        Self
+    /// None if there are enough of them.
+    fn new() -> Option<Self> {
+        if PROCESS.swap(process::id(), Ordering::SeqCst) != process::id() {
+            PENDING.store(0, Ordering::SeqCst);
+        }
+        let more = |pending| (pending < MAX_PARTING).then_some(pending + 1);
+        PENDING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more).ok().map(|_| Self)
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        let mut state = state();
-        state.count -= 1;
-        state.gone += 1;
-        GONE.notify_all();
+        // First: who sees that none is pending has seen what is gone.
+        GONE.fetch_add(1, Ordering::SeqCst);
+        let less = |pending: usize| pending.checked_sub(1);
+        let _ = PENDING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::mpsc;
-    use std::time::Duration;
+pub(super) mod tests {
+    use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 
     use super::*;
+
+    /// Tests count all that are pending in this process: one at a time.
+    pub(in crate::disk) fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
     /// Takes until it is told to drop, and says on which thread that was.
     struct Slow(mpsc::Receiver<()>, mpsc::Sender<thread::ThreadId>);
@@ -115,25 +118,47 @@ mod tests {
         }
     }
 
-    #[test]
-    fn who_lets_go_of_a_large_file_does_not_wait_but_who_needs_its_room_does() {
-        let (go, told) = mpsc::channel();
-        let (says, dropped) = mpsc::channel();
-        drop(Parting::new(Slow(told, says), LARGE));
-        assert!(dropped.try_recv().is_err(), "it is not dropped yet");
-        let tells = thread::spawn(move || go.send(()));
-        // Until there is none any more, of other tests either.
-        while wait() {}
-        tells.join().unwrap().unwrap();
-        assert_ne!(dropped.try_recv().unwrap(), thread::current().id());
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_mins(1)
     }
 
     #[test]
-    fn a_small_file_is_let_go_at_once() {
+    fn who_lets_go_does_not_wait_but_who_needs_the_room_does() {
+        let _alone = alone();
         let (go, told) = mpsc::channel();
         let (says, dropped) = mpsc::channel();
+        let before = gone();
+        drop(Parting::new(Slow(told, says)));
+        assert!(dropped.try_recv().is_err(), "it is not dropped yet");
+        assert!(!wait(before, Instant::now()), "nor is it until now");
+        let tells = thread::spawn(move || go.send(()));
+        assert!(wait(before, soon()));
+        tells.join().unwrap().unwrap();
+        assert_ne!(dropped.recv().unwrap(), thread::current().id());
+        // What is gone already is not waited for, nor missed.
+        assert!(wait(before, Instant::now()));
+    }
+
+    #[test]
+    fn who_lets_go_of_many_waits_for_the_rest() {
+        let _alone = alone();
+        let (says, dropped) = mpsc::channel();
+        let goes: Vec<_> = (0..MAX_PARTING)
+            .map(|_| {
+                let (go, told) = mpsc::channel();
+                drop(Parting::new(Slow(told, says.clone())));
+                go
+            })
+            .collect();
+        let (go, told) = mpsc::channel();
         go.send(()).unwrap();
-        drop(Parting::new(Slow(told, says), LARGE - 1));
+        drop(Parting::new(Slow(told, says)));
         assert_eq!(dropped.try_recv().unwrap(), thread::current().id());
+        for go in goes {
+            go.send(()).unwrap();
+        }
+        assert!(dropped.iter().all(|thread| thread != thread::current().id()));
+        settle(soon());
+        assert_eq!(pending(), 0);
     }
 }

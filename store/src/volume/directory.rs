@@ -119,7 +119,10 @@ struct FilePart<'a> {
 
 impl Part for FilePart<'_> {
     fn fill(&mut self, job: &Fill) -> Result<Filled> {
-        let mut writer = BufWriter::with_capacity(BUFFER_BYTES, self.reserved.file.at(self.offset));
+        let range = job.range();
+        let len = usize::try_from(range.end - range.start).unwrap_or(BUFFER_BYTES);
+        let mut writer =
+            BufWriter::with_capacity(len.min(BUFFER_BYTES), self.reserved.file.at(self.offset));
         let filled = job.write_to(&mut writer);
         let filled = filled.and_then(|filled| Ok(writer.flush().map(|()| filled)?));
         filled.map_err(|error| Error::format(&self.reserved.name, error))

@@ -83,6 +83,29 @@ def test_a_child_ends_though_its_parent_had_a_store(end: str) -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nobody says what a process has open")
+def test_a_child_keeps_no_version_that_is_gone(tmp_path: Path) -> None:
+    script(
+        f"""
+        import os, numpy, tssd
+        store, weights = tssd.Store({str(tmp_path / "store")!r}), numpy.ones(512 << 20, dtype=numpy.uint8)
+        for _ in range(5):
+            store.put_state_dict({{"w": weights}}, "k", durability="disk")
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(writer)
+                os.read(reader, 1)
+                os._exit(0)
+            folder = f"/proc/{{child}}/fd"
+            found = [os.readlink(f"{{folder}}/{{each}}") for each in os.listdir(folder)]
+            os.close(writer)
+            os.waitpid(child, 0)
+            assert not any("(deleted)" in each and {str(tmp_path)!r} in each for each in found), found
+        """
+    )
+
+
 # Nobody would do what a child waits for.
 @pytest.mark.parametrize(
     "call", ["version.get_tensor('w')", "version.to_meta()", "pending.result()", "publisher.put('a', 1) or publisher.flush()"]

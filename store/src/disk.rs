@@ -20,8 +20,9 @@ use std::sync::{Arc, Mutex};
 
 use rustix::fs::OFlags;
 
-pub(crate) use files::{Files, Folder, Output, SystemFiles, settle};
+pub(crate) use files::{Files, Folder, Output, SystemFiles};
 pub(crate) use lock::Lock;
+pub use parting::settle;
 
 use crate::volume::Near;
 
@@ -214,6 +215,10 @@ impl Disk {
         self.durable.lock().expect("nobody panics while holding the folders")
     }
 }
+
+/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes
+/// and their places in the file allow, and maps them the faster.
+pub(crate) const BUFFER_BYTES: usize = 1 << 20;
 
 /// What is to be durable sets out for the disk by so many bytes, while the next ones are written. By itself it would stay
 /// until it is synced, and the disk would have nothing to do until then.

@@ -14,15 +14,12 @@ use tssd_format::{
     checksum,
 };
 
-use crate::disk::{self, Replacement};
+pub use crate::disk::settle;
+use crate::disk::{BUFFER_BYTES, Replacement};
 use crate::parallel;
 
 /// Files are read and written in parts that end at multiples of this many bytes.
 const PART_BYTES: usize = 4 << 20;
-
-/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes
-/// and their places in the file allow, and maps them the faster.
-const BUFFER_BYTES: usize = 1 << 20;
 
 /// Plans the archive of a state dict; what is to be compressed, is.
 ///
@@ -93,12 +90,6 @@ pub fn write<E: From<Error> + Send>(
     })?;
     let tail = layout.seal(filled)?;
     Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
-}
-
-/// Waits until the room of files that this process has let go, such as those of versions that are gone, is free; ten seconds
-/// at most. Before a process forks: its child would have them open as long as it lives.
-pub fn settle() {
-    disk::settle();
 }
 
 /// How addresses of buckets begin.

@@ -377,7 +377,7 @@ impl Pool {
         let map = if let Some(map) = &segment.map {
             map.clone()
         } else {
-            let map = ReadMap::sparse(segment.host()?, segment.capacity)?;
+            let map = ReadMap::bare(segment.host()?, segment.capacity)?;
             segment.map.insert(map).clone()
         };
         let near = map.archive(offset, len).expect("a blob lies in its segment");

@@ -143,12 +143,12 @@ impl Map {
         Ok(Self { start, len })
     }
 
-    /// Lets the system map all pages now, on all cores: to give or to map one at a time, when it is touched,
-    /// takes it several times as long.
-    fn populated(self, advice: Advice) -> Self {
+    /// Lets the system give all pages now, on all cores: one at a time, when it is touched, takes it several times as
+    /// long.
+    fn populated(self) -> Self {
         let parts = (0..self.len).step_by(POPULATE_BYTES).collect();
         let Ok(_) = parallel::map(parts, |at| {
-            self.populate(at, advice);
+            self.populate(at);
             Ok::<(), Infallible>(())
         });
         self
@@ -166,12 +166,13 @@ impl Map {
 
     /// Of the part that begins at a byte of it. A system that does not know the advice, or lacks the memory,
     /// says so: then pages come when they are touched.
-    fn populate(&self, at: usize, advice: Advice) {
+    fn populate(&self, at: usize) {
         let len = POPULATE_BYTES.min(self.len.saturating_sub(at));
         // SAFETY: the part lies in the map: it begins in it, or it is empty.
         let start = unsafe { self.start.add(at.min(self.len)) };
         // SAFETY: as above, and the advice changes no byte.
-        let _ = unsafe { rustix::mm::madvise(start.as_ptr().cast(), len, advice) };
+        let _ =
+            unsafe { rustix::mm::madvise(start.as_ptr().cast(), len, Advice::LinuxPopulateWrite) };
     }
 }
 
@@ -197,7 +198,7 @@ impl WriteMap {
     pub(crate) fn new(memory: &OwnedFd, capacity: u64) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let map = Map::new(memory, capacity, protection)?;
-        Ok(Self(map.in_huge_pages().populated(Advice::LinuxPopulateWrite)))
+        Ok(Self(map.in_huge_pages().populated()))
     }
 
     /// The same for memory of which perhaps little is written: the system gives its pages as they are.
@@ -241,7 +242,7 @@ impl WriteMap {
 #[derive(Debug)]
 pub(crate) struct ReadMap {
     map: Map,
-    /// The same for readers who must be free to write; none for who looks at little of it.
+    /// The same for readers who must be free to write; none for who gives them to nobody.
     private: Option<Arc<PrivateMaps>>,
 }
 
@@ -253,8 +254,8 @@ impl ReadMap {
         Ok(Arc::new(Self { map, private }))
     }
 
-    /// As [`ReadMap::new`], for one who looks at little of it.
-    pub(crate) fn sparse(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
+    /// As [`ReadMap::new`], for one who gives nobody a private map.
+    pub(crate) fn bare(memory: &OwnedFd, capacity: u64) -> io::Result<Arc<Self>> {
         let map = Map::new(memory, capacity, ProtFlags::READ)?;
         Ok(Arc::new(Self { map, private: None }))
     }

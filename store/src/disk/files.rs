@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use tssd_format::{Blob, Map};
 
 use super::lock::Lock;
-use super::parting::{self, Parting};
+use super::parting::{self, Parting, with_room};
 use crate::private::PrivateMaps;
 use crate::volume::Near;
 
@@ -218,30 +218,6 @@ fn kept(_path: &Path) -> Option<Parting<File>> {
     None
 }
 
-/// For the room of what was let go nobody waits longer.
-const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Waits until the room of what this process has let go is free, but no longer than anybody waits for room.
-pub(crate) fn settle() {
-    parting::settle(Instant::now() + ROOM_TIMEOUT);
-}
-
-/// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
-fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let deadline = Instant::now() + ROOM_TIMEOUT;
-    loop {
-        let before = parting::gone();
-        let error = match work() {
-            Err(error) => error,
-            done => return done,
-        };
-        let is_full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
-        if !is_full || Instant::now() >= deadline || !parting::wait(before, deadline) {
-            return Err(error);
-        }
-    }
-}
-
 /// Opens a file of a store, which is made if the flags say so: a regular one. A link may lead out of the store,
 /// and a pipe would be waited for.
 pub(super) fn regular(path: &Path, flags: OFlags) -> io::Result<File> {
@@ -309,44 +285,8 @@ impl Output for File {
 mod tests {
     use std::io::ErrorKind;
     use std::os::unix::net::UnixListener;
-    use std::sync::mpsc;
 
-    use super::super::parting::tests::alone;
-    use super::{Files, Parting, SystemFiles, with_room};
-
-    /// A file that is long in going: until it is told to.
-    struct Large(mpsc::Receiver<()>);
-
-    impl Drop for Large {
-        fn drop(&mut self) {
-            let _ = self.0.recv();
-        }
-    }
-
-    #[test]
-    fn who_lacks_room_tries_again_when_a_file_is_gone_that_was_let_go() {
-        let _alone = alone();
-        let (go, told) = mpsc::channel();
-        drop(Parting::new(Large(told)));
-        let mut tries = 0;
-        let found = with_room(|| {
-            tries += 1;
-            if tries > 1 {
-                return Ok(tries);
-            }
-            go.send(()).unwrap();
-            Err(ErrorKind::StorageFull.into())
-        });
-        assert_eq!(found.unwrap(), 2);
-        let full = with_room::<()>(|| Err(ErrorKind::StorageFull.into()));
-        assert_eq!(full.unwrap_err().kind(), ErrorKind::StorageFull);
-        let mut tries = 0;
-        let other = with_room::<()>(|| {
-            tries += 1;
-            Err(ErrorKind::NotFound.into())
-        });
-        assert_eq!((tries, other.unwrap_err().kind()), (1, ErrorKind::NotFound));
-    }
+    use super::{Files, SystemFiles};
 
     #[test]
     fn a_socket_is_no_folder() {

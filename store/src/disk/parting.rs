@@ -3,6 +3,7 @@
 //!
 //! There are no locks here, which a process that is forked meanwhile would find locked for ever.
 
+use std::io::{self, ErrorKind};
 use std::process;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
@@ -13,6 +14,9 @@ pub(super) const LARGE: u64 = 16 << 20;
 
 /// So many are let go at a time, at most. Who has more waits for them, and starts no crowd of threads.
 const MAX_PARTING: usize = 4;
+
+/// For room nobody waits longer.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How often who waits looks.
 const INTERVAL: Duration = Duration::from_millis(2);
@@ -46,22 +50,40 @@ impl<T: Send + 'static> Drop for Parting<T> {
     }
 }
 
+/// Waits until the room of files that this process has let go, such as those of versions that are gone, is free; ten seconds
+/// at most. Before a process forks: its child would have them open as long as it lives.
+pub fn settle() {
+    let deadline = Instant::now() + TIMEOUT;
+    while pending() > 0 && wait(gone(), deadline) {}
+}
+
+/// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
+pub(super) fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        let before = gone();
+        let error = match work() {
+            Err(error) => error,
+            done => return done,
+        };
+        let is_full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+        if !is_full || Instant::now() >= deadline || !wait(before, deadline) {
+            return Err(error);
+        }
+    }
+}
+
 /// How many are gone by now.
-pub(super) fn gone() -> u64 {
+fn gone() -> u64 {
     GONE.load(Ordering::SeqCst)
 }
 
 /// Waits until more than so many are gone; false if nobody else is going, or not until then.
-pub(super) fn wait(before: u64, deadline: Instant) -> bool {
+fn wait(before: u64, deadline: Instant) -> bool {
     while gone() == before && pending() > 0 && Instant::now() < deadline {
         thread::sleep(INTERVAL);
     }
     gone() != before
-}
-
-/// Waits until none is being let go, or not until then.
-pub(super) fn settle(deadline: Instant) {
-    while pending() > 0 && wait(gone(), deadline) {}
 }
 
 /// How many are being let go, by which process: one that was forked has none of these threads.
@@ -97,13 +119,13 @@ impl Drop for Counted {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 
     use super::*;
 
     /// Tests count all that are pending in this process: one at a time.
-    pub(in crate::disk) fn alone() -> MutexGuard<'static, ()> {
+    fn alone() -> MutexGuard<'static, ()> {
         static ALONE: Mutex<()> = Mutex::new(());
         ALONE.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -158,7 +180,32 @@ pub(super) mod tests {
             go.send(()).unwrap();
         }
         assert!(dropped.iter().all(|thread| thread != thread::current().id()));
-        settle(soon());
+        settle();
         assert_eq!(pending(), 0);
+    }
+
+    #[test]
+    fn who_lacks_room_tries_again_when_a_file_is_gone_that_was_let_go() {
+        let _alone = alone();
+        let (go, told) = mpsc::channel();
+        drop(Parting::new(Slow(told, mpsc::channel().0)));
+        let mut tries = 0;
+        let found = with_room(|| {
+            tries += 1;
+            if tries > 1 {
+                return Ok(tries);
+            }
+            go.send(()).unwrap();
+            Err(ErrorKind::StorageFull.into())
+        });
+        assert_eq!(found.unwrap(), 2);
+        let full = with_room::<()>(|| Err(ErrorKind::StorageFull.into()));
+        assert_eq!(full.unwrap_err().kind(), ErrorKind::StorageFull);
+        let mut tries = 0;
+        let other = with_room::<()>(|| {
+            tries += 1;
+            Err(ErrorKind::NotFound.into())
+        });
+        assert_eq!((tries, other.unwrap_err().kind()), (1, ErrorKind::NotFound));
     }
 }

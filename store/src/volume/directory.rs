@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tssd_format::{Fill, Filled};
 
 use super::{Near, Part, Reservation, Volume};
-use crate::disk::{Disk, NewFile};
+use crate::disk::{BUFFER_BYTES, Disk, NewFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
@@ -109,9 +109,6 @@ impl Reservation for Reserved {
     }
 }
 
-/// Smaller writes are gathered: as large as they are, so large are the pages that the system keeps them in.
-const BUFFER_BYTES: usize = 1 << 20;
-
 struct FilePart<'a> {
     reserved: &'a Reserved,
     offset: u64,
@@ -123,9 +120,12 @@ impl Part for FilePart<'_> {
         let len = usize::try_from(range.end - range.start).unwrap_or(BUFFER_BYTES);
         let mut writer =
             BufWriter::with_capacity(len.min(BUFFER_BYTES), self.reserved.file.at(self.offset));
-        let filled = job.write_to(&mut writer);
-        let filled = filled.and_then(|filled| Ok(writer.flush().map(|()| filled)?));
-        filled.map_err(|error| Error::format(&self.reserved.name, error))
+        let mut fill = || {
+            let filled = job.write_to(&mut writer)?;
+            writer.flush()?;
+            Ok(filled)
+        };
+        fill().map_err(|error| Error::format(&self.reserved.name, error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {

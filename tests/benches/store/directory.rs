@@ -9,15 +9,11 @@ use object_store::local::LocalFileSystem;
 use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
+use tssd_store::file::settle;
 use tssd_tests::bench::{Bench, Model, Race, Runner};
 
 use crate::copies::put_one;
 use crate::key;
-
-/// What whoever had the turn before has deleted is gone then.
-fn settle() {
-    std::thread::sleep(std::time::Duration::from_millis(300));
-}
 
 /// Nothing else serves the directory.
 pub(crate) fn put_and_get(bench: &mut Bench) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tssd_format::{ObjectPath, Region, ShardPlace, StateDict, Tensor, Value};
+use tssd_format::{ObjectPath, Region, Shard, ShardPlace, StateDict, Tensor, Value};
 
 use crate::controller::VersionInfo;
 use crate::error::{Error, Result};
@@ -196,6 +196,12 @@ impl Publisher {
         self.runtime.block_on(self.publisher.add(name, value))
     }
 
+    /// See [`crate::Publisher::parts`].
+    pub fn parts(&mut self, name: impl Into<String>) -> Result<Parts<'_>> {
+        let parts = self.runtime.block_on(self.publisher.parts(name))?;
+        Ok(Parts { parts, runtime: &self.runtime })
+    }
+
     /// See [`crate::Publisher::flush`].
     pub fn flush(&mut self) -> Result<()> {
         self.runtime.block_on(self.publisher.flush())
@@ -204,6 +210,24 @@ impl Publisher {
     /// See [`crate::Publisher::finish`].
     pub fn finish(self) -> Result<PutReport> {
         self.runtime.block_on(self.publisher.finish())
+    }
+}
+
+/// [`crate::Parts`], whose call returns when it is done.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    parts: crate::Parts<'a>,
+    runtime: &'a Runtime,
+}
+
+impl Parts<'_> {
+    /// See [`crate::Parts::add`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn add(&mut self, part: Shard) -> Result<()> {
+        self.runtime.block_on(self.parts.add(part))
     }
 }
 

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tssd_format::Blob;
 
@@ -100,6 +101,11 @@ pub(crate) trait Controller: Catalog {
         Err(nobody_to_ask())
     }
 
+    /// Who carries what is small along with the word that it begins, if that is better.
+    fn carrier(&self) -> Option<&dyn Carrier> {
+        None
+    }
+
     /// How the bytes of what is put travel.
     fn route(&self) -> Route;
 
@@ -118,6 +124,18 @@ pub(crate) trait Controller: Catalog {
 
     /// How the daemon is, if there is one.
     async fn status(&self) -> Result<DaemonStatus>;
+}
+
+/// A way to a controller that one archive goes as fast as a word does.
+#[async_trait]
+pub(crate) trait Carrier: Send + Sync {
+    /// Archives of at most so many bytes do.
+    fn longest(&self) -> u64;
+
+    /// As [`Controller::begin`], with all that is contributed: nothing is left to be written, and if nobody had to be waited
+    /// for, it is committed already, and [`Contribution::commit`] only says so.
+    async fn carry(&self, key: &Key, proposal: Proposal, archive: (Bytes, Digest))
+    -> Result<Begun>;
 }
 
 /// Every version of a key, one after the other. Dropped, it follows the key no longer.

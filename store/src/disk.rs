@@ -6,7 +6,6 @@
 
 mod files;
 mod lock;
-mod parting;
 #[cfg(test)]
 pub(crate) mod simulated;
 
@@ -22,7 +21,6 @@ use rustix::fs::OFlags;
 
 pub(crate) use files::{Files, Folder, Output, SystemFiles};
 pub(crate) use lock::Lock;
-pub use parting::settle;
 
 use crate::volume::Near;
 

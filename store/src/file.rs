@@ -14,9 +14,9 @@ use tssd_format::{
     checksum,
 };
 
-pub use crate::disk::settle;
 use crate::disk::{BUFFER_BYTES, Replacement};
 use crate::parallel;
+pub use crate::parting::settle;
 
 /// Files are read and written in parts that end at multiples of this many bytes.
 const PART_BYTES: usize = 4 << 20;

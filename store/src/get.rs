@@ -35,7 +35,7 @@ use crate::private::Private;
 use crate::route::Transport;
 use crate::store::Store;
 use crate::version::{OpenVersion, Tally};
-use crate::volume::{Job, Proof};
+use crate::volume::{GoesOn, Job, Proof, Stop};
 use crate::work::in_place;
 
 /// How a state dict is read. The default reads the newest version, whole.
@@ -102,6 +102,7 @@ pub(crate) struct Read<'a> {
     plans: &'a PlanCache,
     unverified: bool,
     writer: Option<u32>,
+    goes_on: Option<GoesOn<'a>>,
     started: Instant,
     copying: Duration,
     /// How long it took to plan.
@@ -120,6 +121,7 @@ impl<'a> Read<'a> {
             plans,
             unverified: options.unverified,
             writer: options.writer,
+            goes_on: None,
             planned: Duration::ZERO,
             started: Instant::now(),
             copying: Duration::ZERO,
@@ -196,12 +198,11 @@ impl<'a> Read<'a> {
     pub(crate) fn private(&mut self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
         let private = self.version.private(storages)?;
         let found = storages.iter().zip(&private).filter(|(_, found)| found.is_some());
-        let found: BTreeSet<u32> = found.map(|(storage, _)| *storage).collect();
+        let found = found.map(|(storage, _)| *storage);
         if self.unverified {
-            let lens = found.iter().map(|storage| self.version.storage_len(*storage));
-            self.transferred += lens.sum::<u64>();
+            self.transferred += found.map(|storage| self.version.storage_len(storage)).sum::<u64>();
         } else {
-            self.views(found)?;
+            self.views(found.collect())?;
         }
         Ok(private)
     }
@@ -449,7 +450,10 @@ impl<'a> Read<'a> {
                 jobs.push(Job { target, boxes });
             }
         }
-        let received = holder.pull(jobs)?;
+        let received = match self.goes_on {
+            Some(goes_on) => Stop::watch(goes_on, |stop| holder.pull(jobs, stop))?,
+            None => holder.pull(jobs, &Stop::default())?,
+        };
         self.version.count(Tally { verified, received });
         Ok(())
     }
@@ -509,16 +513,18 @@ impl<'a> Read<'a> {
     }
 }
 
-/// Fills the caller's tensors from a version. The memory is the caller's: no other thread may have it when the
-/// future is dropped that this is called in.
+/// Fills the caller's tensors from a version; what is elsewhere, as long as that goes on. The memory is the caller's: no
+/// other thread may have it when the future is dropped that this is called in.
 pub(crate) fn fill(
     version: &OpenVersion,
     store: &Store,
     targets: &mut [Target<'_>],
     options: &GetOptions,
+    goes_on: Option<GoesOn<'_>>,
 ) -> Result<GetReport> {
     let mut fill = || {
         let mut read = Read::new(version, store, options);
+        read.goes_on = goes_on;
         read.fill_targets(targets, options.writer)?;
         Ok(read.report())
     };

@@ -34,8 +34,8 @@ trait Outlet: Send + Sync {
     /// how many.
     async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize>;
 
-    /// Sends bytes if the system takes all of them at once. Says whether it has.
-    fn send_now(&self, bytes: &[u8]) -> bool;
+    /// The same as far as the system takes it at once: says how many bytes, none if something fails.
+    fn send_now(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize;
 
     /// Ends the connection, both ways.
     fn close(&self);
@@ -81,14 +81,22 @@ pub(crate) fn split_net(
 impl Sender {
     /// Sends a frame. One at a time: frames do not mix.
     pub(crate) async fn send(&mut self, frame: &Frame) -> io::Result<()> {
-        deadline(PATIENCE, self.send_all(frame)).await
+        self.send_rest(frame, 0).await
     }
 
-    /// Sends a frame without descriptors if the system takes it at once. Says whether it has.
-    pub(crate) fn send_now(&self, frame: &Frame) -> bool {
-        let mut bytes = [&frame.header().to_bytes()[..], &frame.head].concat();
-        frame.data.pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
-        self.0.send_now(&bytes)
+    /// Sends what is left of a frame of which so many bytes have gone.
+    pub(crate) async fn send_rest(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
+        deadline(PATIENCE, self.send_from(frame, sent)).await
+    }
+
+    /// The same as far as the system takes it at once. If that is not all, says how many bytes have gone.
+    pub(crate) fn send_now(&self, frame: &Frame, sent: usize) -> Result<(), usize> {
+        let header = frame.header().to_bytes();
+        let (mut parts, mut fds) = parts(&header, frame);
+        let rest = rest(&mut parts, &mut fds, sent);
+        let all: usize = rest.iter().map(|part| part.len()).sum();
+        let now = self.0.send_now(&rest[..rest.len().min(MAX_PARTS)], &fds);
+        if now == all { Ok(()) } else { Err(sent + now) }
     }
 
     /// Ends the connection, both ways.
@@ -96,21 +104,39 @@ impl Sender {
         self.0.close();
     }
 
-    async fn send_all(&mut self, frame: &Frame) -> io::Result<()> {
+    async fn send_from(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
         let header = frame.header().to_bytes();
-        let mut fds: Vec<_> = frame.fds.iter().map(AsFd::as_fd).collect();
-        let pieces = frame.data.pieces().iter().map(|piece| &piece[..]);
-        let parts = [&header[..], &frame.head].into_iter().chain(pieces);
-        let mut parts: Vec<IoSlice<'_>> = parts.map(IoSlice::new).collect();
-        let mut rest = &mut parts[..];
-        while !rest.is_empty() {
-            let sent = self.0.send(&rest[..rest.len().min(MAX_PARTS)], &fds).await?;
-            IoSlice::advance_slices(&mut rest, sent);
-            // They have gone with the first bytes.
-            fds.clear();
+        let (mut parts, mut fds) = parts(&header, frame);
+        let mut left = rest(&mut parts, &mut fds, sent);
+        while !left.is_empty() {
+            let sent = self.0.send(&left[..left.len().min(MAX_PARTS)], &fds).await?;
+            left = rest(left, &mut fds, sent);
         }
         Ok(())
     }
+}
+
+/// A frame as it goes: its bytes, and its descriptors.
+fn parts<'a>(
+    header: &'a [u8; HEADER_BYTES],
+    frame: &'a Frame,
+) -> (Vec<IoSlice<'a>>, Vec<BorrowedFd<'a>>) {
+    let pieces = frame.data.pieces().iter().map(|piece| &piece[..]);
+    let parts = [&header[..], &frame.head].into_iter().chain(pieces);
+    (parts.map(IoSlice::new).collect(), frame.fds.iter().map(AsFd::as_fd).collect())
+}
+
+/// What is left once so many more bytes have gone; the descriptors go with the first ones.
+fn rest<'a, 'b>(
+    mut parts: &'a mut [IoSlice<'b>],
+    fds: &mut Vec<BorrowedFd<'_>>,
+    sent: usize,
+) -> &'a mut [IoSlice<'b>] {
+    IoSlice::advance_slices(&mut parts, sent);
+    if sent > 0 {
+        fds.clear();
+    }
+    parts
 }
 
 impl Receiver {

@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde_json::Value as Json;
+use serde_json::map::Entry;
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Region, ShardFile, Step,
     StorageReference, TensorMeta, TensorReference, ZSTD_LEVEL_ATTR,
@@ -10,6 +12,9 @@ use tssd_format::{
 
 use crate::ledger::{Digest, WriterSet};
 use crate::plan::fingerprint;
+
+/// What torch has hung on state dicts of modules: spec, format.md, section 7.
+const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
 /// What one writer has committed.
 pub(crate) struct Contribution {
@@ -77,19 +82,50 @@ fn common_attrs(contributions: &[Contribution]) -> Result<Attrs, String> {
         // How an archive was compressed says nothing of the version.
         let attrs = contribution.archive.attrs().into_iter();
         for (name, value) in attrs.filter(|(name, _)| name != ZSTD_LEVEL_ATTR) {
-            match common.get(&name) {
-                Some(other) if *other != value => {
-                    let writer = contribution.writer;
-                    return Err(format!(
-                        "writer {writer} gives the attribute `{name}` another value"
-                    ));
-                }
-                Some(_) => {}
-                None => drop(common.insert(name, value)),
-            }
+            let both = match common.remove(&name) {
+                Some(other) if name == MODULE_METADATA_ATTR => modules(&other, &value),
+                Some(other) => Some(other).filter(|other| *other == value),
+                None => Some(value),
+            };
+            let Some(both) = both else {
+                let writer = contribution.writer;
+                return Err(format!("writer {writer} gives the attribute `{name}` another value"));
+            };
+            common.insert(name, both);
         }
     }
     Ok(common)
+}
+
+/// What is said of modules here and there; none if that differs for one that is in both. Stages of a pipeline have each
+/// their own.
+fn modules(one: &AttrValue, other: &AttrValue) -> Option<AttrValue> {
+    if one == other {
+        return Some(one.clone());
+    }
+    let read = |value: &AttrValue| match value {
+        AttrValue::Text(text) => serde_json::from_slice(text.as_bytes()).ok(),
+        _ => None,
+    };
+    let mut united: Json = read(one)?;
+    unite(&mut united, read(other)?)?;
+    Some(AttrValue::Text(united.to_string().into()))
+}
+
+/// Adds what another object has; none if both have something under one name that is no object and differs.
+fn unite(one: &mut Json, other: Json) -> Option<()> {
+    match (one, other) {
+        (Json::Object(one), Json::Object(other)) => {
+            for (name, value) in other {
+                match one.entry(name) {
+                    Entry::Occupied(mut own) => unite(own.get_mut(), value)?,
+                    Entry::Vacant(vacant) => drop(vacant.insert(value)),
+                }
+            }
+            Some(())
+        }
+        (one, other) => (*one == other).then_some(()),
+    }
 }
 
 impl Contribution {

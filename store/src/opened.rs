@@ -1,7 +1,7 @@
 //! Reading a version leaf by leaf, all of it under one lease.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -9,7 +9,7 @@ use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Tensor, Value,
 };
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::ledger::VersionId;
 use crate::private::Private;
@@ -62,7 +62,7 @@ impl Opened {
 
     /// Its tree: every leaf that is a tensor names the slices that it is made of, and each of those the storage
     /// that it lies in.
-    pub fn structure(&self) -> &Node {
+    pub fn structure(&self) -> &Arc<Node> {
         &self.root
     }
 
@@ -167,7 +167,32 @@ impl Opened {
     ///
     /// As there.
     pub fn fill(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
-        fill(&self.version, &self.store, targets, &self.options)
+        fill(&self.version, &self.store, targets, &self.options, None)
+    }
+
+    /// The same as long as it goes on: this thread asks now and then while bytes are on their way that are elsewhere. What
+    /// the tensors hold after an error is not proven.
+    ///
+    /// # Errors
+    ///
+    /// As [`Opened::fill`], and the one that says that it does not go on.
+    pub fn fill_while<E: From<Error> + Send>(
+        &self,
+        targets: &mut [Target<'_>],
+        goes_on: impl Fn() -> Result<(), E> + Sync,
+    ) -> Result<GetReport, E> {
+        let stopped = Mutex::new(None);
+        let goes_on = || {
+            goes_on().map_err(|error| {
+                *stopped.lock().expect("nobody panics while holding why it stopped") = Some(error);
+                Error::new(ErrorKind::Busy, "it does not go on")
+            })
+        };
+        let filled = fill(&self.version, &self.store, targets, &self.options, Some(&goes_on));
+        match stopped.into_inner().expect("nobody panics while holding why it stopped") {
+            Some(error) => Err(error),
+            None => Ok(filled?),
+        }
     }
 
     /// How many leaves are still to come.

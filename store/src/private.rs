@@ -10,9 +10,10 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread;
 
 use memmap2::{MmapOptions, MmapRaw};
+
+use crate::parting::restoring;
 
 /// So many maps of a file wait at most for a reader.
 const MAX_IDLE: usize = 4;
@@ -82,8 +83,7 @@ impl Drop for Lent {
                 drop(coldest);
             }
         };
-        // Without a thread there is no map for the next one.
-        drop(thread::Builder::new().name("tssd-restore".to_owned()).spawn(restore));
+        restoring(restore);
     }
 }
 
@@ -192,6 +192,7 @@ fn restore(_map: &MmapRaw) -> io::Result<usize> {
 #[cfg(target_os = "linux")]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::thread;
     use std::time::{Duration, Instant};
 
     use tssd_format::{StateDict, Tensor};

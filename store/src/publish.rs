@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use tracing::Instrument;
 use tssd_format::{
-    Error as FormatError, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice,
-    Value,
+    AttrValue, Dtype, Error as FormatError, Region, Shard, ShardPlace, StateDict, Tensor,
+    TensorMeta, TensorSlice, Value,
 };
 
 use crate::controller::{Begun, Committed, Contribution, OnDevice, Proposal, digest};
@@ -65,14 +65,7 @@ impl Publisher {
     /// As [`Store::put_state_dict`]. After an error nothing is left of the version.
     pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
         let (name, value) = (name.into(), value.into());
-        if !self.names.insert(name.clone()) {
-            let text = format!("`{name}` was added before: publish another version of it");
-            let error = Error::new(ErrorKind::Invalid, text);
-            return Err(match &mut self.to {
-                To::Version(writing) => writing.withdraw(error).await,
-                To::Ring(_) => error,
-            });
-        }
+        self.prove_new(&name).await?;
         match &mut self.to {
             To::Version(writing) => writing.add(name, value).await,
             To::Ring(sender) => {
@@ -86,6 +79,57 @@ impl Publisher {
         }
     }
 
+    /// A tensor of this name that is added part by part, as it is made: no more than a part of it is there beside the
+    /// version.
+    ///
+    /// # Errors
+    ///
+    /// As [`Publisher::add`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::{Dtype, Shard, ShardPlace, Tensor, TensorSlice};
+    /// use tssd_store::{GetOptions, Key, PutOptions, Store, pieces};
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+    /// let (store, key) = (Store::memory(), Key::new("policy")?);
+    /// let mut publisher = store.publish(&key, &PutOptions::default(), 64 << 20)?;
+    /// let mut parts = publisher.parts("weight").await?;
+    /// for region in pieces(&[3, 2], Dtype::Uint8, 4)? {
+    ///     let bytes = vec![7_u8; usize::try_from(region.shape().iter().product::<u64>())?];
+    ///     let part = Tensor::from_slice(&bytes, region.shape())?;
+    ///     let slice = TensorSlice::new(region.offsets(), region.shape(), &[3, 2])?;
+    ///     parts.add(Shard::new(part, ShardPlace::new(slice))?).await?;
+    /// }
+    /// publisher.finish().await?;
+    /// let whole = store.get(&key, "weight", &GetOptions::default()).await?;
+    /// assert_eq!(whole, Tensor::from_slice(&[7_u8; 6], &[3, 2])?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub async fn parts(&mut self, name: impl Into<String>) -> Result<Parts<'_>> {
+        let name = name.into();
+        self.prove_new(&name).await?;
+        if let To::Ring(sender) = &mut self.to {
+            sender.take_name(&name)?;
+        }
+        Ok(Parts { to: &mut self.to, name })
+    }
+
+    /// Refuses a name that is taken.
+    async fn prove_new(&mut self, name: &str) -> Result<()> {
+        if self.names.insert(name.to_owned()) {
+            return Ok(());
+        }
+        let text = format!("`{name}` was added before: publish another version of it");
+        let error = Error::new(ErrorKind::Invalid, text);
+        Err(match &mut self.to {
+            To::Version(writing) => writing.withdraw(error).await,
+            To::Ring(_) => error,
+        })
+    }
+
     /// Says of which job it is, and which writer, unless that is said: versions with shards need it. Nothing may
     /// be written yet.
     ///
@@ -97,6 +141,24 @@ impl Publisher {
             To::Version(writing) => writing.identify(job, writer),
             // Each bucket has one writer.
             To::Ring(_) => Ok(()),
+        }
+    }
+
+    /// Says something of the state dict as a whole, in place of what was said of it under this name: archives that are
+    /// written from now on have it.
+    pub fn describe(&mut self, name: impl Into<String>, value: AttrValue) {
+        match &mut self.to {
+            To::Version(writing) => drop(writing.options.attrs.insert(name.into(), value)),
+            // Its buckets are versions of their own, and have what the first one had.
+            To::Ring(_) => {}
+        }
+    }
+
+    /// Whether something is written: who contributes is settled then.
+    pub fn has_begun(&self) -> bool {
+        match &self.to {
+            To::Version(writing) => writing.begun.is_some(),
+            To::Ring(_) => false,
         }
     }
 
@@ -122,6 +184,30 @@ impl Publisher {
         match self.to {
             To::Version(writing) => writing.finish().await,
             To::Ring(sender) => sender.finish().await,
+        }
+    }
+}
+
+/// A tensor that is added part by part, as it is made: see [`Publisher::parts`].
+pub struct Parts<'a> {
+    to: &'a mut To,
+    name: String,
+}
+
+impl Parts<'_> {
+    /// Adds a part, such as one of [`pieces`], and writes it: its memory may be used for something else afterwards. All
+    /// parts together make the tensor whole.
+    ///
+    /// # Errors
+    ///
+    /// As [`Publisher::add`].
+    pub async fn add(&mut self, part: Shard) -> Result<()> {
+        match self.to {
+            To::Version(writing) => {
+                writing.add_whole(self.name.clone(), part.into()).await?;
+                writing.flush().await
+            }
+            To::Ring(sender) => sender.add_part(&self.name, part).await,
         }
     }
 }
@@ -343,6 +429,12 @@ impl std::fmt::Debug for Publisher {
     }
 }
 
+impl std::fmt::Debug for Parts<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parts").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 /// How many bytes the tensors of an entry have that is one leaf.
 fn bytes_of(value: &Value) -> u64 {
     match value {
@@ -352,18 +444,27 @@ fn bytes_of(value: &Value) -> u64 {
     }
 }
 
-/// Cuts a tensor into boxes of at most so many bytes, or of one element.
+/// The boxes of at most so many bytes, or of one element, that a tensor of this shape and dtype is cut into.
+///
+/// # Errors
+///
+/// `Invalid` if there is no such shape.
+pub fn pieces(shape: &[u64], dtype: Dtype, limit: u64) -> Result<Vec<Region>> {
+    boxes(shape, dtype, limit).map_err(|error| Error::request("a shape", error))
+}
+
+fn boxes(shape: &[u64], dtype: Dtype, limit: u64) -> Result<Vec<Region>, FormatError> {
+    TensorMeta::new(dtype, shape)?;
+    let mut boxes = Vec::new();
+    let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.to_vec());
+    cut_box(&mut offsets, &mut sizes, 0, limit / dtype.itemsize(), &mut boxes)?;
+    Ok(boxes)
+}
+
+/// Cuts a tensor into its pieces.
 pub(crate) fn cut(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, FormatError> {
     let meta = tensor.meta();
     let (itemsize, strides) = (meta.dtype().itemsize(), meta.strides());
-    let mut boxes = Vec::new();
-    cut_box(
-        &mut vec![0; meta.shape().len()],
-        &mut meta.shape().to_vec(),
-        0,
-        limit / itemsize,
-        &mut boxes,
-    )?;
     let piece = |region: &Region| {
         let places = region.offsets().iter().zip(&strides);
         let offset: u64 = places.map(|(at, stride)| at * stride).sum();
@@ -375,7 +476,7 @@ pub(crate) fn cut(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, FormatError
         let slice = TensorSlice::new(region.offsets(), region.shape(), tensor.meta().shape())?;
         Shard::new(local, ShardPlace::new(slice))
     };
-    boxes.iter().map(piece).collect()
+    boxes(meta.shape(), meta.dtype(), limit)?.iter().map(piece).collect()
 }
 
 /// Cuts a box along a dimension, and along the next ones where a single step is still too large.

@@ -10,6 +10,7 @@ use std::ops::AddAssign;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tracing::{Instrument, Span};
@@ -21,7 +22,8 @@ use self::replicas::without_replicas;
 pub use self::residency::Residency;
 pub(crate) use self::role::Role;
 use crate::controller::{
-    Begun, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing, digest,
+    Begun, Carrier, Committed, Contribution, Controller, DIVERGENT, Progress, Proposal, Storing,
+    digest,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -29,7 +31,7 @@ use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
 use crate::route::{Route, Transport};
-use crate::volume::Part;
+use crate::volume::{Part, split};
 use crate::work::{BRIEF, at_once, wait};
 
 /// How a state dict is put. The default suits one writer.
@@ -142,11 +144,12 @@ pub struct PutReport {
 pub struct PutPhases {
     /// Until every byte had its place.
     pub arrange: f64,
-    /// Until there was room for it: others may have been waited for.
+    /// Until there was room for it: others may have been waited for. What is small is written before, goes along, and may
+    /// be committed then.
     pub begin: f64,
     /// To copy and to checksum.
     pub write: f64,
-    /// Until the contribution was committed.
+    /// Until the contribution was committed, if it was not yet.
     pub commit: f64,
     /// Until it was in the bucket, if it was to be.
     pub store: f64,
@@ -177,19 +180,22 @@ impl Calls {
     }
 }
 
-/// A contribution that is written and not committed: the memory of the state dict is read no more.
-pub(crate) struct Staged {
-    contribution: Box<dyn Contribution>,
-    digest: Digest,
-    report: PutReport,
+/// What one writer puts: every byte has its place.
+pub(crate) struct Arranged<'a> {
+    controller: &'a dyn Controller,
+    key: &'a Key,
+    proposal: Proposal,
+    layout: Layout,
+    route: Route,
     started: Instant,
+    /// How long it took to arrange it.
+    seconds: f64,
 }
 
-impl Staged {
-    /// Writes one writer's state dict where its contribution belongs.
+impl<'a> Arranged<'a> {
     pub(crate) async fn new(
-        controller: &dyn Controller,
-        key: &Key,
+        controller: &'a dyn Controller,
+        key: &'a Key,
         dict: &StateDict,
         options: &PutOptions,
         calls: &Calls,
@@ -203,28 +209,80 @@ impl Staged {
         let layout = arrange(key, &dict, options, host.transport).await?;
         let (device, route) = residency::choose(controller, host, &layout, options)?;
         route.admit(options.require)?;
-        let Route { transport, why } = route;
+        let proposal = Proposal { device, ..proposal(role, call, options, layout.file_len()) };
+        let seconds = started.elapsed().as_secs_f64();
+        Ok(Self { controller, key, proposal, layout, route, started, seconds })
+    }
+
+    /// Puts it, in as few steps as it takes.
+    pub(crate) async fn put(self) -> Result<PutReport> {
+        let len = self.layout.file_len();
+        let may_go = self.proposal.device.is_none() && is_whole(&self.layout) && len <= BRIEF;
+        let carrier =
+            self.controller.carrier().filter(|carrier| may_go && len <= carrier.longest());
+        let staged = match carrier {
+            Some(carrier) => self.carry(carrier).await?,
+            None => self.stage().await?,
+        };
+        staged.commit(|_| {}).await
+    }
+
+    /// Begins, and writes where there is room for it.
+    pub(crate) async fn stage(self) -> Result<Staged> {
+        let Self { controller, key, proposal, layout, route, started, seconds } = self;
+        let (asked, is_seen) = (Instant::now(), proposal.device.is_none());
         let bytes = layout.file_len();
-        let arranged = Instant::now();
-        let is_seen = device.is_none();
-        let proposal = Proposal { device, ..proposal(role, call, options, bytes) };
-        let Begun { id, epoch, number, committed, contribution } =
-            controller.begin(key, proposal).await?;
-        let begun = Instant::now();
-        let (contribution, written) =
-            write(contribution, layout, (committed.is_some(), is_seen)).await?;
+        let begun = controller.begin(key, proposal).await?;
+        let begun_at = Instant::now();
+        let as_is = (begun.committed.is_some(), is_seen);
+        let (contribution, written) = write(begun.contribution, layout, as_is).await?;
         let digest = match written {
             Ok(digest) if is_seen => digest,
-            Ok(digest) => residency::unseen(digest, id),
+            Ok(digest) => residency::unseen(digest, begun.id),
             Err(error) => return Err(contribution.withdraw(error).await),
         };
         let phases = PutPhases {
-            arrange: (arranged - started).as_secs_f64(),
-            begin: (begun - arranged).as_secs_f64(),
-            write: begun.elapsed().as_secs_f64(),
-            commit: 0.0,
-            store: 0.0,
+            arrange: seconds,
+            begin: (begun_at - asked).as_secs_f64(),
+            write: begun_at.elapsed().as_secs_f64(),
+            ..PutPhases::default()
         };
+        let begun = Begun { contribution, ..begun };
+        Ok(Staged::new(begun, digest, (bytes, route), (started, phases)))
+    }
+
+    /// Writes, and begins with what is written.
+    async fn carry(self, carrier: &dyn Carrier) -> Result<Staged> {
+        let Self { key, proposal, layout, route, started, seconds, .. } = self;
+        let writing = Instant::now();
+        let (archive, digest) = at_once(|| whole(&layout))?;
+        let written = Instant::now();
+        let begun = carrier.carry(key, proposal, (archive, digest)).await?;
+        let phases = PutPhases {
+            arrange: seconds,
+            begin: written.elapsed().as_secs_f64(),
+            write: (written - writing).as_secs_f64(),
+            ..PutPhases::default()
+        };
+        Ok(Staged::new(begun, digest, (layout.file_len(), route), (started, phases)))
+    }
+}
+
+/// A contribution that is written, and committed or not: the memory of the state dict is read no more.
+pub(crate) struct Staged {
+    contribution: Box<dyn Contribution>,
+    digest: Digest,
+    report: PutReport,
+    started: Instant,
+}
+
+impl Staged {
+    fn new(
+        Begun { id, epoch, number, contribution, .. }: Begun,
+        digest: Digest,
+        (bytes, Route { transport, why }): (u64, Route),
+        (started, phases): (Instant, PutPhases),
+    ) -> Self {
         tracing::debug!(
             version = number,
             bytes,
@@ -247,7 +305,7 @@ impl Staged {
             phases,
             seconds: 0.0,
         };
-        Ok(Self { contribution, digest, report, started })
+        Self { contribution, digest, report, started }
     }
 
     /// Commits it, and waits until it is where it is to last. Once it is committed, the report so far is told.
@@ -397,13 +455,14 @@ pub(crate) async fn write(
     layout: Layout,
     (is_stored, is_seen): (bool, bool),
 ) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
-    let is_here = layout.elsewhere().next().is_none();
+    let is_here = is_whole(&layout);
     let is_brief = is_here && contribution.is_in_memory() && layout.file_len() <= BRIEF;
     let work = move || {
         let written = if is_stored {
             sum(&layout, is_seen)
         } else {
-            store(&mut *contribution, &layout, if is_here { 0 } else { AHEAD })
+            let ahead = if is_here { 0 } else { AHEAD };
+            store(|lens| contribution.parts(lens), &layout, ahead)
         };
         Ok((contribution, written))
     };
@@ -449,16 +508,33 @@ fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
 /// and a stream that is given much more makes whoever gives it wait.
 const AHEAD: usize = 8;
 
-/// Writes an archive into the room that is reserved for it; returns its digest.
-fn store(contribution: &mut dyn Contribution, layout: &Layout, ahead: usize) -> Result<Digest> {
+/// Whether all that goes into an archive is in this process's memory.
+fn is_whole(layout: &Layout) -> bool {
+    layout.elsewhere().next().is_none()
+}
+
+/// An archive that is carried along, and its digest.
+fn whole(layout: &Layout) -> Result<(Bytes, Digest)> {
+    let len = usize::try_from(layout.file_len()).expect("it is brief");
+    let mut archive = vec![0; len];
+    let digest = store(|lens| split(&mut archive, lens), layout, 0)?;
+    Ok((archive.into(), digest))
+}
+
+/// Writes an archive into parts of the lengths that are asked for; returns its digest.
+fn store<'a>(
+    parts: impl FnOnce(&[u64]) -> Vec<Box<dyn Part + 'a>>,
+    layout: &Layout,
+    ahead: usize,
+) -> Result<Digest> {
     let len = |job: &Fill| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
     lens.push(layout.file_len() - layout.index_off());
-    let mut parts = contribution.parts(&lens);
+    let mut parts = parts(&lens);
     let mut tail_part = parts.pop().expect("the tail is a part");
     let work = jobs.iter().zip(parts).collect();
-    let begin = |(job, part): &mut (&Fill, Box<dyn Part + '_>)| part.begin(job);
+    let begin = |(job, part): &mut (&Fill, Box<dyn Part + 'a>)| part.begin(job);
     let filled = parallel::map_ahead(work, (ahead, begin), |(job, mut part)| part.fill(job))?;
     let tail = seal(layout, filled)?;
     tail_part.write(&tail)?;
@@ -489,7 +565,6 @@ mod tests {
 
     use super::*;
     use crate::controller::OnDevice;
-    use crate::volume::{Part, split};
 
     /// Room in memory.
     struct Room(Vec<u8>);
@@ -531,7 +606,7 @@ mod tests {
             Ok(())
         }
 
-        fn bytes(&self) -> Option<&bytes::Bytes> {
+        fn bytes(&self) -> Option<&Bytes> {
             None
         }
     }

@@ -3,6 +3,7 @@
 mod calls;
 mod lines;
 mod maps;
+mod outgoing;
 mod room;
 mod start;
 
@@ -26,19 +27,19 @@ use self::maps::Maps;
 use self::room::RemoteContribution;
 pub(crate) use self::start::join;
 use crate::controller::{
-    self, Catalog, Controller, Following, Got, Located, Proposal, VersionInfo,
+    self, Carrier, Catalog, Controller, Following, Got, Located, Proposal, VersionInfo,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{Selection, Selector, VersionId};
+use crate::ledger::{Digest, Selection, Selector, VersionId};
 use crate::link::{Receiver, Sender, split, split_net};
 use crate::net::{Duplex, Endpoint, Identity, SILENCE};
 use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 use crate::volume::{Archived, Far};
 use crate::wire::{
-    Archives, Begin, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply, Request,
-    Unread,
+    Archives, Begin, Begun, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply,
+    Request, Unread,
 };
 use crate::work::wait;
 
@@ -61,6 +62,8 @@ struct Client {
     instance: u64,
     /// Whether it takes archives in the memory of GPUs.
     takes_devices: bool,
+    /// Archives of at most so many bytes go in frames.
+    inline: u64,
     /// How bytes travel to it.
     route: Route,
 }
@@ -116,7 +119,9 @@ impl RemoteController {
                 let lines = Arc::new(Lines::new(dial).while_held(calls.openness()));
                 let instance = welcome.instance;
                 let takes_devices = is_near && welcome.devices;
-                Ok(Self(Arc::new(Client { calls, maps, lines, instance, takes_devices, route })))
+                let inline = welcome.inline.min(limits.data.into());
+                let client = Client { calls, maps, lines, instance, takes_devices, inline, route };
+                Ok(Self(Arc::new(client)))
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
@@ -139,6 +144,26 @@ impl RemoteController {
     /// Whether the connection is there still.
     pub(crate) fn is_open(&self) -> bool {
         self.0.calls.is_open()
+    }
+
+    /// Begins a contribution; what is carried along is the data, and has a digest.
+    async fn propose(
+        &self,
+        key: &Key,
+        proposal: &Proposal,
+        (data, digest): (Bytes, Option<Digest>),
+    ) -> Result<(Begun, RemoteContribution)> {
+        let patience = proposal.timeout.saturating_add(PATIENCE);
+        let begin =
+            Begin { key: key.to_string(), proposal: proposal.clone(), keeper: None, digest };
+        let request = Request::Begin(begin);
+        let Answer { reply, owed } = self.0.calls.call(&request, data, patience).await?;
+        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
+        if begun.progress.is_some() && digest.is_none() {
+            return Err(broken("it has committed what was not written"));
+        }
+        let contribution = RemoteContribution::new(self.0.clone(), &begun, proposal, owed).await?;
+        Ok((begun, contribution))
     }
 
     async fn call(&self, request: Request) -> Result<Reply> {
@@ -282,19 +307,12 @@ impl Catalog for RemoteController {
 #[async_trait]
 impl Controller for RemoteController {
     async fn begin(&self, key: &Key, proposal: Proposal) -> Result<controller::Begun> {
-        let patience = proposal.timeout.saturating_add(PATIENCE);
-        let begin = Begin { key: key.to_string(), proposal: proposal.clone(), keeper: None };
-        let request = Request::Begin(begin);
-        let Answer { reply, owed } = self.0.calls.call(&request, Bytes::new(), patience).await?;
-        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
-        let contribution = RemoteContribution::new(self.0.clone(), &begun, &proposal, owed);
-        Ok(controller::Begun {
-            id: begun.id,
-            epoch: begun.epoch,
-            number: begun.number,
-            committed: begun.committed,
-            contribution: Box::new(contribution.await?),
-        })
+        let (begun, contribution) = self.propose(key, &proposal, (Bytes::new(), None)).await?;
+        Ok(contribution.begun(&begun))
+    }
+
+    fn carrier(&self) -> Option<&dyn Carrier> {
+        Some(self)
     }
 
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
@@ -360,6 +378,25 @@ impl Controller for RemoteController {
             Reply::Status(status) => Ok(status),
             other => Err(unexpected(&other)),
         }
+    }
+}
+
+#[async_trait]
+impl Carrier for RemoteController {
+    fn longest(&self) -> u64 {
+        self.0.inline
+    }
+
+    async fn carry(
+        &self,
+        key: &Key,
+        proposal: Proposal,
+        (archive, digest): (Bytes, Digest),
+    ) -> Result<controller::Begun> {
+        let carried = (archive.clone(), Some(digest));
+        let (begun, mut contribution) = self.propose(key, &proposal, carried).await?;
+        contribution.write(&archive)?;
+        Ok(contribution.begun(&begun))
     }
 }
 

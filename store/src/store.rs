@@ -19,7 +19,7 @@ use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::opened::Opened;
 use crate::publish::Publisher;
-use crate::put::{Calls, PendingPut, PutOptions, PutReport, Staged, call};
+use crate::put::{Arranged, Calls, PendingPut, PutOptions, PutReport, call};
 use crate::ring::{self, Receiver};
 use crate::status::DaemonStatus;
 use crate::version::{Contents, OpenVersion};
@@ -121,7 +121,7 @@ impl Store {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        let put = async { self.stage(key, dict, options).await?.commit(|_| {}).await };
+        let put = async { self.arrange(key, dict, options).await?.put().await };
         put.instrument(tracing::debug_span!("put", %key)).await
     }
 
@@ -142,13 +142,19 @@ impl Store {
             return Ok(PendingPut::ended(self.put_state_dict(key, dict, options).await?));
         }
         let span = tracing::debug_span!("put", %key);
-        let staged = self.stage(key, dict, options).instrument(span.clone()).await?;
+        let stage = async { self.arrange(key, dict, options).await?.stage().await };
+        let staged = stage.instrument(span.clone()).await?;
         // The store stays there until then.
         Ok(PendingPut::spawn(staged, self.clone(), span))
     }
 
-    async fn stage(&self, key: &Key, dict: &StateDict, options: &PutOptions) -> Result<Staged> {
-        Staged::new(&*self.0.controller, key, dict, options, &self.0.calls).await
+    async fn arrange<'a>(
+        &'a self,
+        key: &'a Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<Arranged<'a>> {
+        Arranged::new(&*self.0.controller, key, dict, options, &self.0.calls).await
     }
 
     /// Puts a state dict entry by entry, in archives of about `bucket_bytes` bytes: no more of it is held
@@ -278,7 +284,7 @@ impl Store {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let version = self.version(key, options).await?;
-        fill(&version, self, targets, options)
+        fill(&version, self, targets, options, None)
     }
 
     /// Reads one tensor, whole.

@@ -19,7 +19,6 @@ use crate::private::{Held, Private};
 use crate::route::Route;
 use crate::volume::{Archived, Boxed, Far, Holder, Near, Proof, Proving};
 
-use self::contents::Stored;
 pub use self::contents::VERSION_ATTRS;
 pub(crate) use self::contents::{Contents, Tally, say_writer};
 
@@ -102,21 +101,21 @@ impl OpenVersion {
 
     /// The archive that has the raw bytes of a storage, and where in it they begin; none if they are compressed.
     pub(crate) fn raw(&self, storage: u32) -> Option<(&dyn Blob, u64)> {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         let is_raw = reference.packing.is_none();
         is_raw.then(|| (self.archive(reference).blob(), reference.offset))
     }
 
     /// Whoever holds a storage elsewhere, if it is raw: then boxes of it can be had alone.
     pub(crate) fn far(&self, storage: u32) -> Option<&Far> {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         self.archive(reference).far().filter(|_| reference.packing.is_none())
     }
 
     /// The boxes of raw bytes that a copy from a storage elsewhere is made of: whole chunks are proven by
     /// whoever gets them, parts of chunks by the holder.
     pub(crate) fn boxes(&self, far: &Far, copy: &Copy, unverified: bool, boxes: &mut Vec<Boxed>) {
-        let reference = &self.stored(copy.storage).reference;
+        let reference = self.stored(copy.storage);
         let boxed = |source: u64, target: u64, runs: Runs, proof: Proof| Boxed {
             blob: far.blob.clone(),
             source: reference.offset + source,
@@ -146,15 +145,14 @@ impl OpenVersion {
 
     /// The archives that storages are in, by the names that the manifest gives them.
     pub(crate) fn archives_of(&self, storages: impl Iterator<Item = u32>) -> BTreeSet<String> {
-        let shards: BTreeSet<u32> =
-            storages.map(|storage| self.stored(storage).reference.shard).collect();
+        let shards: BTreeSet<u32> = storages.map(|storage| self.stored(storage).shard).collect();
         let files = self.manifest.shards();
         shards.into_iter().map(|shard| files[native(u64::from(shard))].name.clone()).collect()
     }
 
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
     pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         let leased = self.leased(reference).filter(|_| reference.packing.is_none());
         let Some(leased) = leased else {
             let bytes = self.bytes(storage, range, unverified)?;
@@ -184,7 +182,7 @@ impl OpenVersion {
         let mut maps: BTreeMap<u32, Option<(Arc<Held>, u64)>> = BTreeMap::new();
         let mut private = Vec::with_capacity(storages.len());
         for storage in storages {
-            let reference = &self.stored(*storage).reference;
+            let reference = self.stored(*storage);
             let map = match maps.entry(reference.shard) {
                 btree_map::Entry::Occupied(known) => known.into_mut(),
                 btree_map::Entry::Vacant(unknown) => unknown.insert(self.lent(reference.shard)?),
@@ -216,7 +214,7 @@ impl OpenVersion {
 
     /// Raw bytes of a storage, proven unless `unverified`: a view where they are in memory as they are.
     pub(crate) fn bytes(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         let blob = self.archive(reference).blob();
         let chunks = reference.chunks(&range);
         let failed = |error: FormatError| Error::format(self.name(), error);
@@ -258,7 +256,7 @@ impl OpenVersion {
         range: Range<u64>,
         unverified: bool,
     ) -> Result<Window<'_>> {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         let start = range.start;
         let mapped = self.archive(reference).blob().bytes();
         let in_place = reference.packing.is_none() && mapped.is_some();
@@ -277,7 +275,7 @@ impl OpenVersion {
         target: &mut [u8],
         unverified: bool,
     ) -> Result<()> {
-        let Stored { reference, verified } = self.stored(storage);
+        let (reference, verified) = (self.stored(storage), self.proven_chunks(storage));
         let blob = self.archive(reference).blob();
         let mapped = blob.bytes().filter(|_| reference.packing.is_none());
         let Some(mapped) = mapped else {
@@ -330,7 +328,7 @@ impl OpenVersion {
 
     /// The stored bytes of a chunk. Those that are in memory are proven once.
     fn proven(&self, storage: u32, chunk: u64) -> Result<Bytes> {
-        let Stored { reference, verified } = self.stored(storage);
+        let (reference, verified) = (self.stored(storage), self.proven_chunks(storage));
         let blob = self.archive(reference).blob();
         let place = reference.stored_chunk(chunk);
         if let Some(mapped) = blob.bytes() {
@@ -370,7 +368,7 @@ impl Window<'_> {
         if wanted.start >= self.proven.start && wanted.end <= self.proven.end {
             return Ok(());
         }
-        let reference = &self.version.stored(self.storage).reference;
+        let reference = self.version.stored(self.storage);
         let chunks = reference.chunks(&wanted);
         self.version.prove_chunks(self.storage, chunks.clone())?;
         if !chunks.is_empty() {

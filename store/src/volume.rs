@@ -8,6 +8,7 @@ mod memory;
 #[cfg(feature = "object")]
 mod object;
 mod proving;
+mod stop;
 
 use std::sync::Arc;
 
@@ -26,6 +27,7 @@ pub(crate) use memory::MemoryVolume;
 #[cfg(feature = "object")]
 pub(crate) use object::{ObjectVolume, alone};
 pub(crate) use proving::Proving;
+pub(crate) use stop::{GoesOn, Stop};
 
 /// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may, unless
 /// [`is_in_memory`](Self::is_in_memory).

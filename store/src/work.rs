@@ -17,7 +17,7 @@ pub(crate) async fn wait<T: Send + 'static>(
 
 /// Whoever asks for something that touches no more bytes than these, of memory alone, does it [at once](at_once): to
 /// hand it to another thread, and to hear of it, takes longer.
-pub(crate) const BRIEF: u64 = 64 << 10;
+pub(crate) const BRIEF: u64 = 256 << 10;
 
 /// Runs something brief right here. A panic is an error, as it is where another thread runs it.
 pub(crate) fn at_once<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {

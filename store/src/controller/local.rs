@@ -66,8 +66,8 @@ struct Inner {
 struct Opened {
     /// The version of each key that was located last: whoever reads it again finds it mapped.
     located: BTreeMap<Key, Located>,
-    /// How often somebody has deleted something: what was looked up before is not kept after that.
-    deletions: u64,
+    /// How often something of a key was deleted: what was looked up before is not kept after that.
+    deletions: BTreeMap<Key, u64>,
 }
 
 impl LocalController {
@@ -162,6 +162,15 @@ impl LocalController {
     fn opened(&self) -> MutexGuard<'_, Opened> {
         self.0.opened.lock().expect("nobody panics while holding the open versions")
     }
+
+    /// A version that is about to be deleted stays open for those who have it, and for nobody who may come.
+    fn close(&self, key: &Key, id: VersionId) {
+        let mut opened = self.opened();
+        *opened.deletions.entry(key.clone()).or_default() += 1;
+        if opened.located.get(key).is_some_and(|located| located.id == id) {
+            opened.located.remove(key);
+        }
+    }
 }
 
 /// Whether a version is one archive at most, which nothing is compared with, of few bytes, and in memory.
@@ -190,7 +199,7 @@ impl Controller for LocalController {
     async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
         let mut failed = None;
         for _ in 0..OPEN_TRIES {
-            let deletions = self.opened().deletions;
+            let deletions = self.opened().deletions.get(key).copied();
             let state = self.state(key).await?;
             let found = state.found(selector);
             let version = found.map_err(|refusal| Error::refused(key, refusal))?;
@@ -212,7 +221,7 @@ impl Controller for LocalController {
             let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
             if let Some(located) = located {
                 let mut opened = self.opened();
-                if opened.deletions == deletions {
+                if opened.deletions.get(key).copied() == deletions {
                     if opened.located.len() >= MAX_OPENED {
                         opened.located.pop_first();
                     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -30,14 +30,8 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// How often it is asked whether somebody still wants what he waits for.
 const WAIT: Duration = Duration::from_millis(100);
 
-/// Who waits for others at the other daemon does so for this time: then whoever they are has a turn.
-const TURN: Duration = Duration::from_secs(2);
-
 /// A commit proves the version, which may take so long.
 const PROOF: Duration = Duration::from_mins(10);
-
-/// How many wait on one connection at most.
-const WAITERS: usize = 32;
 
 /// How many names go into a question.
 const PART: usize = 16;
@@ -50,8 +44,6 @@ pub(super) struct Delegate {
     own: Endpoint,
     tiers: Tiers,
     connection: tokio::sync::Mutex<Connection>,
-    /// Connections of those who wait for versions, with how many do.
-    waits: Mutex<Vec<(RemoteController, Arc<()>)>>,
     instance: AtomicU64,
     inner: Mutex<Inner>,
 }
@@ -102,7 +94,6 @@ impl Delegate {
             own,
             tiers,
             connection: tokio::sync::Mutex::default(),
-            waits: Mutex::default(),
             instance: AtomicU64::new(0),
             inner: Mutex::default(),
         };
@@ -128,8 +119,9 @@ impl Delegate {
         match RemoteController::reach(&self.endpoint, &self.identity, TIMEOUT).await {
             Ok(new) => {
                 connection.failed = None;
-                connection.open = Some(new.clone());
                 self.resume(&new).await;
+                // Not before: whoever goes on may be stopped, and then somebody else does.
+                connection.open = Some(new.clone());
                 Ok(new)
             }
             Err(error) => {
@@ -170,37 +162,18 @@ impl Delegate {
                 held.owed = owed;
             }
         }
-        let undecided = std::mem::take(&mut self.inner().undecided);
-        for names in undecided.values().flat_map(|names| names.chunks(PART)) {
-            let missing = Request::Missing { blobs: names.to_vec() };
-            if let Ok(Answer { reply: Reply::Missing(missing), .. }) =
-                new.ask(&missing, Duration::ZERO).await
-            {
+        let undecided = self.inner().undecided.clone();
+        for (stem, names) in undecided {
+            for names in names.chunks(PART) {
+                let missing = Request::Missing { blobs: names.to_vec() };
+                let answer = new.ask(&missing, Duration::ZERO).await;
+                let Ok(Answer { reply: Reply::Missing(missing), .. }) = answer else { return };
                 for name in &missing {
                     self.tiers.pool.delete(name);
                 }
             }
+            self.inner().undecided.remove(&stem);
         }
-    }
-
-    /// A connection on which somebody may wait, and the right to.
-    async fn wait(&self) -> Result<(RemoteController, Arc<()>)> {
-        let free = || {
-            let mut waits = self.waits.lock().expect("nobody panics while holding the waits");
-            waits.retain(|(controller, _)| controller.is_open());
-            let free = waits.iter().find(|(_, waiters)| Arc::strong_count(waiters) <= WAITERS);
-            free.cloned()
-        };
-        if let Some(free) = free() {
-            return Ok(free);
-        }
-        // One that fails is said as the main one's failure is.
-        self.controller().await?;
-        let new = RemoteController::reach(&self.endpoint, &self.identity, TIMEOUT).await?;
-        let mut waits = self.waits.lock().expect("nobody panics while holding the waits");
-        let wait = (new, Arc::new(()));
-        waits.push(wait.clone());
-        Ok(wait)
     }
 
     fn take(&self, place: &Place) -> Option<Begun> {
@@ -216,40 +189,32 @@ impl Registry for Delegate {
         proposal: &Proposal,
         is_wanted: &(dyn Fn() -> bool + Sync),
     ) -> Result<(Place, Option<Digest>)> {
-        let deadline = Instant::now() + proposal.timeout;
-        let (controller, begun, owed) = loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let timeout = left.min(TURN);
-            let proposal = Proposal { timeout, ..proposal.clone() };
-            let keeper = Some(self.own.to_string());
-            let begin = Request::Begin(Begin { key: key.to_string(), proposal, keeper });
-            let controller = self.controller().await?;
-            let unwanted = async {
-                while is_wanted() {
-                    tokio::time::sleep(WAIT).await;
-                }
-            };
-            let answer = tokio::select! {
-                answer = controller.ask(&begin, timeout) => answer,
-                () = unwanted => {
-                    return Err(Error::new(ErrorKind::Busy, "nobody waits any more"));
-                }
-            };
-            match answer {
-                Ok(Answer { reply: Reply::Begun(begun), owed }) => break (controller, begun, owed),
-                Ok(Answer { reply, .. }) => return Err(unexpected(&reply)),
-                Err(error) if error.kind() == ErrorKind::Busy && left > timeout => {}
-                Err(error) => return Err(error),
+        let (timeout, proposal) = (proposal.timeout, proposal.clone());
+        let keeper = Some(self.own.to_string());
+        let (writer, job, durability) =
+            (proposal.writer, proposal.job.clone(), proposal.durability);
+        let begin = Request::Begin(Begin { key: key.to_string(), proposal, keeper, digest: None });
+        let controller = self.controller().await?;
+        let unwanted = async {
+            tokio::time::sleep(WAIT).await;
+            while is_wanted() {
+                tokio::time::sleep(WAIT).await;
             }
         };
+        let Answer { reply, owed } = tokio::select! {
+            answer = controller.ask(&begin, timeout) => answer?,
+            // Then it is taken back there.
+            () = unwanted => return Err(Error::new(ErrorKind::Busy, "nobody waits any more")),
+        };
+        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
         let place = Place {
             key: key.clone(),
             id: begun.id,
             epoch: begun.epoch,
             number: begun.number,
-            writer: proposal.writer,
-            job: proposal.job.clone(),
-            durability: proposal.durability,
+            writer,
+            job,
+            durability,
             stem: begun.stem,
             is_copy: false,
         };
@@ -419,16 +384,7 @@ impl Catalog for Delegate {
         seen: Option<VersionId>,
         patience: Duration,
     ) -> Result<Option<VersionInfo>> {
-        let deadline = Instant::now() + patience;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let (controller, _waiter) = self.wait().await?;
-            // A turn: whoever has left is not waited for much longer.
-            let newer = controller.newer(key, seen, left.min(TURN)).await?;
-            if newer.is_some() || left <= TURN {
-                return Ok(newer);
-            }
-        }
+        self.controller().await?.newer(key, seen, patience).await
     }
 
     async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {

@@ -1,5 +1,6 @@
 //! One connection of a daemon.
 
+mod asked;
 mod fetching;
 mod guest;
 mod writing;
@@ -9,9 +10,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
+use self::asked::{Asked, REQUESTS, Requests};
 pub(super) use self::guest::Guest;
 use self::guest::Origin;
 use self::writing::Contributions;
@@ -27,16 +30,13 @@ use crate::ledger::Selector;
 use crate::link::Receiver;
 use crate::status::DaemonStatus;
 use crate::wire::{
-    self, Archives, Begin, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
+    self, Archives, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
 use crate::work::wait;
 
 /// A client says what it is within this time.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-
-/// How many requests of one connection are worked on at once; the next ones wait.
-const REQUESTS: usize = 64;
 
 /// How many kilobytes that were asked for are on their way to one client at most.
 const READING: usize = 16 << 10;
@@ -62,6 +62,7 @@ struct Session {
     /// What was committed here and is on its way to the bucket, by the numbers of the contributions.
     storing: Mutex<BTreeMap<u64, Storing>>,
     outgoing: mpsc::Sender<Outgoing>,
+    requests: Arc<Requests>,
     /// How many more kilobytes may be on their way to the client.
     reading: Arc<Semaphore>,
     /// Whoever has it sends memory. What has gone once does not go again, so whatever names it must
@@ -125,6 +126,7 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         contributions: Mutex::default(),
         storing: Mutex::default(),
         outgoing,
+        requests: Requests::new(),
         reading: Arc::new(Semaphore::new(READING)),
         sharing: tokio::sync::Mutex::default(),
     });
@@ -207,7 +209,6 @@ impl Session {
 
     /// Takes requests until the connection ends. Says whether the client has said goodbye.
     async fn receive(self: &Arc<Self>, receiver: &mut Receiver, tasks: &mut JoinSet<()>) -> bool {
-        let permits = Arc::new(Semaphore::new(REQUESTS));
         loop {
             while tasks.try_join_next().is_some() {}
             let Ok(Some(frame)) = receiver.receive().await else { return false };
@@ -223,17 +224,15 @@ impl Session {
                     Ok(Notice::Unfollow { follower }) => {
                         self.house.unfollow(self.peer, follower).await;
                     }
+                    Ok(Notice::Cancel { request }) => self.requests.cancel(request),
                     Ok(Notice::Goodbye) => return true,
                     // A notice that is not known yet.
                     Err(_) => {}
                 },
                 FrameKind::Request => {
-                    let permit = permits.clone().acquire_owned().await;
+                    let asked = self.requests.begin(frame.number).await;
                     let session = self.clone();
-                    tasks.spawn(async move {
-                        session.answer(frame).await;
-                        drop(permit);
-                    });
+                    tasks.spawn(async move { session.answer(frame, asked).await });
                 }
                 // No client says such a thing.
                 FrameKind::Part | FrameKind::Reply => return false,
@@ -241,14 +240,17 @@ impl Session {
         }
     }
 
-    async fn answer(&self, frame: Frame) {
+    async fn answer(&self, frame: Frame, asked: Asked) {
         let started = Instant::now();
-        let (number, data) = (frame.number, frame.data.into_bytes());
+        let Frame { number, head, data, fds, .. } = frame;
+        let data = data.into_bytes();
         let bytes = data.len();
-        let request = serde_json::from_slice::<Request>(&frame.head);
+        let request = serde_json::from_slice::<Request>(&head);
+        // It may have to wait.
+        drop(head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let answered = match request {
-            Ok(request) => self.handle(number, request, &data, frame.fds).await,
+            Ok(request) => self.handle(&asked, request, (data, fds)).await,
             Err(error) => Err(not_understood(&error)),
         };
         let failed = answered.as_ref().err().map(Error::kind);
@@ -273,30 +275,30 @@ impl Session {
 
     async fn handle(
         &self,
-        number: u64,
+        asked: &Asked,
         request: Request,
-        data: &[u8],
-        fds: Vec<OwnedFd>,
+        (data, fds): (Bytes, Vec<OwnedFd>),
     ) -> Result<Answer<'_>> {
         let controller = &self.house.registry;
+        // What nobody takes is not kept while something is waited for.
+        let data = if request.takes_data() { data } else { Bytes::new() };
+        let fds = if matches!(request, Request::Bring { .. }) { fds } else { Vec::new() };
         let answer = match request {
             Request::Hello(_) => {
                 return Err(Error::new(ErrorKind::Invalid, "hello is said once"));
             }
-            Request::Begin(Begin { key, proposal, keeper }) => {
-                return self.begin(&Key::new(key)?, proposal, keeper).await;
-            }
+            Request::Begin(begin) => return self.begin(asked, begin, data).await,
             Request::Extend { contribution, file_len, device } => {
-                return self.extend(contribution, (file_len, device), data).await;
+                return self.extend(asked, contribution, (file_len, device), data).await;
             }
             Request::Commit { contribution, digest, lens } => {
-                Reply::Progress(self.commit(contribution, digest, lens, data).await?)
+                Reply::Progress(self.commit(asked, contribution, (digest, lens), data).await?)
             }
             Request::Stored { contribution, patience } => {
-                Reply::Progress(self.stored(contribution, patience).await?)
+                Reply::Progress(self.stored(asked, contribution, patience).await?)
             }
             Request::Write { contribution, offset } => {
-                self.write(contribution, offset, data)?;
+                self.write(contribution, offset, &data)?;
                 Reply::Done
             }
             Request::Withdraw { contribution } => {
@@ -304,7 +306,7 @@ impl Session {
                 Reply::Done
             }
             Request::Locate { key, selector, devices } => {
-                return self.locate(number, &Key::new(key)?, selector, devices).await;
+                return self.locate(asked, &Key::new(key)?, selector, devices).await;
             }
             Request::Read { blob, ranges, prove } => {
                 return self.read(blob, ranges, prove).await;
@@ -326,7 +328,7 @@ impl Session {
             }
             Request::Prefetch { key, selector, archives } => {
                 let key = Key::new(key)?;
-                let fetched = self.prefetch(&key, selector, archives.as_deref());
+                let fetched = self.prefetch(asked, &key, (selector, archives.as_deref()));
                 Reply::Prefetched(fetched.await?)
             }
             Request::Versions { key } => {
@@ -335,7 +337,7 @@ impl Session {
             Request::Newer { key, seen, patience } => {
                 let key = Key::new(key)?;
                 let newer = controller.newer(&key, seen, patience.min(LONGEST));
-                Reply::Newer(self.while_asked(newer).await.transpose()?.flatten())
+                Reply::Newer(self.while_asked(asked, newer).await.transpose()?.flatten())
             }
             Request::Keys { prefix, after } => {
                 Reply::Keys(page(&controller.keys(&prefix).await?, after.as_deref()))
@@ -365,12 +367,12 @@ impl Session {
                 Reply::Following(self.house.follow(self.peer, &Key::new(key)?)?)
             }
             Request::Next { follower, devices, patience } => {
-                return self.next(number, (follower, devices), patience.min(LONGEST)).await;
+                return self.next(asked, (follower, devices), patience.min(LONGEST)).await;
             }
             Request::Unread { key, at_most, patience } => {
                 let key = Key::new(key)?;
                 let unread = self.house.unread(&key, at_most, patience.min(LONGEST));
-                self.while_asked(unread).await.map_or(Reply::Done, Reply::Unread)
+                self.while_asked(asked, unread).await.map_or(Reply::Done, Reply::Unread)
             }
             Request::Status => Reply::Status(self.status().await),
         };
@@ -380,24 +382,38 @@ impl Session {
     /// The next version of a key that is followed.
     async fn next(
         &self,
-        number: u64,
+        asked: &Asked,
         (follower, devices): (u64, bool),
         patience: Duration,
     ) -> Result<Answer<'_>> {
-        let next = self.house.next(self.peer, follower, patience);
-        match self.while_asked(next).await.transpose()?.flatten() {
-            Some((key, leased)) => self.hand(number, &key, leased, devices).await,
+        asked.wait(0);
+        match self.house.next((self.peer, follower), patience, self.unasked(asked)).await? {
+            Some((key, leased)) => self.hand(asked.number, &key, leased, devices).await,
             None => Ok(Reply::Done.into()),
         }
     }
 
-    /// What something comes to, unless the client, or the daemon, is gone before.
-    async fn while_asked<T>(&self, waiting: impl Future<Output = T>) -> Option<T> {
+    /// What something comes to, unless nobody asks before, or the daemon ends.
+    async fn while_asked<T>(&self, asked: &Asked, waiting: impl Future<Output = T>) -> Option<T> {
+        asked.wait(0);
         tokio::select! {
             done = waiting => Some(done),
-            () = self.outgoing.closed() => None,
-            () = self.house.closed() => None,
+            () = self.unasked(asked) => None,
         }
+    }
+
+    /// Returns once nobody waits for an answer: the request was taken back, the client is gone, or the daemon ends.
+    async fn unasked(&self, asked: &Asked) {
+        tokio::select! {
+            () = asked.cancelled() => {}
+            () = self.outgoing.closed() => {}
+            () = self.house.closed() => {}
+        }
+    }
+
+    /// Whether the client waits for an answer, as far as it has said.
+    fn is_asked(&self, asked: &Asked) -> bool {
+        !asked.is_cancelled() && !self.outgoing.is_closed()
     }
 
     async fn status(&self) -> DaemonStatus {
@@ -412,14 +428,14 @@ impl Session {
     /// that.
     async fn locate(
         &self,
-        number: u64,
+        asked: &Asked,
         key: &Key,
         selector: Selector,
         devices: bool,
     ) -> Result<Answer<'_>> {
         let leased = self.house.lease(self.peer, key, selector);
-        let leased = self.alive(number, leased).await?;
-        self.hand(number, key, leased, devices).await
+        let leased = self.alive(asked, leased).await?;
+        self.hand(asked.number, key, leased, devices).await
     }
 
     /// The same for what is leased already.
@@ -503,13 +519,14 @@ impl Session {
     }
 
     /// Waits for what takes long; now and then the client is told that it is still waited for.
-    async fn alive<T>(&self, number: u64, work: impl Future<Output = T>) -> T {
+    async fn alive<T>(&self, asked: &Asked, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
                 done = &mut work => return done,
                 () = tokio::time::sleep(BEAT) => {
-                    let mut part = reply(number, Reply::Archives(Archives::new()).into());
+                    asked.wait(0);
+                    let mut part = reply(asked.number, Reply::Archives(Archives::new()).into());
                     part.frame.kind = FrameKind::Part;
                     // Who has that much to hear already needs no more.
                     let _ = self.outgoing.try_send(part);
@@ -670,6 +687,7 @@ mod tests {
             ("reading", count(READING << 10)),
             ("copies", count(super::super::house::COPIES << 10)),
             ("requests", count(REQUESTS)),
+            ("waiting", count(asked::WAITING)),
             ("follow", count(super::super::house::MAX_FOLLOWED)),
             ("follow_waiting", count(super::super::house::MAX_WAITING)),
             ("connections", count(super::super::MAX_PEERS)),

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use tssd_format::{Blob, Map};
 
 use super::lock::Lock;
-use super::parting::{self, Parting, with_room};
+use crate::parting::{self, Parting, with_room};
 use crate::private::PrivateMaps;
 use crate::volume::Near;
 

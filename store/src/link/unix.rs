@@ -19,21 +19,11 @@ use super::{Inlet, Outlet};
 #[async_trait]
 impl Outlet for Arc<UnixStream> {
     async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
-        self.async_io(Interest::WRITABLE, || {
-            let mut space = [MaybeUninit::uninit(); fd_space()];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            if !fds.is_empty() {
-                let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
-                debug_assert!(pushed, "there is space for as many as a frame has");
-            }
-            Ok(rustix::net::sendmsg(&**self, parts, &mut control, SendFlags::NOSIGNAL)?)
-        })
-        .await
+        self.async_io(Interest::WRITABLE, || send(self, parts, fds)).await
     }
 
-    fn send_now(&self, bytes: &[u8]) -> bool {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        rustix::net::send(&**self, bytes, flags).is_ok_and(|sent| sent == bytes.len())
+    fn send_now(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize {
+        send(self, parts, fds).unwrap_or(0)
     }
 
     fn close(&self) {
@@ -64,6 +54,17 @@ impl Inlet for Arc<UnixStream> {
         })
         .await
     }
+}
+
+fn send(stream: &UnixStream, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); fd_space()];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
+        debug_assert!(pushed, "there is space for as many as a frame has");
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    Ok(rustix::net::sendmsg(stream, parts, &mut control, flags)?)
 }
 
 /// Room for the descriptors of a frame.

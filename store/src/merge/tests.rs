@@ -400,6 +400,19 @@ fn a_manifest_says_what_all_say_and_whose_it_is() {
     assert_eq!(attrs["tssd.writers"], AttrValue::Text(writers.to_string().into()));
     let said = Writers::with([of(step(3)), of(step(4))]).merged().map(|_| ()).unwrap_err();
     assert_eq!(said, "writer 3 gives the attribute `step` another value");
+    // Of modules each says what it has.
+    let modules =
+        |text: &str| of(Options::new().attr("tssd.module_metadata", AttrValue::Text(text.into())));
+    let [first, last] =
+        [r#"{"[]":{"":{"version":1},"a":{"version":2}}}"#, r#"{"[]":{"":{"version":1},"b":{}}}"#];
+    let found = Writers::with([modules(first), of(step(3)), modules(last)]).merged().unwrap();
+    let both = r#"{"[]":{"":{"version":1},"a":{"version":2},"b":{}}}"#;
+    assert_eq!(found.attrs()["tssd.module_metadata"], AttrValue::Text(both.into()));
+    for other in [r#"{"[]":{"":{"version":2}}}"#, r#"{"[]":{"":1}}"#, "no JSON"] {
+        let said =
+            Writers::with([modules(first), modules(other)]).merged().map(|_| ()).unwrap_err();
+        assert_eq!(said, "writer 3 gives the attribute `tssd.module_metadata` another value");
+    }
     // How each has compressed is its own affair.
     let level = |level| of(Options::new().compress(Compression::Zstd).zstd_level(level));
     let found = Writers::with([level(2), level(3)]).merged().unwrap();

@@ -7,16 +7,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use super::maps::Maps;
+use super::outgoing::{Outgoing, WeakOutgoing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::link::{Receiver, Sender};
 use crate::wire::{Archives, Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
 pub(super) struct Calls {
-    outgoing: mpsc::UnboundedSender<Frame>,
+    outgoing: Outgoing,
     waiting: Arc<Waiting>,
     next: AtomicU64,
     /// What the daemon takes.
@@ -43,13 +44,13 @@ pub(crate) struct Answer {
 
 /// What is said to the daemon when this is dropped, if it is anything: that a lease is handed back,
 /// a contribution withdrawn. Whoever stops waiting for an answer says so too.
-pub(crate) struct Owed(Option<(mpsc::UnboundedSender<Frame>, Frame)>);
+pub(crate) struct Owed(Option<(Outgoing, Frame)>);
 
 impl Owed {
-    fn by(reply: &Reply, outgoing: &mpsc::WeakUnboundedSender<Frame>) -> Self {
+    fn by(reply: &Reply, outgoing: &WeakOutgoing) -> Self {
         let frame = match reply {
             Reply::Leased(leased) => notice(&Notice::Release { lease: leased.lease }),
-            Reply::Begun(begun) => {
+            Reply::Begun(begun) if begun.progress.is_none() => {
                 let withdraw = Request::Withdraw { contribution: begun.contribution };
                 // Nobody waits for the answer: no call has the number 0.
                 frame(FrameKind::Request, 0, &withdraw, Bytes::new(), Limits::CLIENT)
@@ -69,22 +70,26 @@ impl Drop for Owed {
     fn drop(&mut self) {
         if let Some((outgoing, frame)) = self.0.take() {
             // A connection that is lost has told the daemon already.
-            let _ = outgoing.send(frame);
+            outgoing.send(frame);
         }
     }
 }
 
 impl Calls {
-    /// Starts the tasks that send and receive.
+    /// Starts the tasks that receive and send.
     pub(super) fn start(
         (sender, receiver): (Sender, Receiver),
         limits: Limits,
         maps: Arc<Maps>,
     ) -> Self {
-        let (outgoing, frames) = mpsc::unbounded_channel();
+        let (outgoing, sending) = Outgoing::start(sender);
         let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
-        tokio::spawn(send(sender, frames, waiting.clone()));
         tokio::spawn(receive(receiver, waiting.clone(), maps, outgoing.downgrade()));
+        let ended = waiting.clone();
+        tokio::spawn(async move {
+            sending.await;
+            ended.end();
+        });
         Self { outgoing, waiting, next: AtomicU64::new(1), limits }
     }
 
@@ -106,14 +111,14 @@ impl Calls {
         patience: Duration,
     ) -> Result<Answer> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let fds = fd.into_iter().collect();
+        let frame = Frame { fds, ..frame(FrameKind::Request, number, request, data, self.limits)? };
         let (answer, mut answered) = oneshot::channel();
         let parts = Arc::new(AtomicU64::new(0));
         let caller = Caller { answer, parts: parts.clone() };
         let is_open = self.waiting.with(|callers| drop(callers.insert(number, caller)));
-        let called = Called { waiting: &self.waiting, number };
-        let fds = fd.into_iter().collect();
-        let frame = Frame { fds, ..frame(FrameKind::Request, number, request, data, self.limits)? };
-        if is_open.is_none() || self.outgoing.send(frame).is_err() {
+        let called = Called { calls: self, number };
+        if is_open.is_none() || !self.outgoing.send(frame) {
             return Err(lost());
         }
         let answer = loop {
@@ -148,7 +153,7 @@ impl Calls {
     /// Says something that is not answered.
     pub(super) fn notify(&self, said: &Notice) {
         if let Ok(frame) = notice(said) {
-            let _ = self.outgoing.send(frame);
+            self.outgoing.send(frame);
         }
     }
 }
@@ -161,15 +166,18 @@ struct Parts {
     fds: Vec<OwnedFd>,
 }
 
-/// A call that is waited for: whoever stops waiting is forgotten.
+/// A call that is waited for: whoever stops waiting is forgotten, and says so.
 struct Called<'a> {
-    waiting: &'a Waiting,
+    calls: &'a Calls,
     number: u64,
 }
 
 impl Drop for Called<'_> {
     fn drop(&mut self) {
-        self.waiting.with(|callers| drop(callers.remove(&self.number)));
+        let waiting = self.calls.waiting.with(|callers| callers.remove(&self.number));
+        if let Some(Some(_unanswered)) = waiting {
+            self.calls.notify(&Notice::Cancel { request: self.number });
+        }
     }
 }
 
@@ -185,44 +193,11 @@ impl Waiting {
     }
 }
 
-async fn send(sender: Sender, frames: mpsc::UnboundedReceiver<Frame>, waiting: Arc<Waiting>) {
-    let mut outgoing = Outgoing { sender, frames, is_whole: true };
-    while let Some(frame) = outgoing.frames.recv().await {
-        outgoing.is_whole = false;
-        if outgoing.sender.send(&frame).await.is_err() {
-            break;
-        }
-        outgoing.is_whole = true;
-    }
-    outgoing.sender.close();
-    waiting.end();
-}
-
-/// What is to be sent. If the runtime ends first, the rest goes when this is dropped, as far as the
-/// system takes it: the last words of a store that is dropped with its runtime are there.
-struct Outgoing {
-    sender: Sender,
-    frames: mpsc::UnboundedReceiver<Frame>,
-    /// Whether what has been sent is whole frames.
-    is_whole: bool,
-}
-
-impl Drop for Outgoing {
-    fn drop(&mut self) {
-        while self.is_whole
-            && let Ok(frame) = self.frames.try_recv()
-        {
-            // What brings memory is of use to nobody any more.
-            self.is_whole = !frame.fds.is_empty() || self.sender.send_now(&frame);
-        }
-    }
-}
-
 async fn receive(
     mut receiver: Receiver,
     waiting: Arc<Waiting>,
     maps: Arc<Maps>,
-    outgoing: mpsc::WeakUnboundedSender<Frame>,
+    outgoing: WeakOutgoing,
 ) {
     // What belongs to replies whose end has not come.
     let mut parts: BTreeMap<u64, Parts> = BTreeMap::new();
@@ -263,7 +238,7 @@ async fn receive(
                 };
                 let unmapped = notice(&Notice::Unmap { segments: maps.unmap(&segments) });
                 if let (Some(outgoing), Ok(frame)) = (outgoing.upgrade(), unmapped) {
-                    let _ = outgoing.send(frame);
+                    outgoing.send(frame);
                 }
             }
             FrameKind::Request => break,
@@ -302,6 +277,7 @@ fn lost() -> Error {
 mod tests {
     use tokio::net::UnixStream;
 
+    use super::super::PATIENCE;
     use super::*;
     use crate::error::ErrorKind;
     use crate::link::split;
@@ -334,5 +310,41 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
         drop(calls);
         daemon.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn who_stops_waiting_says_so() {
+        let (client, daemon) = UnixStream::pair().unwrap();
+        let calls = Calls::start(split(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let (mut sender, mut receiver) = split(daemon, Limits::CLIENT);
+        let ask = || calls.call(&Request::Status, Bytes::new(), PATIENCE);
+        // One that is answered, and one that is dropped while it waits.
+        for is_answered in [true, false] {
+            let asked = {
+                let mut call = std::pin::pin!(ask());
+                let asked = tokio::select! {
+                    _ = &mut call => panic!("it is not answered yet"),
+                    frame = receiver.receive() => frame.unwrap().unwrap(),
+                };
+                if is_answered {
+                    let (kind, number) = (FrameKind::Reply, asked.number);
+                    let reply = frame(kind, number, &Reply::Done, Bytes::new(), Limits::DAEMON);
+                    sender.send(&reply.unwrap()).await.unwrap();
+                    call.await.unwrap();
+                }
+                asked
+            };
+            calls.notify(&Notice::Goodbye);
+            let mut said = Vec::new();
+            loop {
+                let notice = receiver.receive().await.unwrap().unwrap();
+                match serde_json::from_slice(&notice.head).unwrap() {
+                    Notice::Goodbye => break,
+                    other => said.push(other),
+                }
+            }
+            let cancelled = Notice::Cancel { request: asked.number };
+            assert_eq!(said, if is_answered { vec![] } else { vec![cancelled] });
+        }
     }
 }

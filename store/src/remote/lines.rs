@@ -10,13 +10,14 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use tssd_format::CHUNK_BYTES;
 
 use super::{hello, unexpected};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::Duplex;
+use crate::net::{Duplex, SILENCE};
 use crate::parallel::{self, cores};
-use crate::volume::{Boxed, Holder, Job, Proof, Proving};
+use crate::volume::{Boxed, Holder, Job, Proof, Proving, Stop};
 use crate::wire::{
     FrameKind, HEADER_BYTES, Header, Limits, MAX_READ, Piece, Protocol, Range, Reply, Request, Sum,
 };
@@ -58,25 +59,10 @@ pub(crate) struct Lines {
 
 /// One connection.
 struct Line {
-    stream: BufReader<Timed>,
+    stream: BufReader<Box<dyn Duplex>>,
     next: u64,
-}
-
-/// A connection on which something is to come within a time.
-struct Timed {
-    stream: Box<dyn Duplex>,
+    /// When the answer is to have come that is read.
     until: Instant,
-}
-
-impl Read for Timed {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        // The system gives up after silence by itself.
-        if Instant::now() > self.until {
-            let text = format!("it has sent too slowly, for {PATIENCE:?}");
-            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
-        }
-        self.stream.read(bytes)
-    }
 }
 
 /// A request that is under way.
@@ -103,14 +89,14 @@ impl Lines {
     }
 
     /// Does something on a connection, which is kept if it went well.
-    fn with<T>(&self, work: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
+    fn with<T>(&self, stop: &Stop, work: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
         let mut line = loop {
             let idle = self.idle().pop();
             match idle {
-                Some(line) if line.stream.get_ref().stream.is_open() => break line,
+                Some(line) if line.stream.get_ref().is_open() => break line,
                 // The daemon has ended it meanwhile.
                 Some(_) => {}
-                None => break Line::open((self.dial)()?)?,
+                None => break Line::open((self.dial)()?, stop)?,
             }
         };
         let done = work(&mut line)?;
@@ -140,7 +126,7 @@ impl Lines {
         prove: bool,
     ) -> Result<(Bytes, Sum)> {
         let request = Request::Read { blob: blob.to_owned(), ranges, prove };
-        self.with(|line| match line.call(&request)? {
+        self.with(&Stop::default(), |line| match line.call(&request, &Stop::default())? {
             (Reply::Read(sum), data) => Ok((data.into(), sum)),
             (other, _) => Err(unexpected(&other)),
         })
@@ -149,7 +135,7 @@ impl Lines {
     /// The daemon need not keep blobs any more.
     pub(crate) fn discard(&self, blobs: &[String]) -> Result<()> {
         let request = Request::Discard { blobs: blobs.to_vec() };
-        self.with(|line| match line.call(&request)? {
+        self.with(&Stop::default(), |line| match line.call(&request, &Stop::default())? {
             (Reply::Done, _) => Ok(()),
             (other, _) => Err(unexpected(&other)),
         })
@@ -157,12 +143,12 @@ impl Lines {
 }
 
 impl Holder for Lines {
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64> {
+    fn pull(&self, jobs: Vec<Job<'_>>, stop: &Stop) -> Result<u64> {
         let threads = cores().min(MAX_LINES).min(jobs.len());
         let queue = Mutex::new(jobs.into_iter());
         let next = || queue.lock().expect("nobody panics while holding the queue").next();
         let run = |_: usize| match next() {
-            Some(first) => self.with(|line| line.pull(Pulling::new(first, &next))),
+            Some(first) => self.with(stop, |line| line.pull(Pulling::new(first, &next), stop)),
             None => Ok(0),
         };
         let pulled = parallel::map((0..threads).collect(), run);
@@ -186,7 +172,8 @@ impl Holder for Lines {
             runs: tssd_format::Runs::run(len),
             proof: Proof::None,
         };
-        self.pull(vec![Job { target, boxes: vec![whole] }]).map(drop).map_err(io::Error::other)
+        let pulled = self.pull(vec![Job { target, boxes: vec![whole] }], &Stop::default());
+        pulled.map(drop).map_err(io::Error::other)
     }
 }
 
@@ -269,24 +256,51 @@ impl<'a, 'n> Pulling<'a, 'n> {
 
 impl Line {
     /// Says hello.
-    fn open(stream: Box<dyn Duplex>) -> Result<Self> {
-        let mut line = Self {
-            stream: BufReader::with_capacity(HEAD, Timed { stream, until: Instant::now() }),
-            next: 1,
-        };
-        match line.call(&Request::Hello(hello()))?.0 {
+    fn open(stream: Box<dyn Duplex>, stop: &Stop) -> Result<Self> {
+        set_socket_timeout(stream.socket(), Timeout::Recv, Some(Stop::INTERVAL))
+            .map_err(|error| lost(&error))?;
+        let stream = BufReader::with_capacity(HEAD, stream);
+        let mut line = Self { stream, next: 1, until: Instant::now() };
+        match line.call(&Request::Hello(hello()), stop)?.0 {
             Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => Ok(line),
             other => Err(unexpected(&other)),
         }
     }
 
     /// Asks one thing, and waits for the answer and its data.
-    fn call(&mut self, request: &Request) -> Result<(Reply, Vec<u8>)> {
+    fn call(&mut self, request: &Request, stop: &Stop) -> Result<(Reply, Vec<u8>)> {
         self.ask(request)?;
-        let (_, reply, len) = self.answer()?;
+        let (_, reply, len) = self.answer(stop)?;
         let mut data = vec![0; usize::try_from(len).unwrap_or_default()];
-        self.stream.read_exact(&mut data).map_err(|error| lost(&error))?;
+        self.read_exact(&mut data, stop)?;
         Ok((reply, data))
+    }
+
+    /// Reads so many bytes of an answer. After silence, or if they come too slowly, it gives up.
+    fn read_exact(&mut self, mut bytes: &mut [u8], stop: &Stop) -> Result<()> {
+        let mut heard = Instant::now();
+        while !bytes.is_empty() {
+            stop.check()?;
+            let now = Instant::now();
+            if now > self.until {
+                return Err(lost(&format_args!("it has sent too slowly, for {PATIENCE:?}")));
+            }
+            match self.stream.read(bytes) {
+                Ok(0) => return Err(lost(&io::Error::from(io::ErrorKind::UnexpectedEof))),
+                Ok(len) => {
+                    bytes = &mut bytes[len..];
+                    heard = now;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if now - heard > SILENCE {
+                        return Err(lost(&format_args!("it has said nothing for {SILENCE:?}")));
+                    }
+                }
+                Err(error) => return Err(lost(&error)),
+            }
+        }
+        Ok(())
     }
 
     fn ask(&mut self, request: &Request) -> Result<()> {
@@ -296,19 +310,19 @@ impl Line {
         let number = self.next;
         self.next += 1;
         let header = Header { kind: FrameKind::Request, fds: 0, head_len, data_len: 0, number };
-        let stream = &mut self.stream.get_mut().stream;
+        let stream = self.stream.get_mut();
         let bytes = [&header.to_bytes()[..], &head].concat();
         stream.write_all(&bytes).and_then(|()| stream.flush()).map_err(|error| lost(&error))
     }
 
     /// The next answer: to which request, and how many bytes come as its data.
-    fn answer(&mut self) -> Result<(u64, Reply, u32)> {
-        self.stream.get_mut().until = Instant::now() + PATIENCE;
+    fn answer(&mut self, stop: &Stop) -> Result<(u64, Reply, u32)> {
+        self.until = Instant::now() + PATIENCE;
         let mut header = [0; HEADER_BYTES];
-        self.stream.read_exact(&mut header).map_err(|error| lost(&error))?;
+        self.read_exact(&mut header, stop)?;
         let header = Header::parse(&header, Limits::FAR_DAEMON).map_err(|error| lost(&error))?;
         let mut head = vec![0; usize::try_from(header.head_len).unwrap_or_default()];
-        self.stream.read_exact(&mut head).map_err(|error| lost(&error))?;
+        self.read_exact(&mut head, stop)?;
         let reply = serde_json::from_slice(&head).map_err(|error| lost(&error))?;
         match reply {
             Reply::Failed(failure) => Err(failure.into()),
@@ -317,7 +331,7 @@ impl Line {
     }
 
     /// Fills the targets of jobs, until there are no more; returns how many bytes came.
-    fn pull(&mut self, mut pulling: Pulling<'_, '_>) -> Result<u64> {
+    fn pull(&mut self, mut pulling: Pulling<'_, '_>, stop: &Stop) -> Result<u64> {
         let mut asked: VecDeque<Batch> = VecDeque::new();
         let (mut credit, mut received) = (WINDOW, 0);
         loop {
@@ -331,20 +345,25 @@ impl Line {
             if asked.is_empty() {
                 return Ok(received);
             }
-            let (number, reply, len) = self.answer()?;
+            let (number, reply, len) = self.answer(stop)?;
             let Reply::Read(sum) = reply else { return Err(unexpected(&reply)) };
             let place = asked.iter().position(|batch| batch.number == number);
             let batch = place.and_then(|place| asked.remove(place));
             let batch = batch.filter(|batch| batch.bytes == u64::from(len));
             let batch = batch.ok_or_else(|| lost(&"it answers what was not asked"))?;
-            self.receive(&batch, sum, &mut pulling.targets)?;
+            self.receive((&batch, sum), &mut pulling.targets, stop)?;
             credit += batch.bytes;
             received += batch.bytes;
         }
     }
 
     /// Receives the bytes of an answer where they belong, and proves them.
-    fn receive(&mut self, batch: &Batch, sum: Sum, targets: &mut [&mut [u8]]) -> Result<()> {
+    fn receive(
+        &mut self,
+        (batch, sum): (&Batch, Sum),
+        targets: &mut [&mut [u8]],
+        stop: &Stop,
+    ) -> Result<()> {
         let mut all = crc32fast::Hasher::new();
         for (place, piece, proof) in &batch.pieces {
             let target = &mut *targets[*place];
@@ -358,7 +377,7 @@ impl Line {
             piece.for_each_target(|at| {
                 let at = usize::try_from(at).expect("it lies in the target");
                 for block in target[at..at + len].chunks_mut(BLOCK) {
-                    self.stream.read_exact(block).map_err(|error| lost(&error))?;
+                    self.read_exact(block, stop)?;
                     if let Some((_, proving)) = &mut whole {
                         proving.add(block);
                     }

@@ -11,7 +11,7 @@ use tssd_format::{Fill, Filled};
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
 use crate::arena::{SegmentId, WriteMap};
-use crate::controller::{Committed, Contribution, OnDevice, Proposal, Storing};
+use crate::controller::{self, Committed, Contribution, OnDevice, Progress, Proposal, Storing};
 use crate::cuda::{Arriving, DeviceSegment, Filling, Landing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{Digest, Durability};
@@ -36,6 +36,8 @@ pub(super) struct RemoteContribution {
     timeout: Duration,
     /// Whether it goes on to a bucket.
     is_stored: bool,
+    /// How far the version has come, if it is committed already.
+    progress: Option<Progress>,
     /// That it is withdrawn.
     owed: Owed,
 }
@@ -72,9 +74,10 @@ impl RemoteContribution {
             arriving: Arriving::default(),
             timeout: proposal.timeout,
             is_stored: proposal.durability == Durability::Object,
+            progress: begun.progress.clone(),
             owed,
         };
-        if begun.committed.is_none() {
+        if begun.committed.is_none() && begun.progress.is_none() {
             let rooms = (begun.room, begun.device.as_ref());
             own.enter_all(rooms, proposal.file_len, proposal.device.as_ref()).await?;
         }
@@ -152,6 +155,18 @@ impl RemoteContribution {
         }
     }
 
+    /// It has begun.
+    pub(super) fn begun(self, begun: &Begun) -> controller::Begun {
+        let Begun { id, epoch, number, committed, .. } = *begun;
+        controller::Begun { id, epoch, number, committed, contribution: Box::new(self) }
+    }
+
+    /// Writes the archive, if there is room for it: not if it is there already.
+    pub(super) fn write(&mut self, archive: &[u8]) -> Result<()> {
+        let len = u64::try_from(archive.len()).unwrap_or(u64::MAX);
+        self.parts(&[len]).iter_mut().try_for_each(|part| part.write(archive))
+    }
+
     /// Nobody writes any more: what is still to be sent.
     fn close(&mut self) -> Bytes {
         self.device = None;
@@ -181,6 +196,21 @@ impl RemoteContribution {
             }
         }
         Ok(bytes)
+    }
+
+    /// Commits it, with what is still to be sent.
+    async fn decide(&mut self, digest: Digest) -> Result<Progress> {
+        let data = self.complete().await?;
+        let request = Request::Commit { contribution: self.contribution, digest, lens: Vec::new() };
+        // What goes along may wait for memory.
+        let patience = self.timeout.saturating_add(PATIENCE);
+        let called = self.client.calls.call(&request, data, patience).await;
+        // Whatever came of it, the daemon has decided.
+        self.owed.settle();
+        match called?.reply {
+            Reply::Progress(progress) => Ok(progress),
+            other => Err(unexpected(&other)),
+        }
     }
 }
 
@@ -221,14 +251,9 @@ impl Contribution for RemoteContribution {
     }
 
     async fn commit(mut self: Box<Self>, digest: Digest) -> Result<Committed> {
-        let data = self.complete().await?;
-        let request = Request::Commit { contribution: self.contribution, digest, lens: Vec::new() };
-        let called = self.client.calls.call(&request, data, PATIENCE).await;
-        // Whatever came of it, the daemon has decided.
-        self.owed.settle();
-        let progress = match called?.reply {
-            Reply::Progress(progress) => progress,
-            other => return Err(unexpected(&other)),
+        let progress = match self.progress.take() {
+            Some(progress) => progress,
+            None => self.decide(digest).await?,
         };
         let (client, contribution, patience) =
             (self.client.clone(), self.contribution, self.timeout);

@@ -1,10 +1,10 @@
 //! What is in a bucket: tensors that are there as a whole, and pieces of others.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use tssd_format::{
-    Container, Dict, Error as FormatError, ErrorKind as FormatKind, Key, Node, ShardPlace,
-    StateDict, Step, Tensor, TensorReference, TensorSlice, Value,
+    Container, Dict, Key, Node, ShardPlace, StateDict, Step, Tensor, TensorReference, TensorSlice,
+    Value,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -21,8 +21,6 @@ pub(super) struct Filling {
     bytes: u64,
     entries: Dict,
     full: VecDeque<StateDict>,
-    /// Of all leaves.
-    names: BTreeSet<String>,
 }
 
 /// How much of a bucket a tensor takes, where it lies as archives align it.
@@ -34,16 +32,12 @@ fn room_for(tensor: &Tensor) -> u64 {
 impl Filling {
     /// Of buckets of at most so many bytes.
     pub(super) fn new(limit: u64) -> Self {
-        let (entries, full, names) = (Dict::new(), VecDeque::new(), BTreeSet::new());
-        Self { limit, bytes: 0, entries, full, names }
+        Self { limit, bytes: 0, entries: Dict::new(), full: VecDeque::new() }
     }
 
     /// Adds a leaf, whose tensors are cut if they are larger than a bucket.
     pub(super) fn add(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
         let failed = |error| Error::request(format_args!("`{fqn}`"), error);
-        if !self.names.insert(fqn.to_owned()) {
-            return Err(failed(FormatError::new(FormatKind::AmbiguousFqn)));
-        }
         match leaf {
             Value::Tensor(tensor) => self.add_tensor(fqn, tensor, None).map_err(failed),
             Value::Shards(shards) => shards.iter().try_for_each(|shard| {

@@ -1,12 +1,13 @@
 //! The writer's side of a ring.
 
+use std::collections::BTreeSet;
 #[cfg(target_os = "linux")]
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 #[cfg(target_os = "linux")]
 use tokio::sync::oneshot;
-use tssd_format::{StateDict, Value};
+use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Shard, StateDict, Value};
 
 use super::bucket::Filling;
 #[cfg(target_os = "linux")]
@@ -44,6 +45,8 @@ pub(crate) struct Sender {
     ring: Ring,
     started: Instant,
     writer: u32,
+    /// Of all leaves.
+    names: BTreeSet<String>,
     filling: Filling,
     /// What is to be lent, if it is; else it is in the filling.
     pending: Vec<(String, Value)>,
@@ -88,6 +91,7 @@ impl Sender {
             ring,
             started: Instant::now(),
             writer: prove_alone(&format!("key `{key}`"), &StateDict::new(), options)?,
+            names: BTreeSet::new(),
             filling: Filling::new(ring.bucket_bytes),
             pending: Vec::new(),
             begun: None,
@@ -99,7 +103,22 @@ impl Sender {
         matches!(self.options.residency, Residency::Lent(_))
     }
 
+    /// Takes a leaf that was not added before.
     fn hold(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+        self.take_name(fqn)?;
+        self.hold_more(fqn, leaf)
+    }
+
+    /// Notes the fqn of a leaf; refuses one that was noted before.
+    pub(crate) fn take_name(&mut self, fqn: &str) -> Result<()> {
+        if self.names.insert(fqn.to_owned()) {
+            return Ok(());
+        }
+        let error = FormatError::new(FormatKind::AmbiguousFqn);
+        Err(Error::request(format_args!("`{fqn}`"), error))
+    }
+
+    fn hold_more(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
         if let Value::Shards(_) = leaf {
             // Their meshes may name others.
             let mut alone = StateDict::new();
@@ -121,6 +140,12 @@ impl Sender {
             self.put_full(false).await?;
         }
         Ok(())
+    }
+
+    /// Adds a part of a tensor whose name is taken, and puts it.
+    pub(crate) async fn add_part(&mut self, fqn: &str, part: Shard) -> Result<()> {
+        self.hold_more(fqn, &part.into())?;
+        self.put_all(false).await
     }
 
     /// Puts what there is.

@@ -30,7 +30,10 @@ pub(crate) struct Contents {
     /// What its writers say of it as a whole.
     pub(crate) attrs: Attrs,
     pub(super) manifest: Archive,
-    storages: Vec<Stored>,
+    storages: Vec<Arc<StorageReference>>,
+    /// Which chunks are known to be whole, of all storages; and where those of each begin.
+    proven: Box<[AtomicBool]>,
+    chunks_before: Box<[usize]>,
     /// How many bytes each has, side by side: a plan is compared with all of them.
     lens: Box<[u64]>,
     /// The tensor leaves by fqn, as each writer that was asked for has them.
@@ -70,12 +73,6 @@ enum Entry {
     Divergent(Vec<String>),
 }
 
-pub(super) struct Stored {
-    pub(super) reference: Arc<StorageReference>,
-    /// Which chunks are known to be whole.
-    pub(super) verified: Box<[AtomicBool]>,
-}
-
 impl Contents {
     pub(super) fn read(located: &Located) -> Result<Self> {
         let corrupt = |text: &dyn fmt::Display| Error::new(ErrorKind::Corrupt, text);
@@ -91,8 +88,14 @@ impl Contents {
             )));
         }
         let storages =
-            (0..manifest.storage_count()).map(|number| Stored::new(manifest.storage(number)));
-        let storages: Vec<Stored> = storages.collect();
+            (0..manifest.storage_count()).map(|number| Arc::new(manifest.storage(number)));
+        let storages: Vec<Arc<StorageReference>> = storages.collect();
+        let mut chunks = 0;
+        let count = |reference: &Arc<StorageReference>| {
+            chunks += reference.crcs.len();
+            chunks - reference.crcs.len()
+        };
+        let chunks_before = storages.iter().map(count).collect();
         let root = manifest.structure();
         Ok(Self {
             id: label.id,
@@ -103,8 +106,10 @@ impl Contents {
             is_divergent: is_divergent(&root),
             root: Arc::new(root),
             attrs: user_attrs(&manifest),
-            lens: storages.iter().map(|stored| stored.reference.len).collect(),
+            lens: storages.iter().map(|stored| stored.len).collect(),
             storages,
+            proven: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
+            chunks_before,
             tensors: Mutex::default(),
             verified: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -149,13 +154,19 @@ impl Contents {
         known.entry(writer).or_insert_with(by_fqn).clone()
     }
 
-    pub(super) fn stored(&self, storage: u32) -> &Stored {
+    pub(super) fn stored(&self, storage: u32) -> &Arc<StorageReference> {
         &self.storages[native(u64::from(storage))]
+    }
+
+    /// Which chunks of a storage are known to be whole.
+    pub(super) fn proven_chunks(&self, storage: u32) -> &[AtomicBool] {
+        let start = self.chunks_before[native(u64::from(storage))];
+        &self.proven[start..start + self.stored(storage).crcs.len()]
     }
 
     /// How many bytes of a storage there are.
     pub(crate) fn storage_len(&self, storage: u32) -> u64 {
-        self.stored(storage).reference.len
+        self.stored(storage).len
     }
 
     /// How many bytes each storage has; none if there are not so many storages.
@@ -180,26 +191,19 @@ impl Contents {
     /// Compares the checksum of the stored bytes of a chunk.
     pub(super) fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
         self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
-        let proven = self.stored(storage).reference.prove_chunk(chunk, checksum(bytes));
+        let proven = self.stored(storage).prove_chunk(chunk, checksum(bytes));
         proven.map_err(|_| self.corrupt(storage, chunk))
     }
 
     /// A chunk is not what was put.
     pub(super) fn corrupt(&self, storage: u32, chunk: u64) -> Error {
-        let reference = &self.stored(storage).reference;
+        let reference = self.stored(storage);
         let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .byte(place.start)
             .note(format_args!("{} bytes of shard {}", place.end - place.start, reference.shard))
             .at(self.manifest.leaf_in(storage));
         Error::format(self.name(), error)
-    }
-}
-
-impl Stored {
-    fn new(reference: StorageReference) -> Self {
-        let verified = reference.crcs.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { reference: Arc::new(reference), verified }
     }
 }
 

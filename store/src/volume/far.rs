@@ -7,11 +7,13 @@ use bytes::Bytes;
 use tssd_format::{Blob, Runs, StorageReference};
 
 use crate::error::Result;
+use crate::volume::Stop;
 
 /// Whoever holds archives elsewhere, and gives exactly the bytes that are asked for. Calls wait.
 pub(crate) trait Holder: Send + Sync {
-    /// Fills memory, and returns how many bytes came for that. What it holds after an error is not proven.
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64>;
+    /// Fills memory, and returns how many bytes came for that. What it holds after an error is not proven. Soon after it
+    /// is stopped it ends with an error.
+    fn pull(&self, jobs: Vec<Job<'_>>, stop: &Stop) -> Result<u64>;
 
     /// Reads bytes of a blob as they come: whoever asks proves them.
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()>;

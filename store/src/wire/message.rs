@@ -189,6 +189,12 @@ pub(crate) enum Request {
 }
 
 impl Request {
+    /// Whether data may come along.
+    pub(crate) fn takes_data(&self) -> bool {
+        use Request::{Begin, Commit, Extend, Write};
+        matches!(self, Begin(_) | Extend { .. } | Commit { .. } | Write { .. })
+    }
+
     /// What it is called, as in its JSON.
     pub(crate) fn op(&self) -> &'static str {
         match self {
@@ -228,6 +234,10 @@ pub(crate) struct Begin {
     /// The address of the client, if it is a daemon that keeps the archives itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) keeper: Option<String>,
+    /// That of the archive, if it is the data of the frame, and the only one: it is committed, unless others are waited
+    /// for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) digest: Option<Digest>,
 }
 
 /// What is not replied to.
@@ -242,6 +252,8 @@ pub(crate) enum Notice {
     Got(Got),
     /// A client follows a key no longer.
     Unfollow { follower: u64 },
+    /// Nobody waits for the answer of this request any more.
+    Cancel { request: u64 },
     /// A client ends, and has nothing mapped any more.
     Goodbye,
 }
@@ -313,6 +325,9 @@ pub(crate) struct Begun {
     /// What the names of the archives begin with, if the client keeps them.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) stem: String,
+    /// How far the version has come, if the archive came along: then it is committed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) progress: Option<Progress>,
 }
 
 /// Where an archive is written.

@@ -59,10 +59,11 @@ impl Catalog for LocalController {
 
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
         let outcome = self.apply(key, Command::Delete { selection }).await?;
-        {
-            let mut opened = self.opened();
-            opened.deletions += 1;
-            opened.located.remove(key);
+        // Whoever carries it out.
+        if let Outcome::Deleted { ids } = &outcome {
+            for id in ids {
+                self.close(key, *id);
+            }
         }
         self.reclaim_owed(key).await?;
         Ok(match outcome {

@@ -147,6 +147,7 @@ impl LocalController {
         let _reached = self.reach(key, &version).await?;
         // That it may be deleted must outlast what is deleted.
         turn.settle().await?;
+        self.close(key, id);
         let work = move |volume: &dyn Volume, folder: &str| remove(volume, folder, &named);
         self.on_version(key, &version, work).await?;
         loop {

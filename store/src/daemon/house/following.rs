@@ -129,12 +129,12 @@ impl House {
         self.followed.notify_waiters();
     }
 
-    /// The next version that a follower has not read; none after so long.
+    /// The next version that a follower has not read; none after so long, or if nobody asks any more.
     pub(in crate::daemon) async fn next(
         &self,
-        peer: PeerId,
-        number: u64,
+        (peer, number): (PeerId, u64),
         patience: Duration,
+        unasked: impl Future<Output = ()>,
     ) -> Result<Option<(Key, Leased)>> {
         let waiting = || {
             let mut inner = self.inner();
@@ -143,7 +143,12 @@ impl House {
             let granted = follower.waiting.pop_front()?;
             Some(granted.map(|grant| (grant, follower.key.clone())))
         };
-        let Some(next) = self.until(patience, waiting).await else { return Ok(None) };
+        // What was taken is handed over, whatever comes.
+        let next = tokio::select! {
+            next = self.until(patience, waiting) => next,
+            () = unasked => None,
+        };
+        let Some(next) = next else { return Ok(None) };
         let (grant, key) = next?;
         let leased = self.leased(peer, &key, grant).await?;
         Ok(Some((key, leased)))

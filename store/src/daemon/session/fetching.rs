@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{LONGEST, Session};
+use super::{Asked, LONGEST, Session};
 use crate::error::{ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
@@ -12,15 +12,15 @@ impl Session {
     /// Copies what of a version is elsewhere: the archives that are named, or all.
     pub(super) async fn prefetch(
         &self,
+        asked: &Asked,
         key: &Key,
-        selector: Selector,
-        archives: Option<&[String]>,
+        (selector, archives): (Selector, Option<&[String]>),
     ) -> Result<Prefetched> {
         let started = Instant::now();
         let (grant, far) = self.house.fetch(key, selector, archives).await?;
         let mut bytes = 0;
         for (name, len) in far {
-            if let Err(error) = self.copy(&name, len).await {
+            if let Err(error) = self.copy(asked, &name, len).await {
                 self.house.give_up(&grant).await;
                 return Err(error);
             }
@@ -34,11 +34,12 @@ impl Session {
     }
 
     /// Copies an archive into this daemon's memory, and proves it.
-    async fn copy(&self, name: &str, len: u64) -> Result<()> {
+    async fn copy(&self, asked: &Asked, name: &str, len: u64) -> Result<()> {
         let (deadline, replicas) = (Instant::now() + LONGEST, &self.house.tiers.replicas);
         replicas.make(name, len, &*self.house.registry).await;
         loop {
-            self.in_memory(deadline, |_| replicas.begin(name, len)).await?;
+            asked.check()?;
+            self.in_memory((asked, deadline), 0, |_| replicas.begin(name, len)).await?;
             match replicas.complete(name).await {
                 // What is small needs its memory only now.
                 Err(error)

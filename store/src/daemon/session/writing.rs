@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use rustix::fs::FileType;
 
-use super::{Answer, LONGEST, Session};
+use super::{Answer, Asked, LONGEST, Session};
 use crate::arena::{Exhausted, Pool, SegmentId, Writing};
 use crate::controller::{Contributed, OnDevice, Place, Progress, Proposal};
 use crate::daemon::elsewhere::{Keeper, Source};
@@ -17,7 +18,7 @@ use crate::key::Key;
 use crate::ledger::{Digest, Durability, WriterSet};
 use crate::net::Endpoint;
 use crate::volume::HEAD_BYTES;
-use crate::wire::{Begun, Failure, INLINE, Reply, Room, SharedSegment};
+use crate::wire::{Begin, Begun, Failure, INLINE, Reply, Room, SharedSegment};
 use crate::work::wait;
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
@@ -87,10 +88,11 @@ impl Contribution {
 impl Session {
     pub(super) async fn begin(
         &self,
-        key: &Key,
-        mut proposal: Proposal,
-        keeper: Option<String>,
+        asked: &Asked,
+        Begin { key, mut proposal, keeper, digest }: Begin,
+        data: Bytes,
     ) -> Result<Answer<'_>> {
+        let key = &Key::new(key)?;
         let undecided = self.house.undecided()?;
         proposal.timeout = proposal.timeout.min(LONGEST);
         self.check_device(proposal.device.as_ref(), proposal.file_len, proposal.durability)?;
@@ -98,7 +100,15 @@ impl Session {
         let file_len = proposal.file_len;
         self.house.check(proposal.durability)?;
         let keeper = keeper.map(|url| self.keeper(&url, &proposal)).transpose()?;
-        let is_wanted = || !self.outgoing.is_closed();
+        let carried = digest.filter(|_| file_len <= INLINE.into()).map(|digest| (digest, data));
+        let carried = Mutex::new(carried);
+        let take = || carried.lock().expect("nobody panics while holding what is carried").take();
+        let is_wanted = || {
+            // What waits for others holds neither a place nor an archive, and is not committed by itself.
+            drop(take());
+            asked.wait(0);
+            self.is_asked(asked)
+        };
         if let (Durability::Object, Some(mirror)) = (proposal.durability, &self.house.mirror) {
             mirror.admit(key, deadline, is_wanted).await?;
             proposal.timeout = deadline.saturating_duration_since(Instant::now());
@@ -120,13 +130,21 @@ impl Session {
         if let Some(keeper) = keeper {
             open.memory = Memory::Kept(keeper);
         }
-        let (room, fds, device) = match self.rooms(&mut open, deadline).await {
+        let rooms = self.rooms(&mut open, (asked, deadline)).await;
+        let (room, fds, device) = match rooms.and_then(|rooms| asked.check().map(|()| rooms)) {
             Ok(rooms) => rooms,
             Err(error) => return Err(self.cancel(open, error).await),
         };
         let contribution = self.house.number();
-        self.contributions().insert(contribution, Some(open));
-        let begun = Begun { contribution, id, epoch, number, committed, room, device, stem };
+        let archive = take().filter(|_| room == Room::Inline && device.is_none());
+        let progress = if let Some(archive) = archive {
+            Some(self.decide(asked, contribution, open, archive).await?)
+        } else {
+            self.contributions().insert(contribution, Some(open));
+            None
+        };
+        let begun =
+            Begun { contribution, id, epoch, number, committed, room, device, stem, progress };
         let reply = Reply::Begun(begun);
         Ok(Answer { fds, ..reply.into() })
     }
@@ -136,10 +154,10 @@ impl Session {
     async fn rooms(
         &self,
         open: &mut Contribution,
-        deadline: Instant,
+        until: (&Asked, Instant),
     ) -> Result<(Room, Vec<OwnedFd>, Option<SharedSegment>)> {
         let device = self.room_on_device(open)?;
-        let (room, fds) = self.room(open, deadline).await?;
+        let (room, fds) = self.room(open, until).await?;
         Ok((room, fds, device))
     }
 
@@ -147,7 +165,7 @@ impl Session {
     async fn room(
         &self,
         open: &mut Contribution,
-        deadline: Instant,
+        until: (&Asked, Instant),
     ) -> Result<(Room, Vec<OwnedFd>)> {
         let len = open.host_len();
         if let Memory::Kept(_) = open.memory {
@@ -158,11 +176,11 @@ impl Session {
             return Ok((Room::Inline, Vec::new()));
         }
         if !self.origin.is_near() {
-            let writing = self.in_memory(deadline, |pool| pool.write_own(len)).await?;
+            let writing = self.in_memory(until, 0, |pool| pool.write_own(len)).await?;
             open.memory = Memory::Own(writing, 0);
             return Ok((Room::Frames, Vec::new()));
         }
-        let lent = self.in_memory(deadline, |pool| pool.lend(self.peer, len)).await?;
+        let lent = self.in_memory(until, 0, |pool| pool.lend(self.peer, len)).await?;
         open.memory = Memory::Lent(lent.segment);
         let room = Room::Segment { segment: lent.segment, capacity: lent.capacity };
         Ok((room, lent.memory.into_iter().collect()))
@@ -269,19 +287,20 @@ impl Session {
     /// Room for another archive of a contribution, whose last one is complete.
     pub(super) async fn extend(
         &self,
+        asked: &Asked,
         contribution: u64,
         (file_len, device): (u64, Option<OnDevice>),
-        data: &[u8],
+        data: Bytes,
     ) -> Result<Answer<'_>> {
         let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
         let mut open = taken.ok_or_else(|| unknown(contribution))?;
         let extended = async {
             self.check_device(device.as_ref(), file_len, open.place.durability)?;
-            self.publish(&mut open, data).await?;
+            self.publish(asked, &mut open, data).await?;
             open.lens.push(file_len);
             (open.device, open.on_device) = (device, None);
             let deadline = Instant::now() + open.timeout;
-            self.rooms(&mut open, deadline).await
+            self.rooms(&mut open, (asked, deadline)).await
         };
         let error = match extended.await {
             Ok((room, fds, device)) => match self.contributions().get_mut(&contribution) {
@@ -301,18 +320,20 @@ impl Session {
         Err(self.cancel(open, error).await)
     }
 
-    /// Does something that needs memory; waits for it until the deadline if there is none.
+    /// Does something that needs memory; waits for it if there is none, while it is asked for and until the deadline,
+    /// and keeps so many bytes of data meanwhile.
     pub(super) async fn in_memory<T>(
         &self,
-        deadline: Instant,
+        (asked, deadline): (&Asked, Instant),
+        bytes: usize,
         work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, Exhausted>>,
     ) -> Result<T> {
         let left = deadline.saturating_duration_since(Instant::now());
         let waits_no_more = async {
+            asked.wait(bytes);
             tokio::select! {
                 () = tokio::time::sleep(left) => {}
-                () = self.outgoing.closed() => {}
-                () = self.house.closed() => {}
+                () = self.unasked(asked) => {}
             }
         };
         let replicas = &self.house.tiers.replicas;
@@ -328,18 +349,33 @@ impl Session {
 
     pub(super) async fn commit(
         &self,
+        asked: &Asked,
         contribution: u64,
-        digest: Digest,
-        lens: Vec<u64>,
-        data: &[u8],
+        (digest, lens): (Digest, Vec<u64>),
+        data: Bytes,
     ) -> Result<Progress> {
         let mut open = self.take(contribution)?.ok_or_else(|| unknown(contribution))?;
-        let committed = async {
-            if let Memory::Kept(_) = open.memory {
-                open.lens = kept_lens(lens)?;
+        if let Memory::Kept(_) = open.memory {
+            match kept_lens(lens) {
+                Ok(lens) => open.lens = lens,
+                Err(error) => return Err(self.cancel(open, error).await),
             }
-            self.publish(&mut open, data).await?;
+        }
+        self.decide(asked, contribution, open, (digest, data)).await
+    }
+
+    /// Commits a contribution, whose last archive is the data if its room was inline.
+    async fn decide(
+        &self,
+        asked: &Asked,
+        contribution: u64,
+        mut open: Contribution,
+        (digest, data): (Digest, Bytes),
+    ) -> Result<Progress> {
+        let committed = async {
+            self.publish(asked, &mut open, data).await?;
             let turn = self.house.turn(&open.place.key).await;
+            asked.check()?;
             let progress = self.house.registry.commit(&open.place, digest, &open.lens).await?;
             if progress.visible {
                 let Place { key, id, epoch, number, .. } = &open.place;
@@ -387,7 +423,13 @@ impl Session {
     }
 
     /// Waits until a contribution is in the bucket; says how far its version has come there.
-    pub(super) async fn stored(&self, contribution: u64, patience: Duration) -> Result<Progress> {
+    pub(super) async fn stored(
+        &self,
+        asked: &Asked,
+        contribution: u64,
+        patience: Duration,
+    ) -> Result<Progress> {
+        asked.wait(0);
         let storing = self.storing().remove(&contribution);
         let mut storing = storing.ok_or_else(|| unknown(contribution))?;
         let patience = patience.min(LONGEST);
@@ -395,8 +437,7 @@ impl Session {
             biased;
             stored = storing.wait_for(Option::is_some) => stored.ok().and_then(|it| it.clone()),
             () = tokio::time::sleep(patience) => None,
-            () = self.outgoing.closed() => None,
-            () = self.house.closed() => None,
+            () = self.unasked(asked) => None,
         };
         match waited {
             Some(Ok(progress)) => Ok(progress),
@@ -418,7 +459,7 @@ impl Session {
     }
 
     /// Gives the last archive its name.
-    async fn publish(&self, open: &mut Contribution, data: &[u8]) -> Result<()> {
+    async fn publish(&self, asked: &Asked, open: &mut Contribution, data: Bytes) -> Result<()> {
         if open.committed.is_some() {
             return Ok(());
         }
@@ -452,7 +493,8 @@ impl Session {
             Memory::Inline => {
                 all(u64::try_from(data.len()).unwrap_or(u64::MAX))?;
                 let deadline = Instant::now() + open.timeout;
-                self.in_memory(deadline, |pool| pool.write(&path, data)).await?;
+                let write = |pool: &Arc<Pool>| pool.write(&path, &data);
+                self.in_memory((asked, deadline), data.len(), write).await?;
             }
         }
         if let Some(segment) = open.on_device {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, mpsc};
 
 use bytes::Bytes;
@@ -15,7 +16,7 @@ use tssd_format::{Loop, Runs, checksum, copy_runs};
 use crate::bucket::{Bucket, again};
 use crate::error::{Error, ErrorKind, Result};
 use crate::parallel;
-use crate::volume::{Boxed, Holder, Job, Proof, Proving};
+use crate::volume::{Boxed, Holder, Job, Proof, Proving, Stop};
 
 /// A request asks for at most so many bytes, unless one chunk or run has more.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -158,7 +159,7 @@ impl Fetcher {
 }
 
 impl Holder for Fetcher {
-    fn pull(&self, jobs: Vec<Job<'_>>) -> Result<u64> {
+    fn pull(&self, jobs: Vec<Job<'_>>, stop: &Stop) -> Result<u64> {
         let (mut targets, mut wants) = (Vec::with_capacity(jobs.len()), Vec::new());
         for (job, Job { target, boxes }) in jobs.into_iter().enumerate() {
             targets.push(Mutex::new(target));
@@ -179,9 +180,19 @@ impl Holder for Fetcher {
         };
         (0..WINDOW).for_each(|_| send());
         let place = |_: usize| {
-            let answer = answered.lock().expect("nobody panics while waiting").recv();
-            let ended = |_| Error::new(ErrorKind::Unreachable, "the requests to the bucket ended");
-            let (number, answer) = answer.map_err(ended)?;
+            let answered = answered.lock().expect("nobody panics while waiting");
+            let (number, answer) = loop {
+                stop.check()?;
+                match answered.recv_timeout(Stop::INTERVAL) {
+                    Ok(answer) => break answer,
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => {
+                        let text = "the requests to the bucket ended";
+                        return Err(Error::new(ErrorKind::Unreachable, text));
+                    }
+                }
+            };
+            drop(answered);
             let bytes = self.received(&fetches[number], answer)?;
             send();
             self.place(&fetches[number], &bytes, &targets)?;
@@ -194,7 +205,8 @@ impl Holder for Fetcher {
         let runs = Runs::run(wide(target.len()));
         let whole =
             Boxed { blob: blob.into(), source: offset, target: 0, runs, proof: Proof::None };
-        self.pull(vec![Job { target, boxes: vec![whole] }]).map(drop).map_err(io::Error::other)
+        let pulled = self.pull(vec![Job { target, boxes: vec![whole] }], &Stop::default());
+        pulled.map(drop).map_err(io::Error::other)
     }
 }
 
@@ -399,7 +411,8 @@ mod tests {
                 let runs = Runs::run(wide(wanted.len()));
                 let (source, proof) = (4096 + wide(wanted.start), Proof::Part(storage.clone()));
                 let part = Boxed { blob: "blob".into(), source, target: 0, runs, proof };
-                let pulled = fetcher.pull(vec![Job { target: &mut target, boxes: vec![part] }]);
+                let pulled = fetcher
+                    .pull(vec![Job { target: &mut target, boxes: vec![part] }], &Stop::default());
                 if chunks.contains(&wrong) {
                     assert_eq!(pulled.unwrap_err().kind(), ErrorKind::Corrupt);
                 } else {

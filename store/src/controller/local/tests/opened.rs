@@ -26,19 +26,33 @@ async fn what_is_deleted_while_it_is_opened_does_not_stay_open() {
     let volume = Hooked::default();
     let controller = volume.controller();
     let (store, key) = (Store::new(controller.clone()), Key::new("policy").unwrap());
-    let (dict, other) = (tssd_format::StateDict::new(), Key::new("other").unwrap());
-    for key in [&key, &other] {
-        store.put_state_dict(key, &dict, &PutOptions::default()).await.unwrap();
-    }
-    let (deleting, deleted) = (controller.clone(), other.clone());
-    let runtime = tokio::runtime::Handle::current();
+    let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
+    let id = store.put_state_dict(&key, &dict, &options).await.unwrap().id;
+    let (closing, closed) = (controller.clone(), key.clone());
     volume.before("open", move || {
-        let delete = || runtime.block_on(deleting.delete(&deleted, Selection::All));
-        assert_eq!(tokio::task::block_in_place(delete)?, 1);
+        closing.close(&closed, id);
         Ok(())
     });
     controller.locate(&key, Selector::Newest).await.unwrap();
-    assert!(controller.opened().located.is_empty(), "it may be what was deleted");
+    assert!(controller.opened().located.is_empty(), "it is about to be deleted");
     controller.locate(&key, Selector::Newest).await.unwrap();
     assert!(controller.opened().located.contains_key(&key));
+    store.delete(&key, None).await.unwrap();
+    assert!(controller.opened().located.is_empty());
+}
+
+#[tokio::test]
+async fn what_is_replaced_does_not_stay_open() {
+    let controller = Hooked::default().controller();
+    let (store, key) = (Store::new(controller.clone()), Key::new("policy").unwrap());
+    let (dict, other) = (tssd_format::StateDict::new(), Key::new("other").unwrap());
+    for key in [&key, &other] {
+        store.put_state_dict(key, &dict, &PutOptions::default()).await.unwrap();
+        controller.locate(key, Selector::Newest).await.unwrap();
+    }
+    store.put_state_dict(&key, &dict, &PutOptions::default()).await.unwrap();
+    assert!(
+        controller.opened().located.keys().eq([&other]),
+        "its room is free, though nobody comes to read"
+    );
 }

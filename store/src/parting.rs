@@ -1,4 +1,4 @@
-//! Letting go of files. When the last one lets go of a file without a name, the system takes its room back, which takes
+//! Letting go of files, and of maps. When the last one lets go of a file without a name, the system takes its room back, which takes
 //! 90 ms for 512 MiB in its cache: nobody is to wait for that but who needs the room.
 //!
 //! There are no locks here, which a process that is forked meanwhile would find locked for ever.
@@ -10,9 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// A file of fewer bytes is sooner let go than a thread started.
-pub(super) const LARGE: u64 = 16 << 20;
+pub(crate) const LARGE: u64 = 16 << 20;
 
-/// So many are let go at a time, at most. Who has more waits for them, and starts no crowd of threads.
+/// So many are let go at a time, more or less. Who has more lets go of the rest itself, and starts no crowd of threads.
 const MAX_PARTING: usize = 4;
 
 /// For room nobody waits longer.
@@ -23,10 +23,10 @@ const INTERVAL: Duration = Duration::from_millis(2);
 
 /// What has a large file open, or mapped. When it is dropped, it lets go of that on a thread of its own.
 #[derive(Debug)]
-pub(super) struct Parting<T: Send + 'static>(Option<T>);
+pub(crate) struct Parting<T: Send + 'static>(Option<T>);
 
 impl<T: Send + 'static> Parting<T> {
-    pub(super) fn new(it: T) -> Self {
+    pub(crate) fn new(it: T) -> Self {
         Self(Some(it))
     }
 }
@@ -39,82 +39,109 @@ impl<T: AsRef<[u8]> + Send + 'static> AsRef<[u8]> for Parting<T> {
 
 impl<T: Send + 'static> Drop for Parting<T> {
     fn drop(&mut self) {
-        let Some(counted) = Counted::new() else { return };
-        let it = self.0.take();
-        let part = move || {
-            drop(it);
-            drop(counted);
-        };
-        // Without a thread it is dropped here.
-        drop(thread::Builder::new().name("tssd-parting".to_owned()).spawn(part));
+        if FILES.pending() < MAX_PARTING {
+            let it = self.0.take();
+            apart("tssd-parting", &FILES, move || drop(it));
+        }
     }
 }
 
-/// Waits until the room of files that this process has let go, such as those of versions that are gone, is free; ten seconds
-/// at most. Before a process forks: its child would have them open as long as it lives.
+/// Restores a map on a thread of its own, which may be the last to have its file. Without a thread it is let go here.
+pub(crate) fn restoring(work: impl FnOnce() + Send + 'static) {
+    apart("tssd-restore", &MAPS, work);
+}
+
+fn apart(name: &str, count: &'static Count, work: impl FnOnce() + Send + 'static) {
+    let counted = Counted::of(count);
+    let work = move || {
+        work();
+        drop(counted);
+    };
+    drop(thread::Builder::new().name(name.to_owned()).spawn(work));
+}
+
+/// Waits until this process has let go of the files that it is about to, such as those of versions that are gone; ten
+/// seconds at most. Before a process forks: its child would have them as long as it lives.
 pub fn settle() {
     let deadline = Instant::now() + TIMEOUT;
-    while pending() > 0 && wait(gone(), deadline) {}
+    // A map that is restored may be what lets go of a file.
+    for count in [&MAPS, &FILES] {
+        while count.pending() > 0 && count.wait(count.gone(), deadline) {}
+    }
 }
 
 /// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
-pub(super) fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        let before = gone();
+        let before = FILES.gone();
         let error = match work() {
             Err(error) => error,
             done => return done,
         };
         let is_full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
-        if !is_full || Instant::now() >= deadline || !wait(before, deadline) {
+        if !is_full || Instant::now() >= deadline || !FILES.wait(before, deadline) {
             return Err(error);
         }
     }
 }
 
-/// How many are gone by now.
-fn gone() -> u64 {
-    GONE.load(Ordering::SeqCst)
+/// Files that are being let go.
+static FILES: Count = Count::new();
+/// Maps that are being restored.
+static MAPS: Count = Count::new();
+
+/// What is under way on threads of its own.
+struct Count {
+    /// Whose threads they are: a process that was forked has none of them.
+    process: AtomicU32,
+    pending: AtomicUsize,
+    gone: AtomicU64,
 }
 
-/// Waits until more than so many are gone; false if nobody else is going, or not until then.
-fn wait(before: u64, deadline: Instant) -> bool {
-    while gone() == before && pending() > 0 && Instant::now() < deadline {
-        thread::sleep(INTERVAL);
+impl Count {
+    const fn new() -> Self {
+        Self { process: AtomicU32::new(0), pending: AtomicUsize::new(0), gone: AtomicU64::new(0) }
     }
-    gone() != before
-}
 
-/// How many are being let go, by which process: one that was forked has none of these threads.
-static PENDING: AtomicUsize = AtomicUsize::new(0);
-static PROCESS: AtomicU32 = AtomicU32::new(0);
-static GONE: AtomicU64 = AtomicU64::new(0);
+    fn pending(&self) -> usize {
+        let is_own = self.process.load(Ordering::SeqCst) == process::id();
+        if is_own { self.pending.load(Ordering::SeqCst) } else { 0 }
+    }
 
-fn pending() -> usize {
-    if PROCESS.load(Ordering::SeqCst) == process::id() { PENDING.load(Ordering::SeqCst) } else { 0 }
+    /// How many are gone by now.
+    fn gone(&self) -> u64 {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    /// Waits until more than so many are gone; false if nobody else is going, or not until then.
+    fn wait(&self, before: u64, deadline: Instant) -> bool {
+        while self.gone() == before && self.pending() > 0 && Instant::now() < deadline {
+            thread::sleep(INTERVAL);
+        }
+        self.gone() != before
+    }
 }
 
 /// One that is counted as long as this lives.
-struct Counted;
+struct Counted(&'static Count);
 
 impl Counted {
-    /// None if there are enough of them.
-    fn new() -> Option<Self> {
-        if PROCESS.swap(process::id(), Ordering::SeqCst) != process::id() {
-            PENDING.store(0, Ordering::SeqCst);
+    fn of(count: &'static Count) -> Self {
+        if count.process.swap(process::id(), Ordering::SeqCst) != process::id() {
+            count.pending.store(0, Ordering::SeqCst);
         }
-        let more = |pending| (pending < MAX_PARTING).then_some(pending + 1);
-        PENDING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more).ok().map(|_| Self)
+        count.pending.fetch_add(1, Ordering::SeqCst);
+        Self(count)
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
         // First: who sees that none is pending has seen what is gone.
-        GONE.fetch_add(1, Ordering::SeqCst);
+        self.0.gone.fetch_add(1, Ordering::SeqCst);
         let less = |pending: usize| pending.checked_sub(1);
-        let _ = PENDING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        let _ = self.0.pending.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
 
@@ -149,16 +176,16 @@ mod tests {
         let _alone = alone();
         let (go, told) = mpsc::channel();
         let (says, dropped) = mpsc::channel();
-        let before = gone();
+        let before = FILES.gone();
         drop(Parting::new(Slow(told, says)));
         assert!(dropped.try_recv().is_err(), "it is not dropped yet");
-        assert!(!wait(before, Instant::now()), "nor is it until now");
+        assert!(!FILES.wait(before, Instant::now()), "nor is it until now");
         let tells = thread::spawn(move || go.send(()));
-        assert!(wait(before, soon()));
+        assert!(FILES.wait(before, soon()));
         tells.join().unwrap().unwrap();
         assert_ne!(dropped.recv().unwrap(), thread::current().id());
         // What is gone already is not waited for, nor missed.
-        assert!(wait(before, Instant::now()));
+        assert!(FILES.wait(before, Instant::now()));
     }
 
     #[test]
@@ -181,7 +208,7 @@ mod tests {
         }
         assert!(dropped.iter().all(|thread| thread != thread::current().id()));
         settle();
-        assert_eq!(pending(), 0);
+        assert_eq!(FILES.pending(), 0);
     }
 
     #[test]

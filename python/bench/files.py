@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import compressed
 import records
 import torch
 import tssd
@@ -23,8 +25,12 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 OTHERS = (SAFETENSORS, TORCH, DCP)
-#: What is read and written in one call where the machine's own speed is measured.
-CHUNK = 1 << 20
+#: The machine's own speed.
+WRITE = "plain write"
+READ = "plain read"
+#: Less than that is read by one thread: to ask another takes longer.
+LEAST = 1 << 20
+READERS = ThreadPoolExecutor(torch.get_num_threads())
 
 
 class Files:
@@ -33,6 +39,7 @@ class Files:
     def __init__(self, folder: Path, model: Model, rounds: Rounds) -> None:
         self.folder, self.model, self.rounds = folder, model, rounds
         self.state = model.state
+        self.buffer = warm(model.nbytes)
         self.touched, self.read = touch(self.state), read(self.state)
         self.is_saved = False
 
@@ -44,8 +51,6 @@ class Files:
 
     def save(self) -> None:
         """Into new files."""
-        # Not of zeros, whose memory would not be there yet.
-        buffer = b"1" * self.model.nbytes
         for fsync in (False, True):
 
             def run(save: Callable[[], object], *, synced: bool = fsync) -> Callable[[], float]:
@@ -63,22 +68,25 @@ class Files:
                     timed(
                         partial(tssd.save_file, self.state, self.at("tssd"), fsync=fsync),
                         before=self.clear,
-                    )
+                    ),
+                    partial(self.expect_saved, TSSD),
                 ),
                 *(
                     Runner(
-                        each.name, run(partial(each.save, self.state, self.at(each.name))), target=each.target
+                        each.name,
+                        run(partial(each.save, self.state, self.at(each.name))),
+                        target=each.target,
+                        check=partial(self.expect_saved, each),
                     )
                     for each in OTHERS
                 ),
-                Runner("plain write", run(partial(write, buffer, self.at("plain"))), "limit"),
+                Runner(WRITE, run(partial(write, self.buffer, self.at("plain"))), "limit"),
             )
         self.is_saved = False
 
     def load(self) -> None:
         """All of it, each page touched."""
         self.save_all()
-        buffer = bytearray(self.model.nbytes)
         also: dict[str, Callable[[], State]] = {
             "tssd, verify off": lambda: tssd.load_file(self.at("tssd"), verify="off"),
             "tssd, pread": lambda: tssd.load_file(self.at("tssd"), backend="pread"),
@@ -86,17 +94,22 @@ class Files:
         self.race(
             "load",
             "all of it, checksums proven, each page touched",
-            ours(timed(partial(self.touched_by, partial(self.loaded, TSSD)))),
+            ours(timed(partial(self.touched_by, partial(self.loaded, TSSD))), self.expect),
             *(
-                Runner(each.name, timed(partial(self.touched_by, partial(self.loaded, each))), target=each.target)
+                Runner(
+                    each.loader,
+                    timed(partial(self.touched_by, partial(self.loaded, each))),
+                    target=each.target,
+                    check=self.expect,
+                )
                 for each in OTHERS
             ),
-            Runner("torch.load, mmap", timed(partial(self.touched_by, self.mapped)), "peer"),
+            Runner("torch.load, mmap", timed(partial(self.touched_by, self.mapped)), "peer", check=self.expect),
             *(
-                Runner(name, timed(partial(self.touched_by, load)), "also")
+                Runner(name, timed(partial(self.touched_by, load)), "also", check=self.expect)
                 for name, load in also.items()
             ),
-            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
+            self.plain_read(self.model.nbytes),
         )
         everything: dict[str, tuple[Callable[[], State], Role]] = {
             "tssd": (partial(self.loaded, TSSD), "ours"),
@@ -108,15 +121,11 @@ class Files:
             "load, read",
             "all of it, checksums proven, every byte read once",
             *(
-                Runner(name, timed(partial(self.read_by, load)), role)
+                Runner(name, timed(partial(self.read_by, load)), role, check=self.expect)
                 for name, (load, role) in everything.items()
             ),
-            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
+            self.plain_read(self.model.nbytes),
         )
-        for each in (TSSD, *OTHERS):
-            expect_same(self.loaded(each), self.state)
-        for load in (*also.values(), self.mapped):
-            expect_same(load(), self.state)
 
     def tensor(self) -> None:
         """One tensor of all."""
@@ -133,7 +142,6 @@ class Files:
     def of_one(self, case: str, what: str, name: str, part: slice | None) -> None:
         self.save_all()
         source = self.state[name] if part is None else self.state[name][part]
-        buffer = bytearray(source.nbytes)
 
         def lazily(opened: Any) -> torch.Tensor:
             with opened as file:
@@ -160,29 +168,31 @@ class Files:
             case,
             f"{what}, of a file, each page touched",
             *(
-                Runner(runner, timed(partial(_touch, load)), role)
+                Runner(
+                    runner,
+                    timed(partial(_touch, load)),
+                    role,
+                    check=lambda found: expect_same(found, source),
+                )
                 for runner, (load, role) in loads.items()
             ),
-            Runner("plain read", timed(lambda: read_whole(self.at("tssd"), buffer)), "limit"),
+            self.plain_read(source.nbytes),
             model=model(self.model.name, "", {name: source}),
         )
-        for load, _ in loads.values():
-            expect_same(load(), source)
 
     def verify(self) -> None:
         """All checksums of a file."""
         self.save_all()
-        path, buffer = self.at("tssd"), bytearray(CHUNK)
         self.race(
             "verify",
             "all checksums of a file",
-            ours(timed(partial(tssd.verify, path))),
-            Runner("plain read", timed(lambda: read_in_chunks(path, buffer)), "limit"),
+            ours(timed(partial(tssd.verify, self.at(TSSD.name)))),
+            self.plain_read(self.model.nbytes),
         )
 
     def zstd(self) -> None:
-        """Compressed; nobody else here can."""
-        path, buffer = self.at("zstd"), b"1" * self.model.nbytes
+        """Compressed, beside what libzstd makes of safetensors."""
+        path = self.at("zstd")
 
         def load() -> State:
             found: State = tssd.load_file(path)
@@ -191,27 +201,61 @@ class Files:
         def save() -> None:
             tssd.save_file(self.state, path, compression="zstd", fsync=False)
 
+        others = list(compressed.formats())
         self.clear()
         self.race(
             "save, zstd",
             "compressed, level 1, nobody waits for the disk",
-            ours(timed(save, before=self.clear)),
+            ours(timed(save, before=self.clear), lambda _: self.expect(load())),
+            *(
+                Runner(
+                    each.name,
+                    timed(partial(each.save, self.state, self.at(each.name)), before=self.clear),
+                    check=partial(self.expect_saved, each),
+                )
+                for each in others
+            ),
             Runner("tssd, not compressed", timed(self.save_tssd, before=self.clear), "also"),
-            Runner("plain write", timed(partial(write, buffer, self.at("plain")), before=self.clear), "limit"),
+            Runner(WRITE, timed(partial(write, self.buffer, self.at("plain")), before=self.clear), "limit"),
         )
+        self.clear()
         save()
         self.save_tssd()
-        print(f"  stored / raw: {path.stat().st_size / self.model.nbytes:.3f}\n")
-        found = {"bytes stored / raw": path.stat().st_size / self.model.nbytes}
+        found = {"bytes stored / raw": self.stored(path)}
+        for each in others:
+            each.save(self.state, self.at(each.name))
+            found[f"bytes stored / raw, {each.name}"] = self.stored(self.at(each.name))
+        print(*(f"  {what}: {ratio:.3f}" for what, ratio in found.items()), "", sep="\n")
         records.write("count", {"operation": "save, zstd", "counts": found})
         self.race(
             "load, zstd",
             "compressed, checksums proven, each page touched",
-            ours(timed(partial(self.touched_by, load))),
+            ours(timed(partial(self.touched_by, load)), self.expect),
+            *(
+                Runner(
+                    each.name,
+                    timed(partial(self.touched_by, partial(self.loaded, each))),
+                    check=self.expect,
+                )
+                for each in others
+            ),
             Runner("tssd, not compressed", timed(partial(self.touched_by, partial(self.loaded, TSSD))), "also"),
+            self.plain_read(self.model.nbytes),
         )
-        expect_same(load(), self.state)
         self.is_saved = False
+
+    def stored(self, path: Path) -> float:
+        return path.stat().st_size / self.model.nbytes
+
+    def plain_read(self, nbytes: int) -> Runner:
+        """The bytes of a file without compression, into memory that is there."""
+        return Runner(READ, timed(partial(read_whole, self.at(TSSD.name), self.buffer[:nbytes])), "limit")
+
+    def expect(self, found: State) -> None:
+        expect_same(found, self.state)
+
+    def expect_saved(self, each: Format, _: object) -> None:
+        self.expect(self.loaded(each))
 
     def mapped(self) -> State:
         state: State = torch.load(self.at(TORCH.name), mmap=True)
@@ -286,24 +330,31 @@ def _touch(load: Callable[[], torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def write(buffer: bytes, path: Path) -> None:
+def warm(nbytes: int) -> memoryview:
+    """Not of zeros, whose memory would not be there yet; in huge pages, if torch has them."""
+    return torch.ones(nbytes, dtype=torch.uint8).numpy().data
+
+
+def write(buffer: memoryview, path: Path) -> None:
     """As fast as a file can be written: memory that is there, in few calls."""
     with open(path, "wb", buffering=0) as file:
-        left = memoryview(buffer)
-        while left:
-            left = left[file.write(left) :]
+        while buffer:
+            buffer = buffer[file.write(buffer) :]
 
 
-def read_whole(path: Path, buffer: bytearray) -> None:
-    """As much as there is room for, into memory that is there."""
+def read_whole(path: Path, room: memoryview) -> None:
+    """As much as there is room for, into memory that is there: one part for each thread."""
+    part = max(LEAST, -(-len(room) // torch.get_num_threads()))
     with open(path, "rb", buffering=0) as file:
-        left = memoryview(buffer)
-        while left and (count := file.readinto(left)):
-            left = left[count:]
+        others = [
+            READERS.submit(read_at, file.fileno(), room[start : start + part], start)
+            for start in range(part, len(room), part)
+        ]
+        read_at(file.fileno(), room[:part], 0)
+        for other in others:
+            other.result()
 
 
-def read_in_chunks(path: Path, buffer: bytearray) -> None:
-    """All of it, into a buffer that stays in the cache."""
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+def read_at(fd: int, left: memoryview, at: int) -> None:
+    while left and (count := os.preadv(fd, [left], at)):
+        left, at = left[count:], at + count

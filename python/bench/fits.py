@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peer
 import records
 from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
 from pair import Pair
-from peer import KEY, Peer
-from race import Role, Rounds, Runner, measure, timed
+from peer import REUSED, Peer
+from race import Role, Rounds, Runner, measure, ours, timed
+from store import COPY
 
 COUNTS = (100, 1_500)
 BYTES = (32_000_000, 400_000_000)
@@ -27,24 +29,23 @@ OPERATIONS = {
     "save": "A new file, nobody waits for the disk",
     "load": "All of a file, each page touched",
 }
-#: Its name, what is done before, who does it, and what is looked at after.
-Operation = tuple[str, Callable[[], object], list[Runner], Callable[[], object]]
+#: Its name, what is done before, and who does it.
+Operation = tuple[str, Callable[[], object], list[Runner]]
 Points = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> None:
     """Puts, gets, saves and loads of few and many tensors, small and great."""
     points: Points = {operation: {} for operation in OPERATIONS}
-    roles: dict[str, Role] = {"torch copy_": "limit"}
+    roles: dict[str, Role] = {}
     for count in COUNTS:
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
             with ExitStack() as stack:
                 every = [*stores(stack, model, other), *files(folder, model)]
-                for operation, prepare, runners, check in every:
+                for operation, prepare, runners in every:
                     prepare()
                     times = measure(runners, rounds)
-                    check()
                     for runner in runners:
                         roles[runner.name] = runner.role
                         point = {"tensors": model.count, "bytes": model.nbytes}
@@ -59,7 +60,7 @@ def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> 
                 f" {statistics.median(each['seconds']) * 1e3:.2f}"
                 for each in own
             )
-            print(f"  {name:<14} {row}", flush=True)
+            print(f"  {name:<30} {row}", flush=True)
         print()
         runners_of = [{"name": name, "role": roles[name], "points": own} for name, own in points[operation].items()]
         records.write("fit", {"operation": operation, "what": what, "runners": runners_of})
@@ -73,19 +74,20 @@ def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation
         for name, tensor in model.state.items():
             own.into[name].copy_(tensor)
 
-    puts = [Runner("tssd", timed(own.put), "ours"), Runner("torch copy_", timed(copy), "limit")]
-    gets = [Runner("tssd", timed(own.get_into, before=own.put), "ours"), Runner("torch copy_", timed(copy), "limit")]
     if other is not None:
         other.use(model, None)
-        puts.insert(1, Runner("torchstore", partial(other, "put")))
-        gets.insert(1, Runner("torchstore", partial(Peer.get_same, other)))
-
-    def check() -> None:
-        own.check()
-        if other is not None:
-            other.check(KEY)
-
-    return [("put", own.warm, puts, check), ("get", own.warm, gets, check)]
+    limit = Runner(COPY, timed(copy, before=copy), "limit")
+    puts = [
+        ours(timed(own.put), own.expect_put),
+        *peer.runners(other, Peer.expect_put, (REUSED, lambda own: own("put"), None)),
+        limit,
+    ]
+    gets = [
+        ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
+        *peer.runners(other, Peer.expect_got, (REUSED, Peer.get_same, None)),
+        limit,
+    ]
+    return [("put", own.warm, puts), ("get", own.warm, gets)]
 
 
 def files(folder: Path, model: Model) -> list[Operation]:
@@ -104,17 +106,20 @@ def files(folder: Path, model: Model) -> list[Operation]:
         for each in FORMATS:
             save(each)
 
-    def check() -> None:
-        for each in FORMATS:
-            expect_same(each.load(folder / each.name, model.state), model.state)
+    def expect(found: State) -> None:
+        expect_same(found, model.state)
 
-    def save_all_and_check() -> None:
-        save_all()
-        check()
+    def expect_saved(each: Format, _: object) -> None:
+        expect(load(each))
 
     saves = [
-        Runner(each.name, timed(partial(save, each), before=partial(clear, folder)), each.role)
+        Runner(
+            each.name,
+            timed(partial(save, each), before=partial(clear, folder)),
+            each.role,
+            check=partial(expect_saved, each),
+        )
         for each in FORMATS
     ]
-    loads = [Runner(each.name, timed(partial(load, each)), each.role) for each in FORMATS]
-    return [("save", save_all, saves, save_all_and_check), ("load", save_all, loads, check)]
+    loads = [Runner(each.loader, timed(partial(load, each)), each.role, check=expect) for each in FORMATS]
+    return [("save", save_all, saves), ("load", save_all, loads)]

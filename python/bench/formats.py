@@ -28,6 +28,17 @@ class Format:
     load: Callable[[Path, State], State]
     #: How many times as fast ours must be.
     target: float | None = None
+    #: What loads it, if that has another name.
+    load_name: str = ""
+
+    @property
+    def loader(self) -> str:
+        return self.load_name or self.name
+
+    @property
+    def both(self) -> str:
+        """What saves it, and loads it."""
+        return f"{self.name}, {self.load_name}" if self.load_name else self.name
 
 
 def _save_dcp(state: State, path: Path) -> None:
@@ -53,5 +64,7 @@ SAFETENSORS = Format(
     lambda path, _: safetensors.torch.load_file(path),
     target=1,
 )
-TORCH = Format("torch.save", "peer", torch.save, lambda path, _: torch.load(path), target=1.5)
+TORCH = Format(
+    "torch.save", "peer", torch.save, lambda path, _: torch.load(path), target=1.5, load_name="torch.load"
+)
 DCP = Format("DCP", "peer", _save_dcp, _load_dcp, target=3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from files import clear
+from files import READ, WRITE, clear, read_whole, warm, write
 from formats import DCP, TORCH, TSSD, Format
 from model import Model, State, expect_same, like
 from pair import Pair
 from peer import Peer
-from race import Rounds, Runner, ours, race, timed
+from race import Rounds, Runner, race, timed
 from store import Stores
 
 
@@ -23,14 +23,26 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
     def load(each: Format) -> State:
         return each.load(folder / each.name, model.state)
 
+    def expect(found: State) -> None:
+        expect_same(found, model.state)
+
+    def expect_saved(each: Format, _: object) -> None:
+        expect(load(each))
+
+    buffer, anew = warm(model.nbytes), partial(clear, folder)
     race(
         "nested save",
         "a new file, nobody waits for the disk",
-        ours(timed(partial(save, TSSD), before=partial(clear, folder))),
         *(
-            Runner(each.name, timed(partial(save, each), before=partial(clear, folder)))
-            for each in (TORCH, DCP)
+            Runner(
+                each.name,
+                timed(partial(save, each), before=anew),
+                each.role,
+                check=partial(expect_saved, each),
+            )
+            for each in (TSSD, TORCH, DCP)
         ),
+        Runner(WRITE, timed(partial(write, buffer, folder / "plain"), before=anew), "limit"),
         model=model,
         rounds=rounds,
     )
@@ -40,13 +52,14 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
     race(
         "nested load",
         "all of it, by each one's default",
-        ours(timed(partial(load, TSSD))),
-        *(Runner(each.name, timed(partial(load, each))) for each in (TORCH, DCP)),
+        *(
+            Runner(each.loader, timed(partial(load, each)), each.role, check=expect)
+            for each in (TSSD, TORCH, DCP)
+        ),
+        Runner(READ, timed(partial(read_whole, folder / TSSD.name, buffer)), "limit"),
         model=model,
         rounds=rounds,
     )
-    for each in (TSSD, TORCH, DCP):
-        expect_same(load(each), model.state)
 
 
 def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) -> None:
@@ -54,4 +67,3 @@ def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) ->
     with Pair(model, like(model.state)) as pair:
         stores = Stores(pair, rounds, (other, None), size)
         stores.put_and_get("nested")
-        stores.check()

@@ -34,6 +34,11 @@ class Pair:
             self.reader = stack.enter_context(tssd.Store(url))
             self.stack = stack.pop_all()
 
+    def restart(self) -> None:
+        """With a daemon that is new."""
+        self.stop()
+        self.start()
+
     def stop(self) -> None:
         self.drop()
         self.stack.close()
@@ -64,11 +69,21 @@ class Pair:
         for _ in range(3):
             self.put_and_get_into()
 
-    def check(self) -> None:
-        """Fails unless what is got is what was put."""
+    def put_anew(self) -> None:
+        """And nothing is left in the tensors that a get fills."""
+        clear(self.into)
+        self.put()
+
+    def expect_filled(self, *_: object) -> None:
+        """Fails unless the last get in place has brought what was put."""
+        expect_same(self.into, self.model.state)
+
+    def expect_viewed(self, *_: object) -> None:
+        """Fails unless the last views are of what was put."""
+        expect_same(self.views, self.model.state)
+
+    def expect_put(self, *_: object) -> None:
+        """Fails unless what was put last can be got."""
         clear(self.into)
         self.get_into()
-        expect_same(self.into, self.model.state)
-        self.get_views()
-        expect_same(self.views, self.model.state)
-        self.drop()
+        self.expect_filled()

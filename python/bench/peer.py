@@ -29,9 +29,12 @@ class Peer:
         #: Started by what is first asked of it.
         self.process: subprocess.Popen[str] | None = None
         self.versions = count()
-        self.key = ""
+        #: The last of those that have one version each, and what was put last.
+        self.key = self.last = ""
 
     def __call__(self, what: str, argument: str = KEY) -> float:
+        if what == "put":
+            self.last = argument
         return self.ask(what, argument)[0]
 
     def ask(self, what: str, argument: str) -> list[float]:
@@ -78,9 +81,14 @@ class Peer:
     def both_same(self) -> float:
         return self("put") + self("get")
 
-    def check(self, *keys: str) -> None:
-        for key in keys or (KEY, self.key):
-            self("check", key)
+    def expect_got(self) -> None:
+        """Fails unless the last get has brought what was put."""
+        self("check", self.last)
+
+    def expect_put(self) -> None:
+        """Fails unless what was put last can be got."""
+        self("get", self.last)
+        self.expect_got()
 
 
 @contextmanager
@@ -98,8 +106,15 @@ def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
             peer.process.communicate()
 
 
-def runners(peer: Peer | None, *named: tuple[str, Callable[[Peer], float], float | None]) -> list[Runner]:
+def runners(
+    peer: Peer | None,
+    check: Callable[[Peer], object],
+    *named: tuple[str, Callable[[Peer], float], float | None],
+) -> list[Runner]:
     """Those of torchstore: nobody where it does not take part."""
     if peer is None:
         return []
-    return [Runner(name, partial(turn, peer), target=target) for name, turn, target in named]
+    return [
+        Runner(name, partial(turn, peer), target=target, check=lambda _: check(peer))
+        for name, turn, target in named
+    ]

@@ -44,10 +44,12 @@ class Runner:
     role: Role = "peer"
     #: How many times as fast ours must be.
     target: float | None = None
+    #: Fails unless its last turn has brought what it should. It is given what the work has returned.
+    check: Callable[[Any], object] | None = None
 
 
 class Timed:
-    """Work that is timed here. What it returns lives until the clock has stopped."""
+    """Work that is timed here. What it returns lives until the clock has stopped, and somebody takes it."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Timed:
         self.work, self.before, self.after = work, before, after
         #: The page faults of each turn that needed no disk.
         self.faults: list[int] = []
+        self.result: object = None
 
     def __call__(self) -> float:
         """Its seconds; what happens before and after takes none."""
@@ -65,13 +68,17 @@ class Timed:
             self.before()
         faults = minor_faults()
         start = time.perf_counter()
-        result = self.work()
+        self.result = self.work()
         seconds = time.perf_counter() - start
         self.faults.append(minor_faults() - faults)
-        del result
         if self.after is not None:
             self.after()
         return seconds
+
+    def take(self) -> object:
+        """What was returned last: from now on only the caller has it."""
+        result, self.result = self.result, None
+        return result
 
 
 def timed(
@@ -86,8 +93,8 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def ours(run: Callable[[], float]) -> Runner:
-    return Runner("tssd", run, "ours")
+def ours(run: Callable[[], float], check: Callable[[Any], object] | None = None) -> Runner:
+    return Runner("tssd", run, "ours", check=check)
 
 
 def race(
@@ -104,13 +111,18 @@ def race(
 
 
 def measure(runners: Sequence[Runner], rounds: Rounds) -> Times:
-    """The seconds of each, round by round."""
+    """The seconds of each, round by round. What each has read last is looked at before another turn can change it."""
     times: Times = {runner.name: [] for runner in runners}
-    for number in range(rounds.warmup + rounds.iterations):
+    last = rounds.warmup + rounds.iterations - 1
+    for number in range(last + 1):
         # Nobody always comes after the same one.
         for runner in random.Random(number).sample(runners, len(runners)):
             gc.collect()
             seconds = runner.run()
+            result = runner.run.take() if isinstance(runner.run, Timed) else None
+            if number == last and runner.check is not None:
+                runner.check(result)
+            del result
             if number >= rounds.warmup:
                 times[runner.name].append(seconds)
     return times

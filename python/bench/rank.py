@@ -33,14 +33,15 @@ class Rank:
         self.into: State = {}
 
     async def answer(self, way: str, what: str, name: str) -> float:
-        """The seconds that a put, a get or a check took here, 0 if this rank has no part in it. All ranks
-        begin together."""
+        """The seconds that a put, a get or a check of what the last get has brought took here, 0 if this rank
+        has no part in it. All ranks begin together."""
         self.use(name)
         _, writers, readers = RESHARDS[name]
         layout = writers if what == "put" else readers
         if what == "put" and self.rank == 0:
             shutil.rmtree(self.folder / way / name, ignore_errors=True)
-        if what == "check":
+        if what == "put":
+            # Before the put, whose bytes take their place in the cache.
             clear(self.into)
         dist.barrier()
         if self.rank not in layout.ranks:
@@ -48,14 +49,16 @@ class Rank:
         start = time.perf_counter()
         if what == "put":
             await self.ways[way].put(self.source, name, layout.ranks)
-        else:
+        elif what == "get":
             await self.ways[way].get(name, self.into, layout.ranks)
-        seconds = time.perf_counter() - start
-        if what == "check":
-            for tensor, wanted in self.state(readers).items():
-                if not torch.equal(self.into[tensor].to_local(), wanted.to_local()):
-                    raise AssertionError(f"{tensor} is not what was put")
-        return seconds
+        else:
+            self.check(readers)
+        return time.perf_counter() - start
+
+    def check(self, layout: Layout) -> None:
+        for tensor, wanted in self.state(layout).items():
+            if not torch.equal(self.into[tensor].to_local(), wanted.to_local()):
+                raise AssertionError(f"{tensor} is not what was put")
 
     def use(self, name: str) -> None:
         if name != self.layout:

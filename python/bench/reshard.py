@@ -19,8 +19,8 @@ from pathlib import Path
 from daemon import daemon
 from layouts import RANKS, RESHARDS, wholes
 from model import Model, model
-from peer import TORCHSTORE
-from race import Rounds, Runner, race
+from peer import REUSED, TORCHSTORE
+from race import Role, Rounds, Runner, race
 
 BYTES = 250_000_000
 
@@ -129,22 +129,27 @@ def one_way(
     for _ in range(3):
         here.put_and_get("tssd", name)
     for case, run in (("reshard put", "put"), ("reshard get", "get")):
-
-        def turn(own: Ranks, way: str, run: str = run) -> float:
-            return own(way, "put", name) if run == "put" else own.put_and_get(way, name)
-
-        others = [Runner("torchstore", partial(turn, there, "torchstore"))] if there is not None else []
+        others = [runner(REUSED, there, "torchstore", run, name)] if there is not None else []
         race(
             case,
             f"{what}, {'all writers' if run == 'put' else 'all readers, in place'}",
-            Runner("tssd", partial(turn, here, "tssd"), "ours"),
+            runner("tssd", here, "tssd", run, name, "ours"),
             *others,
-            Runner("DCP, files not synced", partial(turn, here, "dcp")),
-            Runner("torch copy_", partial(turn, here, "copy"), "limit"),
+            runner("DCP, files not synced", here, "dcp", run, name),
+            Runner("torch copy_", partial(turn, here, "copy", run, name), "limit"),
             model=whole,
             rounds=rounds,
         )
-    here("tssd", "check", name)
-    here("dcp", "check", name)
-    if there is not None:
-        there("torchstore", "check", name)
+
+
+def runner(called: str, ranks: Ranks, way: str, run: str, name: str, role: Role = "peer") -> Runner:
+    def check(_: object) -> None:
+        if run == "put":
+            ranks(way, "get", name)
+        ranks(way, "check", name)
+
+    return Runner(called, partial(turn, ranks, way, run, name), role, check=check)
+
+
+def turn(ranks: Ranks, way: str, run: str, name: str) -> float:
+    return ranks(way, "put", name) if run == "put" else ranks.put_and_get(way, name)

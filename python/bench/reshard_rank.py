@@ -1,7 +1,7 @@
 """One rank of reshard.py: python reshard_rank.py FOLDER RANK BYTES URL.
 
 It puts and gets its part of a state dict, once for each line on stdin: `WAY put LAYOUT`, `WAY get LAYOUT` (into
-tensors that are there) or `WAY check LAYOUT`, which compares what a get brings with what was put. A way is
+tensors that are there) or `WAY check LAYOUT`, which compares what the last get has brought with what was put. A way is
 tssd, dcp or copy. The answer is one line: the seconds that took on this rank.
 """
 

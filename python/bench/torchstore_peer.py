@@ -1,9 +1,9 @@
 """Puts and gets a state dict with torchstore, once for each line on stdin: python torchstore_peer.py TRANSPORT.
 
 A line is `use SIZE WORD`, which makes the state dict that model.py has under this word, `put KEY`, `get KEY`
-(into tensors that are there), `first KEY` (the same by a client that is new), `delete KEY`,
-`single KEY`, which puts and gets each tensor for itself, or `check KEY`, which compares what a get brings with
-what was put. The answer is one line: the seconds that took; of `single`, the slowest put and the slowest get,
+(into tensors that are there, which were cleared), `first KEY` (the same by a client that is new), `delete KEY`,
+`single KEY`, which puts and gets each tensor for itself, or `check KEY`, which compares what the last get has
+brought with what was put. The answer is one line: the seconds that took; of `single`, the slowest put and the slowest get,
 then the median of each. Writer and reader are clients of their own, as ours are. peer.py lets it take turns
 with us.
 """
@@ -40,6 +40,8 @@ class Clients:
         self.writer, self.reader = await client(), await client()
 
     async def answer(self, what: str, argument: str) -> list[float]:
+        if what in ("get", "first"):
+            clear(self.into)
         start = time.perf_counter()
         if what == "put":
             await put_state_dict(self.writer, self.state, argument)
@@ -60,8 +62,6 @@ class Clients:
             self.into = like(self.state)
         else:
             # What is returned has keys that are words where numbers were put: what was filled is compared.
-            clear(self.into)
-            await get_state_dict(self.reader, argument, self.into)
             expect_same(self.into, self.state)
         return [time.perf_counter() - start]
 
@@ -73,6 +73,7 @@ class Clients:
         self.reader = await client()
 
     async def single(self) -> list[float]:
+        clear(self.into)
         puts, gets = [], []
         for key, tensor in self.state.items():
             start = time.perf_counter()

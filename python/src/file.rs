@@ -11,8 +11,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
 use tssd_format::{
-    Archive, AttrValue, Compression, Error, ErrorKind, Layout, MANIFEST, Map, Node, Options,
-    TensorReference, to_json_without_elements,
+    Archive, Compression, Error, ErrorKind, Layout, MANIFEST, Map, Node, Options, TensorReference,
+    to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
@@ -108,8 +108,8 @@ pub(crate) fn planned(
     allow_pickle: bool,
 ) -> Result<Planned> {
     let taken = take(state_dict, allow_pickle, None)?;
-    if let Some(metadata) = &taken.metadata {
-        options = options.attr(METADATA_ATTR, AttrValue::Text(metadata.as_str().into()));
+    if let Some(modules) = taken.modules() {
+        options = options.attr(METADATA_ATTR, modules);
     }
     let interrupt = Interrupt::new();
     let layout =

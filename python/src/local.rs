@@ -5,13 +5,14 @@ use std::cell::RefCell;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{Dtype, Storage, Tensor, TensorFlags};
-use tssd_store::Stream;
+use tssd_format::{Dtype, Region, Storage, Tensor, TensorFlags};
+use tssd_store::{Stream, pieces};
 
 use crate::device::Devices;
 use crate::dlpack::Borrowed;
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
+use crate::slice::index_of;
 use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
@@ -27,6 +28,8 @@ pub(crate) enum Purpose<'py> {
 pub(crate) struct Transfer<'py> {
     dtype: Dtype,
     keeps: Bound<'py, PyAny>,
+    /// The box of each tensor that is wanted; none: all of it.
+    part: Option<Region>,
     /// What was cast: tied tensors stay tied.
     cast: Copies<'py>,
 }
@@ -35,7 +38,9 @@ impl<'py> Transfer<'py> {
     /// To a dtype of torch or numpy, or of that name, but for what these patterns name.
     pub(crate) fn new(dtype: &Bound<'py, PyAny>, keep: Option<&Bound<'py, PyAny>>) -> Result<Self> {
         let py = dtype.py();
-        let name = dtype.str()?.to_string();
+        // numpy's are classes too, such as `numpy.float16`.
+        let name = dtype.getattr_opt("__name__")?.map_or_else(|| dtype.str(), |name| name.str())?;
+        let name = name.to_string();
         let name = name.strip_prefix("torch.").unwrap_or(&name);
         let found = Dtype::from_name(name).filter(|dtype| is_floating(*dtype));
         let dtype = found.ok_or_else(|| {
@@ -45,7 +50,49 @@ impl<'py> Transfer<'py> {
         })?;
         let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
         let keeps = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
-        Ok(Self { dtype, keeps, cast: Copies::default() })
+        Ok(Self { dtype, keeps, part: None, cast: Copies::default() })
+    }
+
+    /// The same of a box of each tensor alone.
+    pub(crate) fn of_part(&self, part: Region) -> Self {
+        let keeps = self.keeps.clone();
+        Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
+    }
+
+    /// The boxes that an object is cast by, if it is a tensor that has more than so many bytes as the other dtype; and
+    /// its shape.
+    pub(crate) fn parts(
+        &self,
+        object: &Bound<'py, PyAny>,
+        fqn: &str,
+        limit: u64,
+    ) -> Result<Option<(Vec<u64>, Vec<Region>)>> {
+        let py = object.py();
+        let dtype = |object: &Bound<'py, PyAny>| object.getattr(intern!(py, "dtype"));
+        let dtype = match (Torch::imported(py)?, Numpy::imported(py)?) {
+            (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype(object)?),
+            (_, Some(numpy)) if numpy.is_array(object) => numpy.dtype_of(&dtype(object)?).ok(),
+            _ => return Ok(None),
+        };
+        let shape: Vec<u64> = object.getattr(intern!(py, "shape"))?.extract()?;
+        // What has no dimensions has no boxes: a part of it is a scalar, or it itself.
+        if shape.is_empty() {
+            return Ok(None);
+        }
+        let bytes = shape.iter().fold(self.dtype.itemsize(), |all, size| all.saturating_mul(*size));
+        if bytes <= limit || !self.is_cast(dtype, || fqn.to_owned())? {
+            return Ok(None);
+        }
+        // What is expanded is cast as it lies.
+        if let Some(storage) = object.getattr_opt(intern!(py, "untyped_storage"))? {
+            let stored: u64 = storage.call0()?.call_method0("nbytes")?.extract()?;
+            let itemsize = dtype.map_or(1, Dtype::itemsize);
+            if (stored / itemsize).saturating_mul(self.dtype.itemsize()) <= limit {
+                return Ok(None);
+            }
+        }
+        let parts = pieces(&shape, self.dtype, limit)?;
+        Ok(Some((shape, parts)))
     }
 
     fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
@@ -59,6 +106,9 @@ impl<'py> Transfer<'py> {
     fn torch(&self, torch: &Torch<'py>, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let target = torch.dtype(self.dtype)?;
         let plain = tensor.call_method0("detach")?;
+        if let Some(part) = &self.part {
+            return Ok(of_part(&plain, part)?.call_method1("to", (target,))?);
+        }
         let storage = plain.call_method0("untyped_storage")?;
         let itemsize: u64 = plain.call_method0("element_size")?.extract()?;
         let stored: u64 = storage.call_method0("nbytes")?.extract()?;
@@ -82,6 +132,11 @@ impl<'py> Transfer<'py> {
         let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
         Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
     }
+}
+
+/// A box of a tensor or an array, as a view.
+fn of_part<'py>(object: &Bound<'py, PyAny>, part: &Region) -> Result<Bound<'py, PyAny>> {
+    Ok(object.get_item(index_of(object.py(), part.offsets(), part.shape())?)?)
 }
 
 /// Whether it is a real number with a fraction.
@@ -206,6 +261,10 @@ impl<'py> Purpose<'py> {
                     return numpy.take(array, flags);
                 }
                 let target = numpy.dtype(transfer.dtype)?;
+                if let Some(part) = &transfer.part {
+                    let cast = of_part(array, part)?.call_method1("astype", (target,))?;
+                    return numpy.take(&cast, flags);
+                }
                 let cast = || Ok(array.call_method1("astype", (target,))?);
                 numpy.take(&transfer.cast.once(array, Numpy::place_of(array)?, cast)?, flags)
             }

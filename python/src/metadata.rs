@@ -40,7 +40,10 @@ pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
     }
     if !others.is_empty() {
         let json = metadata.py().import("json")?;
-        let written = json.call_method1("dumps", (&others,));
+        let options = PyDict::new(metadata.py());
+        // JSON has neither infinities nor what is no number.
+        options.set_item("allow_nan", false)?;
+        let written = json.call_method("dumps", (&others,), Some(&options));
         let written = written.map_err(|error| not_metadata(&error.to_string()))?;
         // What comes back otherwise, such as a tuple, would be lost unnoticed.
         if !json.call_method1("loads", (&written,))?.eq(&others)? {

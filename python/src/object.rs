@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use pyo3::exceptions::{PyImportError, PyValueError};
@@ -20,7 +21,7 @@ use crate::error::{Failure, Refusal, Result};
 use crate::memory::Block;
 use crate::numpy::Numpy;
 use crate::pause::Pause;
-use crate::slice::{TensorShard, local_offsets};
+use crate::slice::{TensorShard, index_of, local_offsets};
 use crate::torch::Torch;
 use crate::value::PICKLE;
 
@@ -56,6 +57,11 @@ impl Framework {
     }
 }
 
+/// The path of a leaf.
+fn whole(path: &[&Step]) -> ObjectPath {
+    path.iter().copied().cloned().collect()
+}
+
 /// Where the bytes of storages are.
 pub(crate) trait Source {
     /// Memory with bytes of a storage, and where in the storage it begins. It is asked once for each.
@@ -65,7 +71,7 @@ pub(crate) trait Source {
 /// What objects are made of.
 pub(crate) trait Contents {
     /// The tree.
-    fn structure(&self) -> Node;
+    fn structure(&self) -> Arc<Node>;
 
     /// What is said of it as a whole.
     fn attrs(&self) -> Attrs;
@@ -75,8 +81,8 @@ pub(crate) trait Contents {
 }
 
 impl Contents for Archive {
-    fn structure(&self) -> Node {
-        Self::structure(self)
+    fn structure(&self) -> Arc<Node> {
+        Arc::new(Self::structure(self))
     }
 
     fn attrs(&self) -> Attrs {
@@ -102,7 +108,6 @@ pub(crate) struct Maker<'py, 'a> {
     metadata: serde_json::Map<String, Json>,
     storages: BTreeMap<u32, Storage<'py>>,
     named_tuples: Vec<(Text, Vec<Text>, Bound<'py, PyAny>)>,
-    path: Vec<Step>,
     leaves: u32,
 }
 
@@ -144,7 +149,6 @@ impl<'py, 'a> Maker<'py, 'a> {
             metadata: serde_json::Map::new(),
             storages: BTreeMap::new(),
             named_tuples: Vec::new(),
-            path: Vec::new(),
             leaves: 0,
         }
     }
@@ -184,7 +188,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let structure = self.contents.structure();
         let _pause = Pause::new(self.py)?;
-        self.object(structure)
+        self.object(&mut Vec::new(), &structure)
     }
 
     fn torch(&self) -> Result<&Torch<'py>> {
@@ -203,7 +207,12 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(self.numpy.get_or_init(|| numpy))
     }
 
-    fn object(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
+    /// What a node is, to which this path leads.
+    fn object<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        node: &'n Node,
+    ) -> Result<Bound<'py, PyAny>> {
         let (container, children) = match node {
             Node::Container(container, children) => (container, children),
             leaf => {
@@ -211,82 +220,99 @@ impl<'py, 'a> Maker<'py, 'a> {
                 if self.leaves.is_multiple_of(LEAVES) {
                     self.py.check_signals()?;
                 }
-                return self
-                    .leaf(leaf)
-                    .map_err(|error| error.at(&self.path.iter().cloned().collect::<ObjectPath>()));
+                return self.leaf(leaf).map_err(|error| error.at(&whole(path)));
             }
         };
         match container {
             Container::Dict | Container::Divergent => {
                 let dict = PyDict::new(self.py);
                 for (step, child) in children {
-                    let (key, value) = self.entry(step, child)?;
+                    let (key, value) = self.entry(path, step, child)?;
                     dict.set_item(key, value)?;
                 }
                 Ok(dict.into_any())
             }
-            Container::OrderedDict => self.ordered_dict(children),
-            Container::List => Ok(PyList::new(self.py, self.values(children)?)?.into_any()),
-            Container::Tuple => Ok(PyTuple::new(self.py, self.values(children)?)?.into_any()),
+            Container::OrderedDict => self.ordered_dict(path, children),
+            Container::List => Ok(PyList::new(self.py, self.values(path, children)?)?.into_any()),
+            Container::Tuple => Ok(PyTuple::new(self.py, self.values(path, children)?)?.into_any()),
             Container::NamedTuple(name) => {
                 let mut fields = Vec::with_capacity(children.len());
-                for (step, _) in &children {
+                for (step, _) in children {
                     let Step::Key(Key::Str(field)) = step else { continue };
                     fields.push(field.clone());
                 }
-                let values = self.values(children)?;
+                let values = self.values(path, children)?;
                 let class = self.named_tuple(name, fields)?;
                 Ok(class.call1(PyTuple::new(self.py, values)?)?)
             }
         }
     }
 
-    fn ordered_dict(&mut self, children: Vec<(Step, Node)>) -> Result<Bound<'py, PyAny>> {
+    fn ordered_dict<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        children: &'n [(Step, Node)],
+    ) -> Result<Bound<'py, PyAny>> {
         let collections = self.py.import(intern!(self.py, "collections"))?;
         let dict = collections.getattr(intern!(self.py, "OrderedDict"))?.call0()?;
-        if !self.metadata.is_empty() {
-            let here = self.path.iter().cloned().collect::<ObjectPath>().to_string();
-            if let Some(metadata) = self.metadata.get(&here) {
-                let json = self.py.import("json")?;
-                let options = PyDict::new(self.py);
-                let metadata = json.call_method1("loads", (metadata.to_string(),))?;
-                let metadata =
-                    collections.getattr("OrderedDict")?.call((metadata,), Some(&options))?;
-                dict.setattr("_metadata", metadata)?;
-            }
+        if !self.metadata.is_empty()
+            && let Some(metadata) = self.metadata.get(&whole(path).to_string())
+        {
+            let json = self.py.import("json")?;
+            let options = PyDict::new(self.py);
+            let metadata = json.call_method1("loads", (metadata.to_string(),))?;
+            let metadata = collections.getattr("OrderedDict")?.call((metadata,), Some(&options))?;
+            dict.setattr("_metadata", metadata)?;
         }
         for (step, child) in children {
-            let (key, value) = self.entry(step, child)?;
+            let (key, value) = self.entry(path, step, child)?;
             dict.set_item(key, value)?;
         }
         Ok(dict)
     }
 
-    fn entry(&mut self, step: Step, child: Node) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let key = match &step {
+    fn entry<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        step: &'n Step,
+        child: &'n Node,
+    ) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let key = match step {
             Step::Key(key) => self.key(key)?,
             Step::Index(index) => index.into_pyobject(self.py).map_err(PyErr::from)?.into_any(),
         };
-        self.path.push(step);
-        let value = self.object(child)?;
-        self.path.pop();
+        path.push(step);
+        let value = self.object(path, child)?;
+        path.pop();
         Ok((key, value))
     }
 
-    fn values(&mut self, children: Vec<(Step, Node)>) -> Result<Vec<Bound<'py, PyAny>>> {
-        children.into_iter().map(|(step, child)| Ok(self.entry(step, child)?.1)).collect()
+    fn values<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        children: &'n [(Step, Node)],
+    ) -> Result<Vec<Bound<'py, PyAny>>> {
+        children.iter().map(|(step, child)| Ok(self.entry(path, step, child)?.1)).collect()
     }
 
     /// Namedtuples of one name and the same fields are of one class.
-    fn named_tuple(&mut self, name: Text, fields: Vec<Text>) -> Result<Bound<'py, PyAny>> {
-        let known = self.named_tuples.iter().find(|known| known.0 == name && known.1 == fields);
+    fn named_tuple(&mut self, name: &Text, fields: Vec<Text>) -> Result<Bound<'py, PyAny>> {
+        let known = self.named_tuples.iter().find(|known| known.0 == *name && known.1 == fields);
         if let Some((_, _, class)) = known {
             return Ok(class.clone());
         }
         let make = self.py.import("collections")?.getattr("namedtuple")?;
         let spelled = fields.iter().map(|field| self.text(field)).collect::<Result<Vec<_>>>()?;
-        let class = make.call1((self.text(&name)?, spelled))?;
-        self.named_tuples.push((name, fields, class.clone()));
+        let make = |renames: bool| {
+            let options = PyDict::new(self.py);
+            options.set_item("rename", renames)?;
+            make.call((self.text(name)?, &spelled), Some(&options)).map_err(Failure::from)
+        };
+        // A class that was made so may have fields such as `_1`. Others are not given other names.
+        let renamed = make(true)?;
+        let is_same = renamed.getattr("_fields")?.eq(PyTuple::new(self.py, &spelled)?)?;
+        let class = if is_same { renamed } else { make(false)? };
+        self.named_tuples.push((name.clone(), fields, class.clone()));
         Ok(class)
     }
 
@@ -311,16 +337,16 @@ impl<'py, 'a> Maker<'py, 'a> {
         })
     }
 
-    pub(crate) fn leaf(&mut self, node: Node) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn leaf(&mut self, node: &Node) -> Result<Bound<'py, PyAny>> {
         match node {
-            Node::Tensors(run) => self.tensors(&run),
-            Node::Leaf(value) => self.value(&value),
+            Node::Tensors(run) => self.tensors(run),
+            Node::Leaf(value) => self.value(value),
             Node::Stored(stored, storage) => {
-                let bytes = self.contents.stored(storage)?;
+                let bytes = self.contents.stored(*storage)?;
                 match stored {
                     Stored::Str => string(self.py, &bytes),
                     Stored::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
-                    Stored::Opaque(media) => self.opaque(&media, &bytes),
+                    Stored::Opaque(media) => self.opaque(media, &bytes),
                 }
             }
             Node::Container(..) => unreachable!("a leaf is no container"),
@@ -369,7 +395,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         if !self.allow_pickle {
             return Err(Refusal::leaf(
                 format!("it is an opaque object ({media}), which is not unpickled"),
-                "if you trust who wrote the file, load it with allow_pickle=True",
+                "if you trust who wrote it, read it with allow_pickle=True: load_file, or get_state_dict",
             )
             .into());
         }
@@ -438,20 +464,8 @@ impl<'py, 'a> Maker<'py, 'a> {
         let local = self.tensor(&whole)?;
         for (reference, offsets) in run.iter().zip(offsets) {
             let part = self.tensor(&plain(reference))?;
-            let index = offsets.iter().zip(reference.meta.shape());
-            let index = index.map(|(offset, size)| {
-                let end = i64::try_from(offset + size)?;
-                let start = i64::try_from(*offset)?;
-                Ok(pyo3::types::PySlice::new(
-                    self.py,
-                    isize::try_from(start)?,
-                    isize::try_from(end)?,
-                    1,
-                ))
-            });
-            let index = index.collect::<Result<Vec<_>, std::num::TryFromIntError>>();
-            let index = index.map_err(|error| PyValueError::new_err(error.to_string()))?;
-            local.set_item(PyTuple::new(self.py, index)?, part)?;
+            let index = index_of(self.py, offsets, reference.meta.shape())?;
+            local.set_item(index, part)?;
         }
         if self.framework == Framework::Numpy || meta.flags().contains(TensorFlags::NDARRAY) {
             return Ok(local);

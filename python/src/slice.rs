@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyTuple, PyType};
+use pyo3::types::{PySlice, PyTuple, PyType};
 use tssd_format::{
     Error, ErrorKind, Placement, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
 };
@@ -371,4 +371,18 @@ pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>
         grid.iter().zip(place).map(before).collect()
     });
     Some((local_shape(&grid), offsets.collect()))
+}
+
+/// What a box is taken by, of a tensor or an array.
+pub(crate) fn index_of<'py>(
+    py: Python<'py>,
+    offsets: &[u64],
+    sizes: &[u64],
+) -> Result<Bound<'py, PyTuple>> {
+    let mut slices = Vec::with_capacity(sizes.len());
+    for (offset, size) in offsets.iter().zip(sizes) {
+        let (start, end) = (isize::try_from(*offset)?, isize::try_from(offset + size)?);
+        slices.push(PySlice::new(py, start, end, 1));
+    }
+    Ok(PyTuple::new(py, slices)?)
 }

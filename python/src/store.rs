@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
-use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened};
+use tssd_format::{Key as Name, Node, Step};
+use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
 /// A store, and the threads of this process that wait for it.
 mod connected;
@@ -16,6 +17,7 @@ mod connected;
 mod into;
 /// A version that stays there while it is read.
 mod lease;
+mod number;
 /// What a version holds, without the bytes of its tensors.
 mod outline;
 /// A put that goes on by itself.
@@ -37,7 +39,7 @@ mod subscription;
 /// What a get without `into` reads.
 mod version;
 
-use self::connected::{Connected, seconds};
+use self::connected::{Connected, Patience, seconds};
 use self::into::{Allowed, Differences, Filled, fill_all, fill_one};
 pub(crate) use self::lease::{Items, LeaseSlice, OpenVersion};
 pub(crate) use self::pending::Pending;
@@ -111,11 +113,7 @@ impl<'py> Which<'py> {
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
         }
-        let number = version.extract().map_err(|_| {
-            let text = "a version is an int from 0 on, or what `open` or `wait_for_version` gave";
-            PyTypeError::new_err(format!("{text}, not {version:?}"))
-        })?;
-        Ok(Self::Number(number))
+        Ok(Self::Number(number::number(version)?))
     }
 }
 
@@ -154,9 +152,9 @@ impl Get<'_, '_> {
 impl Store {
     fn connected(&self, py: Python<'_>) -> Result<Arc<Connected>> {
         py.detach(|| {
-            let mut connected = self.connected.lock().expect("nothing panics that holds it");
-            if let Some(own) = connected.as_ref().filter(|own| own.is_usable()) {
-                return Ok(own.clone());
+            let usable = |own: &Option<Arc<Connected>>| own.clone().filter(|own| own.is_usable());
+            if let Some(own) = usable(&self.own()) {
+                return Ok(own);
             }
             let mut options = ConnectOptions::from_environment();
             options.timeout = seconds(self.connect_timeout)?;
@@ -164,15 +162,33 @@ impl Store {
                 let (ca, cert, key) = (ca.into(), cert.into(), key.into());
                 options.credentials = Some(Credentials { ca, cert, key });
             }
-            let own = Connected::new(&self.url, &options)?;
-            Ok(connected.insert(own).clone())
+            // Nobody has the lock meanwhile: the handler of a signal may want it.
+            let new = Connected::new(&self.url, &options)?;
+            let mut own = self.own();
+            // Somebody else may have connected too.
+            Ok(usable(&own).unwrap_or_else(|| own.insert(new).clone()))
         })
+    }
+
+    fn own(&self) -> MutexGuard<'_, Option<Arc<Connected>>> {
+        self.connected.lock().expect("nothing panics that holds it")
     }
 
     /// The store, and a key that is one.
     fn of(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connected>, Key)> {
         let name = key_of(key)?;
         Ok((self.connected(key.py())?, name))
+    }
+}
+
+/// Whether what was put as one value is a list or another container, and no leaf.
+fn is_container(root: &Node) -> bool {
+    match root {
+        Node::Container(_, children) => children.iter().any(|(step, child)| {
+            matches!(step, Step::Key(Name::Str(name)) if name.as_bytes().is_empty())
+                && matches!(child, Node::Container(..))
+        }),
+        _ => false,
     }
 }
 
@@ -270,9 +286,9 @@ impl Store {
         &self,
         state_dict: &Bound<'py, PyAny>,
         key: &Bound<'py, PyAny>,
-        version: Option<u64>,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        writer: Option<u32>,
+        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
         job: Option<String>,
         divergent: &'py str,
         replicas: &'py str,
@@ -303,6 +319,7 @@ impl Store {
             timeout,
         };
         let own = self.connected(py)?;
+        let about = |error: Failure| error.of_key(name.as_str(), version);
         let ready = || {
             let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype));
             let taken = taken(state_dict, allow_pickle, transfer.transpose()?)?;
@@ -315,10 +332,9 @@ impl Store {
                 if let Some(options) = put.forgone(state_dict)? {
                     own.store.forgo(&name, &options);
                 }
-                return Err(error);
+                return Err(about(error));
             }
         };
-        let about = |error: Failure| error.of_key(name.as_str(), version);
         let copies = taken.devices.copies().clone();
         if wait {
             let put = own.store.put_state_dict(&name, &taken.dict, &options);
@@ -335,10 +351,12 @@ impl Store {
     /// Args:
     ///     key: the name.
     ///     into: tensors to fill in place: a nested dict of tensors, views, DTensors of any mesh and placement,
-    ///         TensorShards or writable arrays, by the fqns of the leaves. None: whole tensors, which are views
-    ///         of what is stored where one stored slice has all of a tensor. A view is copy-on-write: who
-    ///         writes into it changes no one else's, and it holds the version as long as it lives. Views of
-    ///         numpy are read-only. A process that is forked has its parent's views as long as the parent has.
+    ///         TensorShards or writable arrays, by the fqns of the leaves. Other leaves of its dicts and lists become
+    ///         what is stored of that fqn; those that were pickled only with `allow_pickle`. None: whole tensors,
+    ///         which are views of what is stored where one stored slice has all of a tensor. A view is
+    ///         copy-on-write: who writes into it changes no one else's, and it holds the version as long as it
+    ///         lives. Views of numpy are read-only. A process that is forked has its parent's views as long as the
+    ///         parent has.
     ///     version: the number of the version, or what `open` or `wait_for_version` gave; None: the newest.
     ///     writer: whose values to take where writers hold different ones.
     ///     names: without `into`: the fqns of the leaves that are wanted, or of what they are in, or patterns
@@ -351,7 +369,7 @@ impl Store {
     ///     require: as for `put_state_dict`.
     ///     return_report: whether a GetReport comes as well.
     ///     allow_pickle: as for `load_file`.
-    ///     timeout: for how many seconds the store's answer is waited for.
+    ///     timeout: for how many seconds the store's answer is waited for, and bytes that are elsewhere.
     ///
     /// Returns:
     ///     The state dict, or `into`; with `return_report` a pair of that and the report.
@@ -372,7 +390,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         into: Option<&Bound<'py, PyAny>>,
         version: Option<&Bound<'py, PyAny>>,
-        writer: Option<u32>,
+        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
         names: Option<&Bound<'py, PyAny>>,
         strict: bool,
         cast: bool,
@@ -386,7 +404,7 @@ impl Store {
         let (py, (own, name)) = (key.py(), self.of(key)?);
         let version = Which::of(version)?;
         let get = Get { version, writer, verify, require, timeout };
-        let number = get.number();
+        let (number, patience) = (get.number(), Patience::new(timeout)?);
         let read = || {
             let opened = get.open(py, &own, &name)?;
             if let Some(into) = into {
@@ -395,8 +413,13 @@ impl Store {
                         PyValueError::new_err("`into` says itself which names it has").into()
                     );
                 }
-                let (filled, differences) =
-                    fill_all(&own, &opened, into, Allowed { strict, cast })?;
+                let (filled, differences) = fill_all(
+                    &own,
+                    &opened,
+                    into,
+                    Allowed { strict, cast, pickle: allow_pickle },
+                    (timeout, &patience),
+                )?;
                 let Filled { report, copied } = filled;
                 let report = || get_report(py, &report, 0, &differences, copied);
                 return Ok((into.clone(), return_report.then(report).transpose()?));
@@ -512,7 +535,7 @@ impl Store {
         fqn: Option<&str>,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
         version: Option<&Bound<'py, PyAny>>,
-        writer: Option<u32>,
+        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -521,6 +544,7 @@ impl Store {
         let version = Which::of(version)?;
         let get = Get { version, writer, verify, require, timeout };
         let (number, fqn) = (get.number(), fqn.unwrap_or_default());
+        let patience = Patience::new(timeout)?;
         let read = || {
             let opened = get.open(py, &own, &name)?;
             if let Some(into) = into {
@@ -532,12 +556,19 @@ impl Store {
                     }
                     None => into.clone(),
                 };
-                fill_one(&own, &opened, &whole, fqn)?;
+                fill_one(&own, &opened, &whole, fqn, &patience)?;
                 return Ok(into.clone());
             }
-            let region = tensor_slice.map(|slice| slice.get().0.region());
+            let slice = tensor_slice.map(|slice| &slice.get().0);
             let reading = Reading { timeout, ..Reading::default() };
-            let version = Version::read_leaf(py, &own, &opened, fqn, region.as_ref(), reading)?;
+            if fqn.is_empty() && slice.is_none() && is_container(opened.structure()) {
+                let root = opened.structure().clone();
+                let version = Version::read(py, &own, &opened, root, reading)?;
+                let framework = Framework::of(py, None)?;
+                let made = Maker::new(py, &version, &version, framework).state_dict()?;
+                return Ok(made.get_item("")?);
+            }
+            let version = Version::read_leaf(py, &own, &opened, fqn, slice, reading)?;
             version.object(py)
         };
         read().map_err(|error: Failure| error.of_key(name.as_str(), number))
@@ -547,7 +578,8 @@ impl Store {
     /// one step, when the block has ended; if the block raises, nothing is left of it.
     ///
     /// Args:
-    ///     bucket_bytes: tensors are written when so many bytes of them have come; larger ones in parts.
+    ///     bucket_bytes: tensors are written when so many bytes of them have come, with `transfer_dtype` half as many;
+    ///         larger ones are cast and written in parts, unless they are shards, or in a container.
     ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
     ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
     ///
@@ -558,9 +590,9 @@ impl Store {
     fn publish<'py>(
         &self,
         key: &Bound<'py, PyAny>,
-        version: Option<u64>,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        writer: Option<u32>,
+        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
         job: Option<String>,
         bucket_bytes: u64,
         divergent: &'py str,
@@ -589,13 +621,19 @@ impl Store {
             timeout,
         };
         let (py, (own, name)) = (key.py(), self.of(key)?);
+        let names_writers = put.writers.is_some();
         let options = put.options(py, metadata, None)?;
         let owned = |object: &Bound<'py, PyAny>| object.clone().unbind();
         let transfer = transfer_dtype.map(|dtype| {
             // What is wrong with it is said now.
             Transfer::new(dtype, keep_dtype).map(|_| (owned(dtype), keep_dtype.map(owned)))
         });
-        let taking = Taking { allow_pickle, transfer: transfer.transpose()? };
+        let transfer = transfer.transpose()?;
+        // What is cast is there beside what waits in the bucket: each gets a half.
+        let halves =
+            if transfer.is_some() && matches!(options.residency, Residency::Host) { 2 } else { 1 };
+        let bucket_bytes = bucket_bytes.div_ceil(halves);
+        let taking = Taking { allow_pickle, names_writers, transfer, cast_bytes: bucket_bytes };
         Publishing::new(own, name, &options, bucket_bytes, taking)
     }
 
@@ -615,7 +653,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         version: Option<&Bound<'py, PyAny>>,
         names: Option<&Bound<'py, PyAny>>,
-        writer: Option<u32>,
+        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -673,7 +711,11 @@ impl Store {
 
     /// Whether a version of a key is visible; any version, if none is given.
     #[pyo3(signature = (key, version=None))]
-    fn exists(&self, key: &Bound<'_, PyAny>, version: Option<u64>) -> Result<bool> {
+    fn exists(
+        &self,
+        key: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+    ) -> Result<bool> {
         let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.exists(&name, version))
     }
@@ -707,7 +749,11 @@ impl Store {
 
     /// Deletes a version of a key, or all; says how many there were. Who has one open keeps it.
     #[pyo3(signature = (key, version=None))]
-    fn delete(&self, key: &Bound<'_, PyAny>, version: Option<u64>) -> Result<u64> {
+    fn delete(
+        &self,
+        key: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+    ) -> Result<u64> {
         let (own, name) = self.of(key)?;
         own.run(key.py(), None, own.store.delete(&name, version))
     }
@@ -730,7 +776,7 @@ impl Store {
     fn wait_for_version(
         &self,
         key: &Bound<'_, PyAny>,
-        version: u64,
+        #[pyo3(from_py_with = number::number)] version: u64,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
         let (py, (own, name)) = (key.py(), self.of(key)?);
@@ -765,7 +811,12 @@ impl Store {
     ///     A Pin: the number of the version, as an int where one is wanted. As a context manager, it ends with
     ///     its block; else `unpin` ends it, in any process.
     #[pyo3(signature = (key, label, version=None))]
-    fn pin(&self, key: &Bound<'_, PyAny>, label: &str, version: Option<u64>) -> Result<Pinned> {
+    fn pin(
+        &self,
+        key: &Bound<'_, PyAny>,
+        label: &str,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+    ) -> Result<Pinned> {
         let (own, name) = self.of(key)?;
         let pinned = own.run(key.py(), None, own.store.pin(&name, version, label));
         let version = pinned.map_err(|error| error.of_key(name.as_str(), version))?;
@@ -789,7 +840,7 @@ impl Store {
     fn prefetch(
         &self,
         key: &Bound<'_, PyAny>,
-        version: Option<u64>,
+        #[pyo3(from_py_with = number::version)] version: Option<u64>,
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (own, name) = self.of(key)?;
@@ -799,17 +850,18 @@ impl Store {
     }
 
     /// Ends the connection. What was got stays; another call connects again.
-    fn close(&self) {
-        drop(self.connected.lock().expect("nothing panics that holds it").take());
+    fn close(&self, py: Python<'_>) {
+        let own = py.detach(|| self.own().take());
+        py.detach(|| drop(own));
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
         slf
     }
 
-    #[pyo3(signature = (*_error))]
-    fn __exit__(&self, _error: &Bound<'_, PyTuple>) {
-        self.close();
+    #[pyo3(signature = (*error))]
+    fn __exit__(&self, error: &Bound<'_, PyTuple>) {
+        self.close(error.py());
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -22,8 +22,8 @@ pub(crate) struct Torch<'py> {
     parameter: OnceCell<Bound<'py, PyType>>,
     from_dlpack: OnceCell<Bound<'py, PyAny>>,
     strided: Bound<'py, PyAny>,
-    /// By code; none that this torch lacks.
-    dtypes: Vec<Option<Bound<'py, PyAny>>>,
+    /// By code, those that were asked for; none that this torch lacks.
+    dtypes: [OnceCell<Option<Bound<'py, PyAny>>>; Dtype::ALL.len()],
     /// What was copied from devices.
     copies: Copies<'py>,
 }
@@ -46,13 +46,12 @@ impl<'py> Torch<'py> {
     }
 
     fn of(module: Bound<'py, PyModule>) -> Result<Self> {
-        let dtypes = Dtype::ALL.iter().map(|dtype| module.getattr(dtype.name()).ok()).collect();
         Ok(Self {
             tensor: module.getattr("Tensor")?,
             parameter: OnceCell::new(),
             from_dlpack: OnceCell::new(),
             strided: module.getattr("strided")?,
-            dtypes,
+            dtypes: [const { OnceCell::new() }; Dtype::ALL.len()],
             copies: Copies::default(),
             module,
         })
@@ -78,15 +77,19 @@ impl<'py> Torch<'py> {
 
     /// The dtype of an object that is one.
     pub(crate) fn dtype_of(&self, object: &Bound<'py, PyAny>) -> Option<Dtype> {
-        let is_it =
-            |ours: &Option<Bound<'py, PyAny>>| ours.as_ref().is_some_and(|it| it.is(object));
-        Dtype::ALL.get(self.dtypes.iter().position(is_it)?).copied()
+        let is_it = |dtype: &Dtype| self.known(*dtype).is_some_and(|it| it.is(object));
+        Dtype::ALL.iter().copied().find(is_it)
+    }
+
+    /// What this torch calls a dtype, if it has it.
+    fn known(&self, dtype: Dtype) -> Option<&Bound<'py, PyAny>> {
+        let asked = || self.module.getattr(dtype.name()).ok();
+        self.dtypes[usize::from(dtype.code())].get_or_init(asked).as_ref()
     }
 
     /// What torch calls a dtype.
     pub(crate) fn dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
-        let found = self.dtypes.get(usize::from(dtype.code())).and_then(Option::as_ref);
-        found.ok_or_else(|| {
+        self.known(dtype).ok_or_else(|| {
             Refusal::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
                 .advice("read it with a newer torch")
                 .into()

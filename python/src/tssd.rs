@@ -210,9 +210,11 @@ impl TorchStoreStateDict {
     /// The state dict that it was made of: its tensors share the memory.
     pub(crate) fn taken(&self) -> Result<Taken> {
         let metadata = match self.encoded.archive().attrs().remove(METADATA_ATTR) {
-            Some(AttrValue::Text(text)) => text.as_str().map(ToOwned::to_owned),
-            _ => None,
+            Some(AttrValue::Text(text)) => serde_json::from_slice(text.as_bytes()),
+            _ => Ok(serde_json::Map::new()),
         };
+        // As when it is read: what is no object says nothing.
+        let metadata = metadata.unwrap_or_default();
         let devices = Devices::default();
         Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices })
     }

@@ -12,8 +12,9 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard, ShardPlace,
-    StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard,
+    ShardPlace, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
+    Value,
 };
 
 use crate::device::Devices;
@@ -34,8 +35,8 @@ const LEAVES: u32 = 1024;
 /// A state dict of Python, taken over.
 pub(crate) struct Taken {
     pub(crate) dict: StateDict,
-    /// The `_metadata` of ordered dicts, by path; none if there is none.
-    pub(crate) metadata: Option<String>,
+    /// The `_metadata` of ordered dicts, by path.
+    pub(crate) metadata: serde_json::Map<String, Json>,
     /// The GPUs' memory among it.
     pub(crate) devices: Devices,
 }
@@ -56,9 +57,15 @@ pub(crate) fn take<'py>(
             "put it into a dict, or pass what its `.state_dict()` returns",
         )
     })?;
-    let metadata = Some(taker.metadata).filter(|metadata| !metadata.is_empty());
-    let metadata = metadata.map(|metadata| Json::Object(metadata).to_string());
-    Ok(Taken { dict, metadata, devices: taker.devices })
+    Ok(Taken { dict, metadata: taker.metadata, devices: taker.devices })
+}
+
+impl Taken {
+    /// The attribute that has the `_metadata`; none if there is none.
+    pub(crate) fn modules(&self) -> Option<AttrValue> {
+        let text = || Json::Object(self.metadata.clone()).to_string();
+        (!self.metadata.is_empty()).then(|| AttrValue::Text(text().into()))
+    }
 }
 
 /// How the class of an object is called.

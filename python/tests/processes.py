@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -58,3 +62,14 @@ def run(script: str, count: int, folder: Path, *arguments: str) -> None:
         for each in ranks:
             each.kill()
             each.wait()
+
+
+def stop_daemons(runtime: Path) -> int:
+    """Ends the daemons that stores have started whose runtime directory this is; says how many there were."""
+    paths = list(runtime.glob("tssd/*.sock"))
+    for path in paths:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        os.kill(struct.unpack("3i", credentials)[0], signal.SIGTERM)
+    return len(paths)

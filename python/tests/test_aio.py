@@ -33,7 +33,7 @@ def test_what_is_put_is_got() -> None:
             assert await store.get("policy", into, fqn="w") is into and into[5] == 5
             async with store.open("policy", names=["w"]) as opened:
                 assert [name async for name, _ in opened.items()] == ["w"]
-                assert np.array_equal(np.asarray(await opened.get_slice("w", slice(2, 4))), [2, 3])
+                assert np.array_equal(np.asarray(await opened.get_slice("w")[2:4]), [2, 3])
                 assert (opened.metadata(), len(opened), opened.keys()) == ({"step": 1}, 1, ["w"])
             async with store.publish("policy") as publisher:
                 await publisher.put("w", np.arange(3))

@@ -219,6 +219,25 @@ def test_a_daemon_brings_there_what_is_to_last(server: Server, tmp_path: Path) -
     assert server.uploads() == 0
 
 
+def test_a_fill_from_a_bucket_that_hangs_ends(tmp_path: Path) -> None:
+    slow = Server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", slow.environment["AWS_ENDPOINT_URL"])
+        store = tssd.Store(slow.url())
+        store.put_state_dict(weights(1), "policy")
+        into = {name: np.zeros_like(value) for name, value in weights(1).items() if isinstance(value, np.ndarray)}
+        with store.open("policy") as version:
+            slow.process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(tssd.TssdTimeoutError):
+                store.get_state_dict("policy", into, version=version, strict=False, timeout=0.5)
+            assert time.monotonic() - started < 10
+            slow.process.send_signal(signal.SIGCONT)
+            store.get_state_dict("policy", into, version=version, strict=False)
+            assert all(np.array_equal(value, weights(1)[name]) for name, value in into.items())
+    slow.stop()
+
+
 def test_a_put_that_is_not_waited_for_is_visible_first(tmp_path: Path, server: Server) -> None:
     slow = Server()
     url = slow.url()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -88,20 +90,23 @@ def test_a_child_keeps_no_version_that_is_gone(tmp_path: Path) -> None:
     script(
         f"""
         import os, numpy, tssd
-        store, weights = tssd.Store({str(tmp_path / "store")!r}), numpy.ones(512 << 20, dtype=numpy.uint8)
+        from pathlib import Path
+        store, weights = tssd.Store({str(tmp_path / "store")!r}), numpy.ones(64 << 20, dtype=numpy.uint8)
         for _ in range(5):
             store.put_state_dict({{"w": weights}}, "k", durability="disk")
-            reader, writer = os.pipe()
+            view = store.get_state_dict("k")
+            store.put_state_dict({{"w": weights}}, "k", durability="disk")
+            del view
             child = os.fork()
             if child == 0:
-                os.close(writer)
-                os.read(reader, 1)
-                os._exit(0)
-            folder = f"/proc/{{child}}/fd"
-            found = [os.readlink(f"{{folder}}/{{each}}") for each in os.listdir(folder)]
-            os.close(writer)
-            os.waitpid(child, 0)
-            assert not any("(deleted)" in each and {str(tmp_path)!r} in each for each in found), found
+                # What is not there any more is the folder that was listed.
+                found = [Path(f"/proc/self/fd/{{each}}") for each in os.listdir("/proc/self/fd")]
+                found = [os.readlink(each) for each in found if each.is_symlink()]
+                found += Path("/proc/self/maps").read_text().splitlines()
+                kept = [each for each in found if each.endswith(".tssd (deleted)") and "manifest" not in each]
+                print(*kept, flush=True)
+                os._exit(bool(kept))
+            assert os.waitpid(child, 0)[1] == 0
         """
     )
 
@@ -147,8 +152,8 @@ def test_a_put_that_is_not_waited_for_is_not_lost(tmp_path: Path) -> None:
 def ends_while_stopped(url: str, call: Callable[[], object]) -> bool:
     """Whether a call ends within 20 s though the daemon does nothing."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    socket = url.removeprefix("unix:").encode()
-    mine = [pid for pid in pids if socket in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")]
+    listening = url.removeprefix("unix:").encode()
+    mine = [pid for pid in pids if listening in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")]
     ended = threading.Event()
 
     def run() -> None:
@@ -172,6 +177,74 @@ def ends_while_stopped(url: str, call: Callable[[], object]) -> bool:
 # connect_timeout counts for nothing where the daemon accepts and never answers.
 def test_a_connection_to_a_daemon_that_hangs_times_out(url: str) -> None:
     assert ends_while_stopped(url, lambda: tssd.Store(url, connect_timeout=2))
+
+
+# Nobody looks for signals while a thread waits for bytes that are elsewhere.
+@pytest.mark.parametrize("end", ["Ctrl-C", "timeout"])
+def test_a_fill_from_a_daemon_that_hangs_ends(tmp_path: Path, end: str) -> None:
+    serving = daemon(tmp_path / "socket", "--listen", "127.0.0.1:0")
+    with serving, tssd.Store(serving.said.split()[-1]) as store:
+        store.put_state_dict({name: torch.ones(1 << 20) for name in "abcd"}, "k")
+        into = {name: torch.zeros(1 << 20) for name in "abcd"}
+        with store.open("k") as version:
+            serving.process.send_signal(signal.SIGSTOP)
+            try:
+                started = time.monotonic()
+                if end == "Ctrl-C":
+                    with pytest.raises(KeyboardInterrupt):
+                        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                        store.get_state_dict("k", into, version=version)
+                else:
+                    with pytest.raises(TimeoutError):
+                        store.get_state_dict("k", into, version=version, timeout=0.3)
+                assert time.monotonic() - started < 10
+            finally:
+                serving.process.send_signal(signal.SIGCONT)
+            # It goes on as if nothing had been.
+            assert store.get_state_dict("k", into, version=version)["d"].min() == 1
+
+
+def test_ctrl_c_ends_a_connecting(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(tmp_path / "mute"))
+        mute.listen()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            tssd.Store(f"unix:{tmp_path / 'mute'}", connect_timeout=20)
+        assert time.monotonic() - started < 10
+
+
+# Who has caught what a put raises is left with a version that lacks a tensor.
+def test_a_version_of_which_a_part_was_refused_is_none(memory: tssd.Store) -> None:
+    with pytest.raises(ValueError, match="has failed"):
+        with memory.publish("k") as publisher:
+            publisher.put("w", torch.ones(3))
+            with contextlib.suppress(TypeError):
+                publisher.put("object", object())
+    assert not memory.exists("k")
+
+
+def test_stages_of_a_pipeline_say_each_what_their_modules_are(memory: tssd.Store) -> None:
+    modules = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3)})
+    whole = modules.state_dict()
+    for writer, name in enumerate(modules):
+        stage = torch.nn.ModuleDict({name: modules[name]}).state_dict()
+        memory.put_state_dict(stage, "put", version=1, writer=writer, writers=2, job="run")
+        with memory.publish("published", version=1, writer=writer, writers=2, job="run") as publisher:
+            publisher.put(name, modules[name].state_dict())
+    got = memory.get_state_dict("put")
+    assert got._metadata == whole._metadata and list(got) == list(whole)
+    got = memory.get_state_dict("published")
+    assert all(got[name]._metadata == modules[name].state_dict()._metadata for name in modules)
+
+
+# It has a field `_1`, which nobody can name.
+def test_a_namedtuple_whose_fields_were_renamed_comes_back(memory: tssd.Store) -> None:
+    Renamed = namedtuple("Renamed", ["a", "def"], rename=True)  # noqa: PYI024 - as above
+    memory.put_state_dict({"n": Renamed(1, 2)}, "k")
+    got = memory.get_state_dict("k")["n"]
+    assert got._fields == ("a", "_1") and tuple(got) == (1, 2)
 
 
 # The second tensor is dropped, and no error says so.
@@ -203,6 +276,14 @@ def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
         with store.publish("published", version=1) as publisher:
             publisher.put("w", weight)
         assert publisher.report.missing == [1]
+        # Nobody would wait for rank 1.
+        alone = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)], run_check=False)
+        try:
+            with store.publish("alone", version=1) as publisher:
+                publisher.put("w", alone)
+        except ValueError as error:
+            assert "there are also ranks [1]" in str(error), error
+        assert not store.exists("alone")
         """,
         str(tmp_path),
     )

@@ -75,6 +75,21 @@ def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
             assert total > 0
             """
         assert peak(url, views) < ALLOWED
+        # Nor does the bucket take more where tensors are cast.
+        cast = f"""
+            layer = np.ones(4 << 20, np.float32)
+            with Peak(), store.publish("cast", bucket_bytes=32 << 20, transfer_dtype="float16") as publisher:
+                for number in range({MODEL} // 16):
+                    publisher.put(str(number), layer)
+            """
+        assert 0 < peak(url, cast) < ALLOWED
+        # Nor where one is larger than the bucket.
+        cast = f"""
+            layers = np.ones(({MODEL} // 16, 4 << 20), np.float32)
+            with Peak(), store.publish("cast", bucket_bytes=32 << 20, transfer_dtype="float16") as publisher:
+                publisher.put("layers", layers)
+            """
+        assert 0 < peak(url, cast) < ALLOWED
         # What the watch sees if there is a copy: else the rest would prove nothing.
         copy = "with Peak(): kept = store.get_state_dict('policy', copy=True)"
         assert peak(url, copy) > MODEL / 2

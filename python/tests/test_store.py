@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tssd
+from processes import stop_daemons
 from same import same
 
 
@@ -35,15 +37,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tssd.Store
 class daemon:
     """A daemon, by the command that the tests have."""
 
-    def __init__(self, socket: Path) -> None:
-        self.socket = socket
+    def __init__(self, socket: Path, *options: str) -> None:
+        self.socket, self.options = socket, options
 
     def __enter__(self) -> str:
         command = os.environ.get("TSSD_BIN", "tssd")
-        arguments = [command, "serve", "--socket", str(self.socket), "--memory-limit", "1GB"]
+        arguments = [command, "serve", "--socket", str(self.socket), "--memory-limit", "1GB", *self.options]
         self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        assert "serving" in self.process.stdout.readline()
+        self.said = self.process.stdout.readline()
+        assert "serving" in self.said
         return f"unix:{self.socket}"
 
     def __exit__(self, *_: object) -> None:
@@ -103,6 +106,13 @@ def test_single_values_come_back(store: tssd.Store) -> None:
     part = tssd.TensorSlice([0, 1], None, [2, 5], [2, 3], [])
     got = store.get("dict", fqn="a.b", tensor_slice=part)
     assert np.array_equal(np.asarray(got), array[:, 1:4])
+    # A slice of a tensor of another shape is none of this one.
+    other = tssd.TensorSlice([0, 1], None, [3, 5], [2, 3], [])
+    with store.open("dict") as opened, pytest.raises(ValueError, match=r"`a.b` has shape \[2, 5\].*\[3, 5\]"):
+        opened.get_tensor("a.b", other)
+    for wrong in ({}, {"into": np.zeros((2, 3), np.int64)}):
+        with pytest.raises(ValueError, match=r"\[3, 5\]"):
+            store.get("dict", fqn="a.b", tensor_slice=other, **wrong)
     into = np.zeros((2, 5), np.int64)
     assert store.get("dict", into, fqn="a.b") is into and np.array_equal(into, array)
 
@@ -122,6 +132,31 @@ def test_arrays_are_filled_in_place(store: tssd.Store) -> None:
         shard = tssd.TensorShard(local, tssd.TensorSlice([offset, 0], None, [3, 4], list(local.shape), []))
         store.get_state_dict("policy", {"model": {"weight": shard}}, strict=False)
     assert np.array_equal(np.concatenate(rows), state(3)["model"]["weight"])
+
+
+def test_what_is_no_tensor_is_replaced_in_place(store: tssd.Store) -> None:
+    text = "x" * 100_000
+    stored = {
+        "w": np.ones(3), "step": 7, "name": text, "none": None, "scale": np.float32(0.5),
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "more": 1, "pickled": {1, 2},
+    }
+    store.put_state_dict(stored, "policy", allow_pickle=True)
+    weight, groups, inner = np.zeros(3), [{"lr": 1.0, "betas": (0.0, 0.0)}], {"own": "stays"}
+    into = {
+        "w": weight, "step": 0, "name": "", "none": 3, "scale": 0.0, "groups": groups, "pickled": None, "inner": inner,
+    }
+    assert store.get_state_dict("policy", into) is into and into["w"] is weight and (weight == 1).all()
+    assert (into["step"], into["name"], into["none"], into["scale"]) == (7, text, None, 0.5)
+    # What is in a tuple stays, and what is pickled, and what nobody has stored; nothing is added.
+    assert into["groups"] is groups and groups == [{"lr": 0.1, "betas": (0.0, 0.0)}]
+    assert into["pickled"] is None and into["inner"] == {"own": "stays"} and "more" not in into
+    store.get_state_dict("policy", into, allow_pickle=True)
+    assert into["pickled"] == {1, 2}
+    # Nothing is replaced where something does not fit.
+    into["step"], into["w"] = 0, np.zeros(4)
+    with pytest.raises(ValueError, match="shape"):
+        store.get_state_dict("policy", into)
+    assert into["step"] == 0
 
 
 def test_what_does_not_fit_is_said_before_anything_is_written(store: tssd.Store) -> None:
@@ -162,6 +197,25 @@ def test_errors_have_classes_and_say_what_to_do(store: tssd.Store) -> None:
     for wrong in ({"divergent": "x"}, {"replicas": "x"}, {"durability": "x"}, {"residency": "x"}, {"require": "x"}, {"timeout": -1.0}):
         with pytest.raises(ValueError):
             store.put_state_dict({}, "policy", **wrong)  # type: ignore[arg-type]
+    numbers: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"version": -1}, ValueError, "version is an int from 0 to 18446744073709551615, not -1"),
+        ({"version": 1 << 64}, ValueError, "version is an int from 0"),
+        ({"version": "1"}, TypeError, "version is an int, not '1'"),
+        ({"writer": -1, "writers": 2}, ValueError, "writer is an int from 0 to 4294967295, not -1"),
+        ({"writer": 0, "writers": "2"}, TypeError, "not '2'"),
+        ({"writer": 0, "writers": [0, 1.5]}, TypeError, "float"),
+        ({"writer": 0, "writers": [0, -1]}, ValueError, "a rank is an int from 0 to 4294967295"),
+        ({"writer": 0, "writers": 1 << 40}, ValueError, "at most 1048576 processes"),
+        ({"writer": 0, "writers": 0}, ValueError, "nobody would put"),
+    ]
+    for wrong, error, says in numbers:
+        with pytest.raises(error, match=says):
+            store.put_state_dict({}, "policy", **wrong)
+    for call in (store.exists, store.delete, lambda key, version: store.get_state_dict(key, version=version)):
+        with pytest.raises(ValueError, match="version is an int from 0"):
+            call("policy", -1)
+    with pytest.raises(ValueError, match="version is an int from 0"):
+        store.wait_for_version("policy", -1)
     with pytest.raises(ValueError, match="tls is required"):
         store.put_state_dict({}, "policy", require="tls")
     store.put_state_dict({}, "policy", version=5)
@@ -203,6 +257,11 @@ def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
         options: dict[str, Any] = {"version": 1, "writer": writer, "writers": 4, "job": "run"}
         puts.append(store.put_state_dict({"w": each}, "policy", **options))
     assert puts[-1].visible and puts[0].bytes > puts[1].bytes and puts[2].bytes > puts[3].bytes
+    for writer in range(4):
+        layer, replica = divmod(writer, 2)
+        each = shard(layer, (0, replica), whole[layer])
+        options = {"version": 1, "writer": writer, "writers": 4, "job": "run", "replicas": "all"}
+        assert store.put_state_dict({"w": each}, "replicated", **options).bytes >= puts[0].bytes
     assert np.array_equal(np.asarray(store.get_state_dict("policy")["w"]), whole)
     for replica in (0, 1):
         into = np.zeros((3, 4), np.float32)
@@ -320,6 +379,27 @@ def test_what_is_published_is_cast_and_merged_as_what_is_put(store: tssd.Store) 
         store.publish("policy", durability="tape")  # type: ignore[arg-type]
 
 
+def test_what_is_larger_than_a_bucket_is_cast_in_parts(store: tssd.Store) -> None:
+    wide = np.arange(105, dtype=np.float64).reshape(7, 15) / 7
+    given = {"rows": wide, "columns": wide.T, "some": wide[1:, ::2], "line": wide.ravel(), "one": np.array(1 / 3)}
+    for bucket in (1, 16, 100, 1 << 20):
+        with store.publish("policy", bucket_bytes=bucket, transfer_dtype="float16") as publisher:
+            publisher.put("step", 7)
+            for name, array in given.items():
+                publisher.put(name, array)
+            publisher.put("ints", np.arange(100))
+        got = store.get_state_dict("policy")
+        assert list(got) == ["step", *given, "ints"] and got["step"] == 7
+        for name, array in given.items():
+            assert same(np.asarray(got[name]), array.astype(np.float16)), (name, bucket)
+        with (
+            pytest.raises(ValueError, match="was added before"),
+            store.publish("policy", bucket_bytes=bucket, transfer_dtype="float16") as publisher,
+        ):
+            publisher.put("rows", wide)
+            publisher.put("rows", wide)
+
+
 def test_versions_come_one_after_the_other(store: tssd.Store) -> None:
     subscription = store.subscribe("policy")
     for step in (1, 2, 5):
@@ -412,6 +492,7 @@ def test_a_lease_is_a_version_that_stays(store: tssd.Store) -> None:
             assert again.version == 2
         with pytest.raises(ValueError, match="one of key `policy`"):
             store.get_state_dict("other", version=lease)
+    assert (int(lease), lease.version) == (2, 2) and repr(lease) == "OpenVersion('policy', version 2, closed)"
     with pytest.raises(ValueError, match="closed"):
         store.get_state_dict("policy", version=lease)
     with pytest.raises(KeyError):
@@ -536,6 +617,42 @@ def test_a_store_finds_the_daemon_that_was_started_since(tmp_path: Path) -> None
         assert same(views, state(1))
 
 
+# Waits until all are there, and puts what it was told to.
+OPENS = """
+import sys, tssd
+number = int(sys.argv[1])
+print(flush=True)
+sys.stdin.readline()
+tssd.Store().put_state_dict({"number": number}, f"from/{number}")
+"""
+
+
+def test_stores_without_a_url_share_one_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("TSSD_STORE", raising=False)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen([sys.executable, "-c", OPENS, str(number)], **pipes) for number in range(4)]
+    try:
+        for child in children:
+            child.stdout.readline()
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        assert [child.wait(timeout=60) for child in children] == [0] * 4
+        store = tssd.Store()
+        assert store.keys() == [f"from/{number}" for number in range(4)]
+        assert store.get_state_dict("from/3") == {"number": 3}
+        store.close()
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+        assert stop_daemons(tmp_path) == 1
+    monkeypatch.setenv("TSSD_STORE", str(tmp_path / "named"))
+    assert tssd.Store().keys() == [] and "named" in repr(tssd.Store())
+
+
 def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
     ring = tssd.Ring(bucket_bytes=64 << 10, readers=1)
     weight = np.arange(100_000, dtype=np.float32).reshape(1000, 100)
@@ -564,6 +681,16 @@ def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
                 assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
             with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
                 writer.put_state_dict({"step": 3}, "policy", residency="ring")
+        # What is cast goes in parts.
+        half = {"weight": np.zeros((1000, 100), np.float16)}
+        with reader.receiver("half", half) as receiver, ThreadPoolExecutor() as pool:
+            received = pool.submit(receiver.receive)
+            with writer.publish(
+                "half", residency="ring", bucket_bytes=64 << 10, transfer_dtype="float16"
+            ) as publisher:  # fmt: skip
+                publisher.put("weight", weight / 100_000)
+            assert received.result().buckets > 3
+        assert (half["weight"] == (weight / 100_000).astype(np.float16)).all()
         assert not reader.exists("policy")
         for wrong, text in [("gpu", "residency is"), (3, "a tssd.Ring"), (tssd.Ring(buckets=0), "has buckets")]:
             with pytest.raises((TypeError, ValueError), match=text):
@@ -573,3 +700,21 @@ def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
             receiver.receive(timeout=0)
     with tssd.Store("memory:") as store, pytest.raises(tssd.TssdUnsupportedError):
         store.receiver("policy", {"bias": bias})
+
+
+@pytest.mark.parametrize("value", [[1, 2.5], (), (3, [None, "x"])])
+def test_what_is_put_as_one_value_may_be_a_container(store: tssd.Store, value: Any) -> None:
+    store.put("k", value)
+    assert store.get("k") == value
+    with pytest.raises(KeyError):
+        store.get("k", fqn="nothing")
+
+
+def test_what_is_refused_is_said_of_its_key(store: tssd.Store) -> None:
+    with pytest.raises(tssd.TssdTypeError) as refused:
+        store.put_state_dict({"a": object()}, "policy", version=3)
+    assert (refused.value.key, refused.value.version) == ("policy", 3)
+    with pytest.raises(TypeError, match="JSON"):
+        store.put_state_dict({"a": 1}, "policy", metadata={"loss": float("inf")})
+    store.put_state_dict({"a": np.ones(3, np.float32)}, "policy", transfer_dtype=np.float16)
+    assert np.asarray(store.get("policy", fqn="a")).dtype == np.float16

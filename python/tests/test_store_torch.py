@@ -108,6 +108,19 @@ def test_what_a_tensor_is_comes_back(store: tssd.Store) -> None:
         assert torch.equal(got[name], wanted.clone())
 
 
+def test_what_is_cast_in_parts_is_as_what_is_cast_whole(store: tssd.Store) -> None:
+    weight = nn.Parameter(torch.randn(7, 33))
+    state = {"w": weight, "t": weight.detach().T, "e": torch.randn(5, 1).expand(5, 40), "f": torch.randn(9, 9).half()}
+    store.put_state_dict(state, "whole", transfer_dtype=torch.bfloat16)
+    with store.publish("parts", bucket_bytes=128, transfer_dtype=torch.bfloat16) as publisher:
+        for name, tensor in state.items():
+            publisher.put(name, tensor)
+    whole, parts = store.get_state_dict("whole"), store.get_state_dict("parts")
+    for name in state:
+        assert parts[name].dtype == torch.bfloat16 and torch.equal(parts[name], whole[name]), name
+    assert isinstance(parts["w"], nn.Parameter) and parts["w"].requires_grad
+
+
 def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:
     state = {
         "image": torch.randn(2, 3, 4, 5),
@@ -240,6 +253,36 @@ def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
     assert torch.equal(one["small"], state["small"] + 1) and one["tiny"] == 2
     store.put_state_dict(one, "y")
     assert same(store.get_state_dict("y"), one)
+
+
+def test_a_fork_says_nothing_for_its_parent(tmp_path: Path) -> None:
+    state = {"a": torch.arange(400_000)}
+    with daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
+        store.put_state_dict(state, "x")
+        got, opened = store.get_state_dict("x"), store.open("x")
+        with store.publish("y", version=1) as publisher:
+            publisher.put("a", state["a"])
+            publisher.flush()
+            child = os.fork()
+            if child == 0:
+                fine = False
+                try:
+                    with pytest.raises(ValueError, match="forked"):
+                        publisher.put("b", 1)
+                    got.clear()
+                    opened.close()
+                    gc.collect()
+                    fine = True
+                finally:
+                    os._exit(0 if fine else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            # What nobody holds any more would be written over.
+            for step in range(4):
+                store.put_state_dict({"a": torch.full((400_000,), step)}, "x")
+            assert same(got, state) and same(opened.get_tensor("a"), state["a"])
+            publisher.put("b", 2)
+        assert same(store.get_state_dict("y"), {**state, "b": 2})
+        opened.close()
 
 
 def test_views_outlive_version_store_and_daemon(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,23 @@ def test_tensors_that_cannot_be_stored(name: str) -> None:
     assert isinstance(error, tssd.TssdError)
     assert error.fqn == "a.0" and error.advice
     assert name.partition("_")[0].lower() in str(error).lower() or name == "jagged"
+
+
+def test_cloudpickle_pickles_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    objects = []
+
+    def dumps(thing: object) -> bytes:
+        objects.append(thing)
+        return pickle.dumps(("by it", thing))
+
+    for module in (SimpleNamespace(dumps=dumps), None):
+        monkeypatch.setitem(sys.modules, "cloudpickle", module)
+        data = tssd.save({"a": {1}}, allow_pickle=True)
+        got = tssd.load(data, allow_pickle=True)["a"]
+        assert got == (("by it", {1}) if module else {1})
+    assert objects == [{1}]
 
 
 def test_subclasses_are_refused_though_pickle_is_allowed() -> None:

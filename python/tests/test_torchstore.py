@@ -6,9 +6,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ import torch
 import torch.multiprocessing
 import tssd
 import tssd.torchstore as ts
-from processes import UNCONNECTED, reconnects
+from processes import UNCONNECTED, reconnects, stop_daemons
 from same import same
 from torchstore_cases import CASES, told
 
@@ -66,14 +63,6 @@ SINCE: dict[str, Any] = {
     ),
     "another_store": ((False, True, ["mine"]), True, False),
 }
-
-
-def stop_daemons(folder: Path) -> None:
-    for path in folder.glob("tssd/*.sock"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        os.kill(struct.unpack("3i", credentials)[0], signal.SIGTERM)
 
 
 @pytest.fixture(scope="module", autouse=True)

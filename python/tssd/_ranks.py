@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import uuid
@@ -94,15 +95,28 @@ def writers(given: Any) -> list[int]:
     return ranks
 
 
+# They are listed.
+_MOST = 1 << 20
+
+
 def _global_ranks(given: Any) -> list[int]:
     if isinstance(given, bool):
         raise TypeError("writers is a number, a list of global ranks or a ProcessGroup, not a bool")
     if isinstance(given, int):
+        if given > _MOST:
+            message = f"writers={given}: at most {_MOST} processes put one version"
+            raise make("invalid", "", message, None, None, None, None)
         return list(range(given))
     distributed = _distributed()
     if distributed is not None and isinstance(given, distributed.ProcessGroup):
         return list(distributed.get_process_group_ranks(given))
-    return [int(each) for each in given]
+    if isinstance(given, (str, bytes)):
+        raise TypeError(f"writers is a number, a list of global ranks or a ProcessGroup, not {given!r}")
+    ranks = [operator.index(each) for each in given]
+    if any(not 0 <= each < 1 << 32 for each in ranks):
+        message = f"writers={given!r}: a rank is an int from 0 to {(1 << 32) - 1}"
+        raise make("invalid", "", message, None, None, None, None)
+    return ranks
 
 
 def connect(state: tuple[str, str | None, str | None, str | None, float]) -> Store:

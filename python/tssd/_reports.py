@@ -39,8 +39,8 @@ class PutReport:
         transport: how they went: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
         why: why that way.
         phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
-            there was room for it (others may have been waited for), "write" to copy and to checksum,
-            "commit", "store" until it was in the bucket, if it was to be.
+            there was room for it (others may have been waited for; what is small is written before, goes
+            along, and may be committed then), "write" to copy and to checksum, "commit", "store" until it was in the bucket, if it was to be.
         seconds: how long it took.
         device_copies: how bytes of devices came; None if there were none.
     """

@@ -21,11 +21,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from . import _tssd
 from ._reports import PutReport, VersionInfo
 
-__all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription"]
+__all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription", "VersionSlice"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Wrapped = TypeVar("_Wrapped")
+_Opened = TypeVar("_Opened")
 
 
 
@@ -117,6 +118,34 @@ class _Opening(Generic[_R]):
         await self._opened.__aexit__(*error)
 
 
+def _opens(
+    method: Callable[Concatenate[_Wrapped, _P], _R], of: Callable[[_R], _Opened]
+) -> Callable[Concatenate[_Wrapper[_Wrapped], _P], _Opening[_Opened]]:
+    def call(own: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _Opening[_Opened]:
+        async def opening() -> _Opened:
+            bare: dict[str, Any] = _bare(kwargs)
+            return of(await _run(lambda: method(own._wrapped, *args, **bare)))
+
+        return _Opening(opening())
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class VersionSlice(_Wrapper[_tssd.VersionSlice]):
+    """A tensor of a version, of which parts are read: see `tssd.VersionSlice`."""
+
+    def get_shape(self) -> list[int]:
+        """The shape of the whole tensor, in elements."""
+        return self._wrapped.get_shape()
+
+    def get_dtype(self) -> str:
+        """The dtype, as safetensors names it."""
+        return self._wrapped.get_dtype()
+
+    __getitem__ = _awaitable(_tssd.VersionSlice.__getitem__)
+
+
 class OpenVersion(_Wrapper[_tssd.OpenVersion]):
     """A version that is read tensor by tensor: see `tssd.OpenVersion`."""
 
@@ -142,9 +171,9 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
     to_meta = _awaitable(_tssd.OpenVersion.to_meta)
     close = _awaitable(_tssd.OpenVersion.close)
 
-    async def get_slice(self, name: str, index: Any) -> Any:
-        """Part of a tensor: what `get_slice(name)[index]` of a `tssd.OpenVersion` is."""
-        return await _run(lambda: self._wrapped.get_slice(name)[index])
+    def get_slice(self, name: str) -> VersionSlice:
+        """One tensor, to be read in parts: `await opened.get_slice(name)[0:2, 5]`."""
+        return VersionSlice(self._wrapped.get_slice(name))
 
     async def items(self) -> AsyncIterator[tuple[str, Any]]:
         """The tensors, each with its fqn, one after the other as they are asked for."""
@@ -305,45 +334,12 @@ class Store(_Wrapper[_tssd.Store]):
     prefetch = _awaitable(_tssd.Store.prefetch)
     close = _awaitable(_tssd.Store.close)
 
-    def publish(self, key: str, **options: Any) -> _Opening[Publisher]:
-        """As `tssd.Store.publish`: `async with store.publish(key) as p: await p.put(name, tensor)`."""
-
-        async def publish() -> Publisher:
-            return Publisher(await _run(lambda: self._wrapped.publish(key, **options)))
-
-        return _Opening(publish())
-
-    def open(self, key: str, **options: Any) -> _Opening[OpenVersion]:
-        """As `tssd.Store.open`: `async with store.open(key) as opened`."""
-        return self._opening(lambda: self._wrapped.open(key, **_bare(options)))
-
-    def wait_for_version(
-        self, key: str, version: int, timeout: float | None = None
-    ) -> _Opening[OpenVersion]:
-        """As `tssd.Store.wait_for_version`: `async with store.wait_for_version(key, 3) as lease`."""
-        return self._opening(lambda: self._wrapped.wait_for_version(key, version, timeout))
-
-    def _opening(self, call: Callable[[], _tssd.OpenVersion]) -> _Opening[OpenVersion]:
-        async def opening() -> OpenVersion:
-            return OpenVersion(await _run(call))
-
-        return _Opening(opening())
-
-    def pin(self, key: str, label: str, version: int | None = None) -> _Opening[Pin]:
-        """As `tssd.Store.pin`: await it, or `async with store.pin(key, label)`."""
-
-        async def pin() -> Pin:
-            return Pin(await _run(lambda: self._wrapped.pin(key, label, version)))
-
-        return _Opening(pin())
-
-    def receiver(self, key: str, into: Any, **options: Any) -> _Opening[Receiver]:
-        """As `tssd.Store.receiver`: await it, or `async with store.receiver(key, into) as receiver`."""
-
-        async def receiver() -> Receiver:
-            return Receiver(await _run(lambda: self._wrapped.receiver(key, into, **options)))
-
-        return _Opening(receiver())
+    # Await them, or enter them: `async with store.open(key) as opened`.
+    publish = _opens(_tssd.Store.publish, Publisher)
+    open = _opens(_tssd.Store.open, OpenVersion)
+    wait_for_version = _opens(_tssd.Store.wait_for_version, OpenVersion)
+    pin = _opens(_tssd.Store.pin, Pin)
+    receiver = _opens(_tssd.Store.receiver, Receiver)
 
     def subscribe(self, key: str) -> Subscription:
         """As `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""

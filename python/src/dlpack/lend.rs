@@ -6,6 +6,7 @@ use std::ptr::null_mut;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use smallvec::SmallVec;
 use tssd_format::TensorMeta;
 
 use super::{CPU, DataType, Device, OLD, TYPES, Tensor};
@@ -19,8 +20,8 @@ struct Managed {
     tensor: Tensor,
     context: *mut c_void,
     deleter: Option<unsafe extern "C" fn(*mut Managed)>,
-    /// The shape, and after it the strides.
-    dims: Vec<i64>,
+    /// The shape, and after it the strides unless they are row-major.
+    dims: SmallVec<[i64; 8]>,
     _block: Block,
 }
 
@@ -48,10 +49,12 @@ fn made<'py>(
     meta: &TensorMeta,
     dtype: DataType,
 ) -> Result<Bound<'py, PyAny>> {
-    let strides = meta.strides();
-    let dims = meta.shape().iter().chain(&strides).map(|each| i64::try_from(*each));
-    let dims = dims.collect::<Result<Vec<i64>, _>>()?;
+    let strides = if meta.is_contiguous() { Vec::new() } else { meta.strides() };
     let ndim = meta.shape().len();
+    let mut dims = SmallVec::with_capacity(ndim + strides.len());
+    for size in meta.shape().iter().chain(&strides) {
+        dims.push(i64::try_from(*size)?);
+    }
     let mut managed = Box::new(Managed {
         tensor: Tensor {
             data: block.start().cast(),
@@ -68,7 +71,9 @@ fn made<'py>(
         _block: block,
     });
     managed.tensor.shape = managed.dims.as_mut_ptr();
-    managed.tensor.strides = managed.tensor.shape.wrapping_add(ndim);
+    if !strides.is_empty() {
+        managed.tensor.strides = managed.tensor.shape.wrapping_add(ndim);
+    }
     let managed = Box::into_raw(managed);
     // SAFETY: the pointer is not null, the name is static, and the destructor is one for capsules.
     let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(destroy)) };

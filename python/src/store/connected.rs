@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, Runtime};
-use tssd_store::{ConnectOptions, Store};
+use tssd_store::{ConnectOptions, GetReport, Opened, Store, Target};
 
 use crate::error::{Failure, Refusal, Result};
 use crate::interrupt::{EVERY, Interrupt};
@@ -53,7 +53,8 @@ impl Connected {
             };
             Ok(tokio::time::timeout(options.timeout, connecting).await.map_err(late)??)
         };
-        let store: Result<Store> = runtime.block_on(connecting);
+        let store: Result<Store> =
+            Patience::new(None).and_then(|patience| wait(&runtime, &patience, pin!(connecting)));
         let store = match store {
             Ok(store) => store,
             Err(error) => {
@@ -85,37 +86,72 @@ impl Connected {
             let text = "it was opened before this process was forked";
             return Err(Refusal::new("invalid", text).advice("open it again").into());
         }
-        let timeout = timeout.map(seconds).transpose()?;
-        py.detach(|| self.wait(timeout, pin!(work)))
+        let patience = Patience::new(timeout)?;
+        py.detach(|| wait(&self.runtime, &patience, pin!(async { Ok(work.await?) })))
     }
 
-    /// Waits for work on this thread. The runtime would have to be woken up for a timer that looks for signals.
-    fn wait<T>(
+    /// Fills memory, as long as there is patience.
+    pub(super) fn fill(
         &self,
-        timeout: Option<Duration>,
-        mut work: Pin<&mut impl Future<Output = tssd_store::Result<T>>>,
-    ) -> Result<T> {
+        opened: &Opened,
+        targets: &mut [Target<'_>],
+        patience: &Patience,
+    ) -> Result<GetReport> {
         let _inside = self.runtime.enter();
-        let (interrupt, started) = (Interrupt::new(), Instant::now());
-        let waker = Waker::from(Arc::new(Unpark(thread::current())));
-        let mut looked = started;
-        loop {
-            if let Poll::Ready(done) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
-                return Ok(done?);
-            }
-            if looked.elapsed() >= EVERY {
-                interrupt.check()?;
-                looked = Instant::now();
-            }
-            let left = match timeout {
-                Some(timeout) => timeout.checked_sub(started.elapsed()).ok_or_else(|| {
-                    let text = format!("it has not happened within {timeout:?}");
-                    Failure::from(Refusal::new("timeout", text))
-                })?,
-                None => EVERY,
-            };
-            thread::park_timeout(left.min(EVERY));
+        opened.fill_while(targets, || patience.check())
+    }
+}
+
+/// Waits for work on this thread. The runtime would have to be woken up for a timer that looks for signals.
+fn wait<T>(
+    runtime: &Runtime,
+    patience: &Patience,
+    mut work: Pin<&mut impl Future<Output = Result<T>>>,
+) -> Result<T> {
+    let _inside = runtime.enter();
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut looked = Instant::now();
+    loop {
+        if let Poll::Ready(done) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return done;
         }
+        // Not at once: what takes little time, such as most puts, is rather done than cancelled.
+        if looked.elapsed() >= EVERY {
+            patience.interrupt.check()?;
+            looked = Instant::now();
+        }
+        thread::park_timeout(patience.left()?);
+    }
+}
+
+/// How long this thread waits: until a signal, or for a time.
+pub(super) struct Patience {
+    interrupt: Interrupt,
+    timeout: Option<Duration>,
+    started: Instant,
+}
+
+impl Patience {
+    /// For so many seconds, or as long as it takes.
+    pub(super) fn new(timeout: Option<f64>) -> Result<Self> {
+        let timeout = timeout.map(seconds).transpose()?;
+        Ok(Self { interrupt: Interrupt::new(), timeout, started: Instant::now() })
+    }
+
+    /// What ends it, if something does.
+    pub(super) fn check(&self) -> Result<()> {
+        self.interrupt.check()?;
+        self.left().map(drop)
+    }
+
+    /// How long nobody need look.
+    fn left(&self) -> Result<Duration> {
+        let Some(timeout) = self.timeout else { return Ok(EVERY) };
+        let left = timeout.checked_sub(self.started.elapsed()).ok_or_else(|| {
+            let text = format!("it has not happened within {timeout:?}");
+            Failure::from(Refusal::new("timeout", text))
+        })?;
+        Ok(left.min(EVERY))
     }
 }
 

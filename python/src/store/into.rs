@@ -2,22 +2,25 @@
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 use tssd_format::{
-    Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Tensor, TensorFlags, TensorMeta,
-    TensorReference,
+    Container, Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Stored, Tensor,
+    TensorFlags, TensorMeta, Value,
 };
 use tssd_store::{
     Copied, GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory,
 };
 
-use super::connected::Connected;
+use super::connected::{Connected, Patience};
+use super::version::{Reading, Version, global_shape};
 use crate::device::{Devices, Window};
 use crate::error::{Failure, Refusal, Result};
 use crate::local::is_floating;
+use crate::object::{Framework, Maker};
 use crate::value::{Lender, Staged, fields_of, key_of};
 
 /// So many bytes, about, are filled in place of others at a time.
@@ -30,6 +33,8 @@ pub(crate) struct Allowed {
     pub(crate) strict: bool,
     /// Whether floating dtypes may differ.
     pub(crate) cast: bool,
+    /// Whether what was pickled is unpickled.
+    pub(crate) pickle: bool,
 }
 
 /// What was found to differ, and was allowed.
@@ -58,56 +63,92 @@ struct Leaf<'py> {
     shape: Vec<u64>,
 }
 
-/// The tensors in a nested object.
+/// Where in `into` something is that is no tensor.
+struct Slot<'py> {
+    fqn: String,
+    /// A dict or a list: in a tuple nothing can be put.
+    container: Bound<'py, PyAny>,
+    key: Bound<'py, PyAny>,
+}
+
+/// The leaves in a nested object.
 struct Leaves<'a, 'py> {
     lender: &'a Lender<'py>,
     path: Vec<Step>,
     found: Vec<Leaf<'py>>,
+    slots: Vec<Slot<'py>>,
 }
 
-impl<'py> Leaves<'_, 'py> {
-    fn gather(&mut self, object: &Bound<'py, PyAny>) -> Result<()> {
+/// What a leaf is in, and where.
+type Around<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
+
+impl<'a, 'py> Leaves<'a, 'py> {
+    fn of(lender: &'a Lender<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
+        let mut leaves = Self { lender, path: Vec::new(), found: Vec::new(), slots: Vec::new() };
+        leaves.gather(into, None)?;
+        Ok(leaves)
+    }
+
+    fn gather(&mut self, object: &Bound<'py, PyAny>, around: Around<'_, 'py>) -> Result<()> {
         if self.path.len() > MAX_DEPTH {
             return Err(Refusal::leaf("`into` is nested too deeply", "make it flatter").into());
         }
         if let Ok(dict) = object.cast::<PyDict>() {
             for item in dict.items().iter() {
-                let key: Key = key_of(&item.get_item(0)?, MAX_DEPTH)
-                    .map_err(|error| error.at(&self.here()))?;
-                self.child(Step::Key(key), &item.get_item(1)?)?;
+                let (name, value) = (item.get_item(0)?, item.get_item(1)?);
+                let key: Key = key_of(&name, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
+                self.child(Step::Key(key), &value, Some((object, &name)))?;
             }
             return Ok(());
         }
         if let Some(fields) = fields_of(object)? {
             let values = object.cast::<PyTuple>()?;
             for (field, value) in fields.into_iter().zip(values.iter()) {
-                self.child(Step::Key(Key::Str(field)), &value)?;
+                self.child(Step::Key(Key::Str(field)), &value, None)?;
             }
             return Ok(());
         }
-        let items = match object.cast::<PyList>() {
-            Ok(list) => Some(list.to_tuple()),
-            Err(_) => object.cast::<PyTuple>().ok().cloned(),
-        };
-        if let Some(items) = items {
-            for (index, item) in (0..).zip(items.iter()) {
-                self.child(Step::Index(index), &item)?;
+        if let Ok(list) = object.cast::<PyList>() {
+            for (index, item) in (0_u32..).zip(list.to_tuple().iter()) {
+                let place = index.into_pyobject(object.py()).map_err(PyErr::from)?.into_any();
+                self.child(Step::Index(index), &item, Some((object, &place)))?;
             }
             return Ok(());
         }
-        self.leaf(object).map_err(|error| error.at(&self.here()))
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            for (index, item) in (0..).zip(tuple.iter()) {
+                self.child(Step::Index(index), &item, None)?;
+            }
+            return Ok(());
+        }
+        self.leaf(object, around).map_err(|error| error.at(&self.here()))
     }
 
-    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<()> {
-        let Some((dtype, shape)) = self.lender.look(object)? else { return Ok(()) };
-        let (fqn, object) = (self.here().fqn(), object.clone());
-        self.found.push(Leaf { fqn, object, dtype, shape });
+    fn leaf(&mut self, object: &Bound<'py, PyAny>, around: Around<'_, 'py>) -> Result<()> {
+        let (found, fqn) = (self.lender.look(object)?, || self.here().fqn());
+        match (found, around) {
+            (Some((dtype, shape)), _) => {
+                let leaf = Leaf { fqn: fqn(), object: object.clone(), dtype, shape };
+                self.found.push(leaf);
+            }
+            (None, Some((container, key))) => {
+                let (container, key) = (container.clone(), key.clone());
+                let slot = Slot { fqn: fqn(), container, key };
+                self.slots.push(slot);
+            }
+            (None, None) => {}
+        }
         Ok(())
     }
 
-    fn child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<()> {
+    fn child(
+        &mut self,
+        step: Step,
+        object: &Bound<'py, PyAny>,
+        around: Around<'_, 'py>,
+    ) -> Result<()> {
         self.path.push(step);
-        self.gather(object)?;
+        self.gather(object, around)?;
         self.path.pop();
         Ok(())
     }
@@ -117,23 +158,63 @@ impl<'py> Leaves<'_, 'py> {
     }
 }
 
-/// Fills the tensors in a nested object, by their fqns.
+/// Fills the tensors in a nested object, by their fqns. Other leaves that are in a dict or a list are replaced by those
+/// that are stored.
 ///
-/// Everything that does not fit is found before the first byte is written.
+/// Everything that does not fit is found before the first byte of a tensor is written.
 pub(crate) fn fill_all(
     own: &Connected,
     opened: &Opened,
     into: &Bound<'_, PyAny>,
     allowed: Allowed,
+    (timeout, patience): (Option<f64>, &Patience),
 ) -> Result<(Filled, Differences)> {
-    let mut lender = Lender::new(into.py())?;
-    let mut leaves = Leaves { lender: &lender, path: Vec::new(), found: Vec::new() };
-    leaves.gather(into)?;
-    let leaves = leaves.found;
+    let py = into.py();
+    let mut lender = Lender::new(py)?;
+    let Leaves { found, slots, .. } = Leaves::of(&lender, into)?;
     let stored = opened.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
-    let (leaves, differences) = compare(leaves, &stored, allowed)?;
-    let filled = fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
+    let (leaves, differences) = compare(found, &stored, allowed)?;
+    let plain = slots.iter().filter_map(|slot| {
+        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, allowed.pickle))?;
+        Some((Step::Key(Key::Str(slot.fqn.as_str().into())), Node::clone(node)))
+    });
+    let reading = Reading { timeout, ..Reading::default() };
+    let values = values(py, (own, opened), plain.collect(), reading, allowed.pickle)?;
+    let filled = fill_leaves(py, own, opened, patience, &mut lender, leaves)?;
+    for Slot { fqn, container, key } in slots {
+        if let Some(value) = values.get_item(fqn)? {
+            container.set_item(key, value)?;
+        }
+    }
     Ok((filled, differences))
+}
+
+/// Leaves that are no tensors, by fqn.
+fn values<'py>(
+    py: Python<'py>,
+    (own, opened): (&Connected, &Opened),
+    leaves: Vec<(Step, Node)>,
+    reading: Reading,
+    allow_pickle: bool,
+) -> Result<Bound<'py, PyDict>> {
+    if leaves.is_empty() {
+        return Ok(PyDict::new(py));
+    }
+    let root = Arc::new(Node::Container(Container::Dict, leaves));
+    let version = Version::read(py, own, opened, root, reading)?;
+    // What only torch has, torch is asked for.
+    let maker = Maker::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
+    Ok(maker.state_dict()?.cast_into()?)
+}
+
+/// Whether a stored leaf is no tensor, and may be read.
+fn is_plain(node: &Node, allow_pickle: bool) -> bool {
+    match node {
+        Node::Leaf(Value::Opaque { .. }) | Node::Stored(Stored::Opaque(_), _) => allow_pickle,
+        Node::Leaf(_) | Node::Stored(..) => true,
+        Node::Tensors(_) => !is_tensor(node),
+        Node::Container(..) => false,
+    }
 }
 
 /// Fills one tensor.
@@ -142,6 +223,7 @@ pub(crate) fn fill_one(
     opened: &Opened,
     into: &Bound<'_, PyAny>,
     fqn: &str,
+    patience: &Patience,
 ) -> Result<()> {
     let mut lender = Lender::new(into.py())?;
     let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
@@ -153,8 +235,9 @@ pub(crate) fn fill_one(
     }
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
-    let (leaves, _) = compare(vec![leaf], &stored, Allowed { strict: false, cast: false })?;
-    fill_leaves(into.py(), own, opened, &mut lender, leaves)?;
+    let (leaves, _) =
+        compare(vec![leaf], &stored, Allowed { strict: false, cast: false, pickle: false })?;
+    fill_leaves(into.py(), own, opened, patience, &mut lender, leaves)?;
     Ok(())
 }
 
@@ -162,13 +245,6 @@ pub(crate) fn fill_one(
 fn is_tensor(node: &Node) -> bool {
     let Node::Tensors(run) = node else { return false };
     !run[0].meta.flags().contains(TensorFlags::SCALAR)
-}
-
-/// What is stored: dtype and shape as a whole.
-fn meta_of(run: &[TensorReference]) -> (Dtype, &[u64]) {
-    let first = &run[0];
-    let whole = first.place.as_ref().map(|place| place.slice().global_shape());
-    (first.meta.dtype(), whole.unwrap_or_else(|| first.meta.shape()))
 }
 
 /// The leaves that are stored, each with the dtype that it is stored as.
@@ -194,7 +270,7 @@ fn compare<'py>(
             }
             continue;
         };
-        let (dtype, shape) = meta_of(run);
+        let (dtype, shape) = (run[0].meta.dtype(), global_shape(run));
         if shape != leaf.shape {
             let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
             wrong.push((&leaf.fqn, "SliceMismatch", text));
@@ -284,6 +360,7 @@ fn fill_leaves<'py>(
     py: Python<'py>,
     own: &Connected,
     opened: &Opened,
+    patience: &Patience,
     lender: &mut Lender<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
 ) -> Result<Filled> {
@@ -292,11 +369,11 @@ fn fill_leaves<'py>(
     for (leaf, stored) in leaves {
         batch.add(lender, leaf, stored)?;
         if batch.staged_bytes >= STAGED_BYTES {
-            std::mem::take(&mut batch).fill(py, own, opened, &mut report)?;
+            std::mem::take(&mut batch).fill(py, own, opened, patience, &mut report)?;
             lender.devices().release();
         }
     }
-    batch.fill(py, own, opened, &mut report)?;
+    batch.fill(py, own, opened, patience, &mut report)?;
     let last = opened.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
@@ -309,14 +386,14 @@ impl Batch<'_> {
         py: Python<'_>,
         own: &Connected,
         opened: &Opened,
+        patience: &Patience,
         report: &mut GetReport,
     ) -> Result<()> {
         let rounds = rounds(self.places);
         py.detach(|| {
-            let _inside = own.runtime.enter();
             for round in &rounds {
                 let mut targets: Vec<Target<'_>> = round.iter().map(target).collect();
-                let filled = opened.fill(&mut targets)?;
+                let filled = own.fill(opened, &mut targets, patience)?;
                 report.bytes_needed += filled.bytes_needed;
                 report.bytes_transferred += filled.bytes_transferred;
                 report.plan_seconds += filled.plan_seconds;
@@ -349,8 +426,7 @@ fn filled<'py>(
 
 /// The tensors of a nested object, lent.
 fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<Batch<'py>> {
-    let mut leaves = Leaves { lender, path: Vec::new(), found: Vec::new() };
-    leaves.gather(into)?;
+    let leaves = Leaves::of(lender, into)?;
     let mut batch = Batch::default();
     for leaf in leaves.found {
         let dtype = leaf.dtype;

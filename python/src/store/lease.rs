@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
-use tssd_format::{Dtype, Node, Region};
+use tssd_format::{Dtype, Node, TensorSlice as Slice};
 use tssd_store::{Key, Opened};
 
 use super::connected::Connected;
@@ -22,6 +22,7 @@ use crate::slice::TensorSlice;
 pub(crate) struct OpenVersion {
     own: Arc<Connected>,
     key: Key,
+    version: u64,
     opened: Mutex<Option<Arc<Opened>>>,
     names: Vec<String>,
 }
@@ -40,7 +41,8 @@ impl OpenVersion {
         let tensors = leaves
             .filter(|(place, (_, leaf))| matches!(leaf, Node::Tensors(_)) && is_chosen(*place));
         let names = tensors.map(|(_, (path, _))| path.fqn()).collect();
-        Ok(Self { own, key, opened: Mutex::new(Some(opened)), names })
+        let version = opened.version();
+        Ok(Self { own, key, version, opened: Mutex::new(Some(opened)), names })
     }
 
     fn opened(&self) -> Result<Arc<Opened>> {
@@ -62,7 +64,7 @@ impl OpenVersion {
         &self,
         py: Python<'py>,
         name: &str,
-        region: Option<&Region>,
+        slice: Option<&Slice>,
     ) -> Result<Bound<'py, PyAny>> {
         let read = || {
             let opened = self.opened()?;
@@ -71,7 +73,7 @@ impl OpenVersion {
                 return Err(no_tensor(name).into());
             }
             let reading = Reading::default();
-            Version::read_leaf(py, &self.own, &opened, name, region, reading)?.object(py)
+            Version::read_leaf(py, &self.own, &opened, name, slice, reading)?.object(py)
         };
         read().map_err(|error| error.of_key(self.key.as_str(), None))
     }
@@ -85,10 +87,10 @@ impl OpenVersion {
         self.key.as_str()
     }
 
-    /// The number of the version.
+    /// The number of the version, also once it is closed.
     #[getter]
-    fn version(&self) -> Result<u64> {
-        Ok(self.opened()?.version())
+    fn version(&self) -> u64 {
+        self.version
     }
 
     /// The fqns of the tensors, in the order of the state dict.
@@ -107,8 +109,7 @@ impl OpenVersion {
         name: &str,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
     ) -> Result<Bound<'py, PyAny>> {
-        let region = tensor_slice.map(|slice| slice.get().0.region());
-        self.read(py, name, region.as_ref())
+        self.read(py, name, tensor_slice.map(|slice| &slice.get().0))
     }
 
     /// One tensor, to be read in parts: `get_slice(name)[0:2, 5]`.
@@ -147,18 +148,16 @@ impl OpenVersion {
 
     fn __repr__(&self, py: Python<'_>) -> Result<String> {
         let key = PyString::new(py, self.key.as_str()).repr()?.to_string();
-        Ok(match self.opened() {
-            Ok(opened) => format!("OpenVersion({key}, version {})", opened.version()),
-            Err(_) => format!("OpenVersion({key}, closed)"),
-        })
+        let state = if self.opened().is_ok() { "" } else { ", closed" };
+        Ok(format!("OpenVersion({key}, version {}{state})", self.version))
     }
 
-    fn __int__(&self) -> Result<u64> {
-        self.version()
+    fn __int__(&self) -> u64 {
+        self.version
     }
 
-    fn __index__(&self) -> Result<u64> {
-        self.version()
+    fn __index__(&self) -> u64 {
+        self.version
     }
 
     fn __len__(&self) -> usize {
@@ -234,7 +233,8 @@ impl LeaseSlice {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
         let (region, rest) = Index::of(index)?.region(&self.shape)?;
-        let part = self.of.bind(py).get().read(py, &self.name, Some(&region))?;
+        let slice = Slice::new(region.offsets(), region.shape(), &self.shape)?;
+        let part = self.of.bind(py).get().read(py, &self.name, Some(&slice))?;
         Ok(part.get_item(rest)?)
     }
 }

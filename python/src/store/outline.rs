@@ -1,6 +1,7 @@
 //! What a version holds, without the bytes of its tensors.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use pyo3::prelude::*;
@@ -17,7 +18,7 @@ use crate::object::{Contents, Framework, Maker, Source};
 
 /// A tree whose tensors have no bytes.
 struct Outline {
-    root: Node,
+    root: Arc<Node>,
     attrs: Attrs,
     stored: BTreeMap<u32, Bytes>,
 }
@@ -28,11 +29,11 @@ pub(super) fn outline<'py>(
     own: &Connected,
     opened: &Opened,
 ) -> Result<Bound<'py, PyAny>> {
-    let (mut root, mut stored) = (opened.structure().clone(), Vec::new());
+    let (mut root, mut stored) = (Node::clone(opened.structure()), Vec::new());
     strip(&mut root, &mut stored)?;
     let bytes = own.run(py, None, opened.storages(&stored))?;
     let stored = stored.into_iter().zip(bytes).collect();
-    let outline = Outline { root, attrs: opened.attrs().clone(), stored };
+    let outline = Outline { root: Arc::new(root), attrs: opened.attrs().clone(), stored };
     Maker::new(py, &outline, &outline, Framework::Torch)
         .on_device(Some(PyString::new(py, "meta").into_any()))?
         .state_dict()
@@ -71,7 +72,7 @@ fn strip(node: &mut Node, stored: &mut Vec<u32>) -> Result<()> {
 }
 
 impl Contents for Outline {
-    fn structure(&self) -> Node {
+    fn structure(&self) -> Arc<Node> {
         self.root.clone()
     }
 

@@ -1,38 +1,54 @@
 //! A version that is put tensor by tensor.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::Value;
+use tssd_format::{AttrValue, Region, Shard, ShardPlace, TensorSlice, Value};
 use tssd_store::{Copied, Key, Publisher, PutOptions};
 
 use super::connected::Connected;
-use super::put::own_rank;
+use super::put::{own_rank, prove_covered, shards};
 use super::report::put_report;
 use crate::device::Copies;
-use crate::error::{Failure, Result};
+use crate::error::Result;
+use crate::interrupt::Interrupt;
 use crate::local::Transfer;
-use crate::value::take;
+use crate::object::METADATA_ATTR;
+use crate::value::{Taken, take};
 
 /// A version that is put tensor by tensor: see `Store.publish`.
 #[pyclass(frozen, name = "Publisher", module = "tssd")]
 pub(crate) struct Publishing {
     own: Arc<Connected>,
     key: Key,
-    publisher: Mutex<Option<Publisher>>,
-    report: Mutex<Option<Py<PyAny>>>,
     taking: Taking,
+    open: Mutex<Option<Open>>,
+    report: Mutex<Option<Py<PyAny>>>,
+}
+
+/// One that is neither finished nor has failed.
+struct Open {
+    publisher: Publisher,
     /// Those of each entry.
-    copies: Mutex<Vec<Copies>>,
+    copies: Vec<Copies>,
+    /// The `_metadata` of ordered dicts, by path.
+    modules: serde_json::Map<String, serde_json::Value>,
+    /// The ranks of the meshes of shards; none if there are no shards.
+    ranks: Option<BTreeSet<u32>>,
 }
 
 /// How values are taken over.
 pub(crate) struct Taking {
     pub(super) allow_pickle: bool,
+    /// Whether it was said who puts.
+    pub(super) names_writers: bool,
     /// The dtype that floating tensors are stored as, and the names of those that are not.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
+    /// What is cast has at most so many bytes at a time.
+    pub(super) cast_bytes: u64,
 }
 
 impl Publishing {
@@ -43,26 +59,113 @@ impl Publishing {
         bucket_bytes: u64,
         taking: Taking,
     ) -> Result<Self> {
-        let publisher = Mutex::new(Some(own.store.publish(&key, options, bucket_bytes)?));
-        let (report, copies) = (Mutex::default(), Mutex::default());
-        Ok(Self { own, key, publisher, report, taking, copies })
+        let publisher = own.store.publish(&key, options, bucket_bytes)?;
+        let (copies, modules, ranks) = (Vec::new(), serde_json::Map::new(), None);
+        let open = Mutex::new(Some(Open { publisher, copies, modules, ranks }));
+        Ok(Self { own, key, taking, open, report: Mutex::default() })
     }
 
-    /// After an error it is open no longer.
-    fn ended(&self, publisher: &mut Option<Publisher>, done: Result<()>) -> Result<()> {
-        done.inspect_err(|_| *publisher = None)
+    fn open(&self) -> Result<MutexGuard<'_, Option<Open>>> {
+        let busy = |_| PyValueError::new_err("another thread puts into it");
+        Ok(self.open.try_lock().map_err(busy)?)
+    }
+
+    /// After an error it is open no longer: a version that lacks what was put is none.
+    fn with(&self, work: impl FnOnce(&mut Open) -> Result<()>) -> Result<()> {
+        let mut open = self.open()?;
+        let done = work(open.as_mut().ok_or_else(over)?);
+        done.inspect_err(|_| self.withdraw(open.take()))
             .map_err(|error| error.of_key(self.key.as_str(), None))
     }
 
-    fn publisher(&self) -> Result<MutexGuard<'_, Option<Publisher>>> {
-        let busy = |_| PyValueError::new_err("another thread puts into it");
-        Ok(self.publisher.try_lock().map_err(busy)?)
+    fn withdraw(&self, open: Option<Open>) {
+        let _inside = self.own.runtime.enter();
+        drop(open);
+    }
+
+    fn add(&self, open: &mut Open, name: &str, value: &Bound<'_, PyAny>) -> Result<()> {
+        let py = value.py();
+        let dict = PyDict::new(py);
+        dict.set_item(name, value)?;
+        let transfer = self.taking.transfer.as_ref().map(|(dtype, keep)| {
+            Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
+        });
+        let transfer = transfer.transpose()?;
+        if let Some(transfer) = &transfer
+            && let Some((shape, parts)) = transfer.parts(value, name, self.taking.cast_bytes)?
+        {
+            return self.add_parts(open, name, (&dict, transfer), (&shape, parts));
+        }
+        let mut taken = take(&dict, self.taking.allow_pickle, transfer)?;
+        let Some(value) = only(&taken) else { return Ok(()) };
+        open.copies.push(taken.devices.copies().clone());
+        if !taken.metadata.is_empty() {
+            open.modules.append(&mut taken.metadata);
+            let modules = serde_json::Value::Object(open.modules.clone()).to_string();
+            open.publisher.describe(METADATA_ATTR, AttrValue::Text(modules.into()));
+        }
+        let ranks = shards(&taken.dict);
+        if ranks.is_some() {
+            let (job, writer) = own_rank(py)?;
+            open.publisher.identify(job, writer)?;
+        }
+        let has_begun = open.publisher.has_begun();
+        self.own.run(py, None, open.publisher.add(name, value))?;
+        // What is written by now was put before this.
+        if open.publisher.has_begun() && !has_begun {
+            self.prove_covered(py, open)?;
+        }
+        if let Some(ranks) = ranks {
+            open.ranks.get_or_insert_default().extend(ranks);
+        }
+        Ok(())
+    }
+
+    /// A tensor that is cast box by box.
+    fn add_parts<'py>(
+        &self,
+        open: &mut Open,
+        name: &str,
+        (dict, transfer): (&Bound<'py, PyDict>, &Transfer<'py>),
+        (shape, parts): (&[u64], Vec<Region>),
+    ) -> Result<()> {
+        let py = dict.py();
+        self.begin(py, open)?;
+        let interrupt = Interrupt::new();
+        let mut written = self.own.run(py, None, open.publisher.parts(name))?;
+        for part in parts {
+            interrupt.check()?;
+            let slice = TensorSlice::new(part.offsets(), part.shape(), shape)?;
+            let taken = take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)))?;
+            open.copies.push(taken.devices.copies().clone());
+            let Some(Value::Tensor(local)) = only(&taken) else {
+                unreachable!("a part of a tensor is one")
+            };
+            let part = Shard::new(local, ShardPlace::new(slice))?;
+            self.own.run(py, None, written.add(part))?;
+        }
+        Ok(())
+    }
+
+    /// Before something is written: see `prove_covered`.
+    fn begin(&self, py: Python<'_>, open: &Open) -> Result<()> {
+        if open.publisher.has_begun() { Ok(()) } else { self.prove_covered(py, open) }
+    }
+
+    /// The meshes of the first archive say who contributes, unless the caller has.
+    fn prove_covered(&self, py: Python<'_>, open: &Open) -> Result<()> {
+        let ranks = open.ranks.as_ref().filter(|_| !self.taking.names_writers);
+        ranks.map_or(Ok(()), |ranks| prove_covered(py, ranks))
     }
 }
 
-fn open(publisher: &mut Option<Publisher>) -> Result<&mut Publisher> {
-    let over = || PyValueError::new_err("it is finished, or has failed: publish another version");
-    Ok(publisher.as_mut().ok_or_else(over)?)
+/// The one entry of what was taken.
+fn only(taken: &Taken) -> Option<Value> {
+    taken.dict.entries().iter().next().map(|(_, value)| value.clone())
+}
+
+fn over() -> PyErr {
+    PyValueError::new_err("it is finished, or has failed: publish another version")
 }
 
 #[pymethods]
@@ -76,25 +179,7 @@ impl Publishing {
     /// Raises:
     ///     As `Store.put_state_dict`; then nothing is left of the version.
     fn put(&self, name: &str, value: &Bound<'_, PyAny>) -> Result<()> {
-        let py = value.py();
-        let dict = PyDict::new(py);
-        dict.set_item(name, value)?;
-        let transfer = self.taking.transfer.as_ref().map(|(dtype, keep)| {
-            Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
-        });
-        let taken = take(&dict, self.taking.allow_pickle, transfer.transpose()?)?;
-        let entry = taken.dict.entries().iter().next().map(|(_, value)| value.clone());
-        let Some(value) = entry else { return Ok(()) };
-        let copies = taken.devices.copies().clone();
-        self.copies.lock().expect("nothing panics that holds it").push(copies);
-        let mut publisher = self.publisher()?;
-        if matches!(value, Value::Shards(_)) {
-            let (job, writer) = own_rank(py)?;
-            let identified = open(&mut publisher)?.identify(job, writer).map_err(Failure::from);
-            self.ended(&mut publisher, identified)?;
-        }
-        let done = self.own.run(py, None, open(&mut publisher)?.add(name, value));
-        self.ended(&mut publisher, done)
+        self.with(|open| self.add(open, name, value))
     }
 
     /// Writes what was put: it may be changed again once this returns.
@@ -102,9 +187,10 @@ impl Publishing {
     /// Raises:
     ///     As `put`.
     fn flush(&self, py: Python<'_>) -> Result<()> {
-        let mut publisher = self.publisher()?;
-        let done = self.own.run(py, None, open(&mut publisher)?.flush());
-        self.ended(&mut publisher, done)
+        self.with(|open| {
+            self.begin(py, open)?;
+            self.own.run(py, None, open.publisher.flush())
+        })
     }
 
     /// What has been put, once the block has ended: a PutReport.
@@ -125,18 +211,17 @@ impl Publishing {
         error: Option<&Bound<'_, PyAny>>,
         _rest: &Bound<'_, PyTuple>,
     ) -> Result<()> {
-        let publisher = self.publisher()?.take();
-        let Some(publisher) = publisher else { return Ok(()) };
         if error.is_some() {
-            // It is withdrawn.
-            let _inside = self.own.runtime.enter();
-            drop(publisher);
+            self.withdraw(self.open()?.take());
             return Ok(());
         }
+        // Who has caught what a put has raised hears here at the latest that there is no version.
+        self.with(|open| self.begin(py, open))?;
+        let Some(Open { publisher, copies, .. }) = self.open()?.take() else { return Ok(()) };
         let finished = self.own.run(py, None, publisher.finish());
         let finished = finished.map_err(|error| error.of_key(self.key.as_str(), None))?;
         let mut copied = None;
-        for copies in self.copies.lock().expect("nothing panics that holds it").iter() {
+        for copies in &copies {
             if let Some(more) = copies.copied() {
                 *copied.get_or_insert_with(Copied::default) += &more;
             }

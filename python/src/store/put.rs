@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tssd_format::{AttrValue, Attrs, Value};
+use tssd_format::{AttrValue, Attrs, StateDict, Value};
 use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
 
 use super::connected::seconds;
@@ -43,6 +43,12 @@ pub(super) fn own_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
     Ok((job.map(JobId), helper.call_method0("rank")?.extract()?))
 }
 
+/// Refuses a put without writers whose meshes do not say who puts.
+pub(super) fn prove_covered(py: Python<'_>, ranks: &BTreeSet<u32>) -> Result<()> {
+    py.import("tssd._ranks")?.call_method1("prove_covered", (ranks,))?;
+    Ok(())
+}
+
 /// What all puts may say.
 pub(super) struct Put<'py> {
     pub(super) version: Option<u64>,
@@ -67,15 +73,14 @@ impl Put<'_> {
         taken: Option<&Taken>,
     ) -> Result<PutOptions> {
         let attrs = attrs(metadata, taken)?;
-        let shards = taken.and_then(shards);
+        let shards = taken.and_then(|taken| shards(&taken.dict));
         let wrong = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
         };
-        let helper = || py.import("tssd._ranks");
         let writers = match &self.writers {
             None => None,
             Some(writers) => {
-                let ranks = helper()?.call_method1("writers", (writers,))?;
+                let ranks = py.import("tssd._ranks")?.call_method1("writers", (writers,))?;
                 Some(ranks.extract::<Vec<u32>>()?.into_iter().collect::<WriterSet>())
             }
         };
@@ -119,7 +124,7 @@ impl Put<'_> {
             options.timeout = seconds(timeout)?;
         }
         if let (Some(ranks), None) = (&shards, &options.writers) {
-            helper()?.call_method1("prove_covered", (ranks,))?;
+            prove_covered(py, ranks)?;
         }
         if shards.is_some() || options.writers.is_some() {
             let (job, writer) = own_rank(py)?;
@@ -194,16 +199,15 @@ fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<
         let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
         return Err(PyValueError::new_err(text).into());
     }
-    if let Some(metadata) = taken.and_then(|taken| taken.metadata.as_ref()) {
-        attrs.insert(METADATA_ATTR.to_owned(), AttrValue::Text(metadata.as_str().into()));
-    }
+    let modules = taken.and_then(Taken::modules);
+    attrs.extend(modules.map(|modules| (METADATA_ATTR.to_owned(), modules)));
     Ok(attrs)
 }
 
 /// The ranks of the meshes that the shards of a state dict are on; none if it has no shards.
-fn shards(taken: &Taken) -> Option<BTreeSet<u32>> {
+pub(super) fn shards(dict: &StateDict) -> Option<BTreeSet<u32>> {
     let mut ranks = None;
-    for (_, leaf) in taken.dict.leaves() {
+    for (_, leaf) in dict.leaves() {
         let Value::Shards(shards) = leaf else { continue };
         let meshes = shards.iter().filter_map(|shard| shard.place().mesh());
         let ranks = ranks.get_or_insert_with(BTreeSet::new);

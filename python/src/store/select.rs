@@ -1,5 +1,7 @@
 //! Which leaves are wanted.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use tssd_format::{Container, Node};
 use tssd_store::Opened;
@@ -18,11 +20,15 @@ pub(super) fn chosen(
 
 /// The tree without the leaves that are not named. What is no dict has its parts at places of their own: it
 /// comes whole, or not at all.
-pub(super) fn select(py: Python<'_>, opened: &Opened, names: &Bound<'_, PyAny>) -> Result<Node> {
+pub(super) fn select(
+    py: Python<'_>,
+    opened: &Opened,
+    names: &Bound<'_, PyAny>,
+) -> Result<Arc<Node>> {
     let chosen = chosen(py, opened, names)?;
-    let mut root = opened.structure().clone();
+    let mut root = Node::clone(opened.structure());
     prune(&mut root, &mut chosen.into_iter());
-    Ok(root)
+    Ok(Arc::new(root))
 }
 
 /// Says whether anything in a node is chosen.

@@ -1,7 +1,7 @@
 //! What a get without `into` reads: views where a stored slice has what is wanted, new memory elsewhere.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
@@ -10,7 +10,7 @@ use tssd_format::{
 };
 use tssd_store::{GetReport, Opened, Private, Target};
 
-use super::connected::Connected;
+use super::connected::{Connected, Patience};
 use crate::error::{Failure, Refusal, Result};
 use crate::memory::{Block, Memory};
 use crate::object::{Contents, Framework, Maker, Source};
@@ -26,14 +26,13 @@ pub(crate) struct Reading {
 
 /// Leaves whose bytes are in memory of this process.
 pub(crate) struct Version {
-    /// It is asked for once.
-    root: Mutex<Node>,
+    root: Arc<Node>,
     attrs: Attrs,
     pub(super) report: GetReport,
     /// How many bytes are seen through views.
     pub(super) viewed: u64,
-    /// By storage. Each is asked for once.
-    blocks: Mutex<BTreeMap<u32, Block>>,
+    /// By storage, in that order. Each is asked for once.
+    blocks: Mutex<Vec<(u32, Option<Block>)>>,
     stored: BTreeMap<u32, Bytes>,
 }
 
@@ -56,25 +55,38 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Goes through a tree; tensors of several slices become whole ones.
-    fn of<'a>(&mut self, path: &mut Vec<&'a Step>, node: &'a mut Node) -> Result<()> {
+    /// Goes through a tree; tensors of several slices become whole ones. None if there are none: it is as wanted.
+    fn of<'a>(&mut self, path: &mut Vec<&'a Step>, node: &'a Node) -> Result<Option<Node>> {
         match node {
-            Node::Container(_, children) => {
+            Node::Container(container, children) => {
+                let mut others = Vec::with_capacity(children.len());
                 for (step, child) in children {
                     path.push(step);
-                    self.of(path, child)?;
+                    others.push(self.of(path, child)?);
                     path.pop();
                 }
+                if others.iter().all(Option::is_none) {
+                    return Ok(None);
+                }
+                let children = children.iter().zip(others);
+                let children = children.map(|((step, child), other)| {
+                    (step.clone(), other.unwrap_or_else(|| child.clone()))
+                });
+                Ok(Some(Node::Container(container.clone(), children.collect())))
             }
-            Node::Stored(_, storage) => self.stored.push(*storage),
+            Node::Stored(_, storage) => {
+                self.stored.push(*storage);
+                Ok(None)
+            }
             Node::Tensors(run) => match &run[..] {
-                // It is whole already, as most are.
-                [TensorReference { place: None, storage, .. }] => self.storages.extend(*storage),
-                _ => *run = vec![self.tensor(path, run, None)?],
+                [TensorReference { place: None, storage, .. }] => {
+                    self.storages.extend(*storage);
+                    Ok(None)
+                }
+                _ => Ok(Some(Node::Tensors(vec![self.tensor(path, run, None)?]))),
             },
-            Node::Leaf(_) => {}
+            Node::Leaf(_) => Ok(None),
         }
-        Ok(())
     }
 
     /// One tensor, or a box of it: what it will be a view of.
@@ -82,17 +94,17 @@ impl Wanted {
         &mut self,
         path: &[&Step],
         run: &[TensorReference],
-        region: Option<&Region>,
+        slice: Option<&TensorSlice>,
     ) -> Result<TensorReference> {
-        let slice = run[0].place.as_ref().map(ShardPlace::slice);
-        let global = slice.map_or_else(|| run[0].meta.shape(), |slice| slice.global_shape());
-        let whole = Region::whole(global);
-        let wanted = region.unwrap_or(&whole);
-        if !whole.contains(wanted) {
-            let fqn = fqn(path);
-            let text = format!("`{fqn}` has shape {global:?}: the slice reaches beyond it");
-            return Err(Refusal::new("SliceMismatch", text).into());
+        let global = global_shape(run);
+        if let Some(slice) = slice
+            && slice.global_shape() != global
+        {
+            let (fqn, given) = (fqn(path), slice.global_shape());
+            let text = format!("`{fqn}` has shape {global:?}, the slice is one of {given:?}");
+            return Err(Refusal::new("SliceMismatch", text).of(&fqn).into());
         }
+        let wanted = &slice.map_or_else(|| Region::whole(global), TensorSlice::region);
         if let Some(part) = run.iter().find_map(|reference| part_of(reference, wanted)) {
             let part = part?;
             self.storages.extend(part.storage);
@@ -102,12 +114,18 @@ impl Wanted {
         let meta = meta.with_flags(run[0].meta.flags());
         let number = u32::MAX - u32::try_from(self.made.len()).unwrap_or(u32::MAX);
         let storage = (meta.nbytes() > 0).then_some(number);
-        let slice = |region: &Region| TensorSlice::new(region.offsets(), region.shape(), global);
-        let part = region.map(slice).transpose()?.map(ShardPlace::new);
+        let box_of = |_| TensorSlice::new(wanted.offsets(), wanted.shape(), global);
+        let part = slice.map(box_of).transpose()?.map(ShardPlace::new);
         let fqn = fqn(path);
         self.made.push(Assembled { number, fqn, meta: meta.clone(), part });
         Ok(TensorReference { meta, storage, byte_offset: 0, place: None })
     }
+}
+
+/// The shape of a tensor as a whole.
+pub(super) fn global_shape(run: &[TensorReference]) -> &[u64] {
+    let slice = run[0].place.as_ref().map(ShardPlace::slice);
+    slice.map_or_else(|| run[0].meta.shape(), |slice| slice.global_shape())
 }
 
 fn fqn(path: &[&Step]) -> String {
@@ -149,7 +167,7 @@ impl Version {
     /// What was read, if it is one leaf.
     pub(crate) fn object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let mut maker = Maker::new(py, self, self, Framework::of(py, None)?);
-        maker.leaf(self.structure())
+        maker.leaf(&self.root)
     }
 
     /// A tree of a version.
@@ -157,11 +175,11 @@ impl Version {
         py: Python<'_>,
         own: &Connected,
         opened: &Opened,
-        mut root: Node,
+        root: Arc<Node>,
         reading: Reading,
     ) -> Result<Self> {
         let mut wanted = Wanted::default();
-        wanted.of(&mut Vec::new(), &mut root)?;
+        let root = wanted.of(&mut Vec::new(), &root)?.map_or(root, Arc::new);
         Self::of(py, own, opened, root, wanted, reading)
     }
 
@@ -171,7 +189,7 @@ impl Version {
         own: &Connected,
         opened: &Opened,
         fqn: &str,
-        region: Option<&Region>,
+        slice: Option<&TensorSlice>,
         reading: Reading,
     ) -> Result<Self> {
         let found = opened.leaf(fqn);
@@ -180,32 +198,34 @@ impl Version {
             let advice = "get it with get_state_dict(key), or say fqn=";
             return Err(Refusal::new("not_found", text).advice(advice).into());
         }
-        let (path, mut node) = found?;
+        let (path, node) = found?;
         let mut path: Vec<&Step> = path.steps().iter().collect();
         let mut wanted = Wanted::default();
-        match (&mut node, region) {
-            (Node::Tensors(run), Some(region)) => {
-                *run = vec![wanted.tensor(&path, run, Some(region))?];
+        let other = match (&node, slice) {
+            (Node::Tensors(run), Some(_)) => {
+                Some(Node::Tensors(vec![wanted.tensor(&path, run, slice)?]))
             }
             (_, Some(_)) => {
                 return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
             }
             (node, None) => wanted.of(&mut path, node)?,
-        }
-        Self::of(py, own, opened, node, wanted, reading)
+        };
+        let root = Arc::new(other.unwrap_or(node));
+        Self::of(py, own, opened, root, wanted, reading)
     }
 
     fn of(
         py: Python<'_>,
         own: &Connected,
         opened: &Opened,
-        root: Node,
+        root: Arc<Node>,
         mut wanted: Wanted,
         Reading { copy, timeout }: Reading,
     ) -> Result<Self> {
         wanted.storages.sort_unstable();
         wanted.storages.dedup();
         let storages = &wanted.storages;
+        let patience = Patience::new(timeout)?;
         let (seen, copied, stored) = own.run(py, timeout, async {
             let seen: Vec<Option<Private>> = if copy {
                 storages.iter().map(|_| None).collect()
@@ -222,10 +242,11 @@ impl Version {
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
         let viewed = storages.iter().zip(seen);
         let viewed = viewed.filter_map(|(number, private)| Some((*number, private?.into())));
-        let mut blocks: BTreeMap<u32, Block> = viewed.collect();
-        let viewed = blocks.values().map(|block| size(block.len())).sum();
+        let mut blocks: Vec<(u32, Block)> = viewed.collect();
+        let viewed = blocks.iter().map(|(_, block)| size(block.len())).sum();
         let read: u64 = copied.iter().map(|(_, bytes)| size(bytes.len())).sum();
-        let (made, assembled) = py.detach(|| made(own, opened, &copied, wanted.made))?;
+        let made = || made(own, opened, &patience, &copied, wanted.made);
+        let (made, assembled) = py.detach(made)?;
         let mut report = opened.report();
         report.bytes_needed = viewed + read;
         report.bytes_transferred = viewed + read;
@@ -235,8 +256,10 @@ impl Version {
             report.plan_seconds = assembled.plan_seconds;
         }
         blocks.extend(made);
+        blocks.sort_unstable_by_key(|(number, _)| *number);
+        let blocks = blocks.into_iter().map(|(number, block)| (number, Some(block))).collect();
         let stored = wanted.stored.into_iter().zip(stored).collect();
-        let (root, blocks) = (Mutex::new(root), Mutex::new(blocks));
+        let blocks = Mutex::new(blocks);
         Ok(Self { root, attrs: opened.attrs().clone(), report, viewed, blocks, stored })
     }
 }
@@ -248,6 +271,7 @@ type Made = (Vec<(u32, Block)>, Option<GetReport>);
 fn made(
     own: &Connected,
     opened: &Opened,
+    patience: &Patience,
     copied: &[(u32, Bytes)],
     assembled: Vec<Assembled>,
 ) -> Result<Made> {
@@ -268,7 +292,6 @@ fn made(
     if places.is_empty() {
         return Ok((Vec::new(), None));
     }
-    let _inside = own.runtime.enter();
     let mut report = None;
     let memory = Memory::filled(len.max(1), |target| {
         let (first, second) = places.split_at(copied.len());
@@ -285,7 +308,7 @@ fn made(
             targets.push(Target { fqn, place, meta, memory: bytes.into() });
         }
         if !targets.is_empty() {
-            report = Some(opened.fill(&mut targets)?);
+            report = Some(own.fill(opened, &mut targets, patience)?);
         }
         Ok::<_, Failure>(())
     })?;
@@ -294,9 +317,8 @@ fn made(
 }
 
 impl Contents for Version {
-    fn structure(&self) -> Node {
-        let mut root = self.root.lock().expect("nothing panics that holds it");
-        std::mem::replace(&mut root, Node::Tensors(Vec::new()))
+    fn structure(&self) -> Arc<Node> {
+        self.root.clone()
     }
 
     fn attrs(&self) -> Attrs {
@@ -311,7 +333,8 @@ impl Contents for Version {
 impl Source for Version {
     fn block(&self, storage: u32) -> Result<(Block, u64)> {
         let mut blocks = self.blocks.lock().expect("nothing panics that holds it");
-        let block = blocks.remove(&storage).expect("the maker asks once for each");
-        Ok((block, 0))
+        let place = blocks.binary_search_by_key(&storage, |(number, _)| *number);
+        let block = place.ok().and_then(|place| blocks[place].1.take());
+        Ok((block.expect("the maker asks once for each"), 0))
     }
 }

@@ -136,19 +136,15 @@ impl Point {
             .collect()
     }
 
-    /// Runs the process; says whether the fault has happened, and what has come of that.
-    fn run(&self) -> (bool, Result<bool, String>) {
+    /// Runs the process; says whether the fault has happened, if it has come to the call, and what has come of that.
+    fn run(&self) -> (Option<bool>, Result<bool, String>) {
         let place = self.start.place();
         let ended = self.ended(&place);
         let checked = self.check(&place.0, &ended).map_err(|wrong| {
             let (fault, call, scenario) = (self.fault, &self.call, self.start.scenario.name);
             format!("{wrong}: {fault} at {call} in {scenario}: {ended:?}")
         });
-        // A call that it has not come to cannot have been too small.
-        let is_missed = self.fault == Fault::Half && ended.is_hit.is_none();
-        let checked =
-            if is_missed { Err(format!("it does not come to {}", self.call)) } else { checked };
-        (ended.is_hit == Some(true), checked)
+        (ended.is_hit, checked)
     }
 
     fn ended(&self, place: &Place) -> Ended {
@@ -311,8 +307,10 @@ struct Figures {
     /// By scenario: how many points are covered, of how many.
     covered: BTreeMap<&'static str, (u64, u64)>,
     starts: u64,
-    /// Rounds in which the process did not come to the call.
+    /// Rounds in which the process did not come to the call: with its threads in another order, it makes fewer.
     missed: u64,
+    /// Rounds in which the call was too small for half of it.
+    whole: u64,
     /// Rounds after which a put had to wait for writers that were killed.
     blocked: u64,
     wrong: Vec<String>,
@@ -343,9 +341,13 @@ impl Figures {
                 Ok(is_blocked) => figures.blocked += u64::from(is_blocked),
                 Err(wrong) => figures.wrong.push(wrong),
             }
-            figures.missed += u64::from(!is_hit);
             let covered = figures.covered.entry(point.start.scenario.name).or_default();
-            covered.0 += u64::from(is_hit);
+            let outcome = match is_hit {
+                Some(true) => &mut covered.0,
+                Some(false) => &mut figures.whole,
+                None => &mut figures.missed,
+            };
+            *outcome += 1;
         };
         thread::scope(|scope| {
             let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
@@ -435,15 +437,16 @@ fn any_read_or_write_may_be_short() {
         calls.map(|call| Point { start: start.clone(), call, fault: Fault::Half })
     });
     figures.run(|_| true, &points.collect::<Vec<_>>());
-    assert!(figures.wrong.is_empty(), "{}", figures.wrong.join("\n"));
+    figures.expect_good();
     let (covered, of) = figures.points();
-    assert_eq!(covered + figures.missed, of);
+    assert_eq!(covered + figures.whole + figures.missed, of);
     for scenario in SCENARIOS.iter().chain([&RECOVERY, &DAEMON_RECOVERY]) {
         let (covered, _) = figures.covered[scenario.name];
         assert!(covered > 0, "nothing was short in {}", scenario.name);
     }
     proof.end(json!({
-        "calls": of, "short": covered, "of one byte or none": figures.missed,
+        "calls": of, "short": covered, "of one byte or none": figures.whole,
+        "not come to": figures.missed,
         "states found": figures.starts, "by scenario": figures.by_scenario(),
         "wrong": figures.wrong.len(),
     }));

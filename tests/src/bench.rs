@@ -5,6 +5,7 @@
 mod curve;
 mod cut;
 mod fsdp;
+mod last;
 mod limit;
 mod model;
 mod options;
@@ -22,7 +23,8 @@ use crate::bench::record::Records;
 
 pub use crate::bench::curve::Curve;
 pub use crate::bench::fsdp::Fsdp;
-pub use crate::bench::limit::{Memory, cores, faults, on_cores};
+pub use crate::bench::last::Last;
+pub use crate::bench::limit::{Echo, Memory, cores, faults, on_cores, read_in_pieces, read_into};
 pub use crate::bench::model::{Model, adding_up, name_of_expert, normal, targets};
 pub use crate::bench::options::{Options, refuse};
 pub use crate::bench::race::{Race, Role, Runner, Target};

@@ -68,13 +68,21 @@ impl Raw {
 
     /// The number and head of the next frame; none if the other side has ended the connection.
     pub fn receive(&mut self) -> Option<(u64, Value)> {
+        let (number, head, data) = self.receive_with_data()?;
+        assert_eq!(data, b"", "no reply has data");
+        Some((number, head))
+    }
+
+    /// The same with its data.
+    pub fn receive_with_data(&mut self) -> Option<(u64, Value, Vec<u8>)> {
         let mut header = [0; 24];
         self.0.read_exact(&mut header).ok()?;
         let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
         let mut head = vec![0; word(8) as usize];
         self.0.read_exact(&mut head).ok()?;
-        assert_eq!(word(12), 0, "no reply has data");
-        Some((word(16).into(), serde_json::from_slice(&head).unwrap()))
+        let mut data = vec![0; word(12) as usize];
+        self.0.read_exact(&mut data).ok()?;
+        Some((word(16).into(), serde_json::from_slice(&head).unwrap(), data))
     }
 
     /// The next frame: its kind and head, and the descriptors that come with its first bytes.

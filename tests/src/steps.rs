@@ -61,7 +61,14 @@ pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<Pu
             let store = store.clone();
             scope.spawn(move || {
                 let options = PutOptions { durability, ..options(step, writer, writers) };
-                store.put_state_dict(&key(), &part(step, writer, writers), &options).unwrap()
+                let part = part(step, writer, writers);
+                let put = || store.put_state_dict(&key(), &part, &options);
+                // Where etcd is lost between a request and its answer nobody may know what has become of it: who puts
+                // again hears.
+                let put = put().or_else(|error| {
+                    if error.to_string().contains("nobody knows") { put() } else { Err(error) }
+                });
+                put.unwrap()
             })
         };
         let puts: Vec<_> = (0..).zip(stores).map(put).collect();

@@ -189,7 +189,7 @@ fn who_is_asked_to_end_brings_there_what_is_on_its_way() {
         assert!(pending.committed().unwrap().visible);
         pending
     });
-    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    assert!(!store.status().unwrap().uploads.is_empty(), "they are on their way");
     daemon.signal(Signal::TERM);
     for pending in pending {
         assert!(pending.wait().unwrap().stored);

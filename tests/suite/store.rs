@@ -578,10 +578,16 @@ fn replicas_are_stored_once() {
 
 #[test]
 fn attributes_come_back() {
+    const MODULES: &str = "tssd.module_metadata";
+    let text = |modules: &[String]| {
+        tssd_format::AttrValue::Text(format!(r#"{{"[]":{{{}}}}}"#, modules.join(",")).into())
+    };
     for (store, _place) in stores() {
+        let module = |writer: u32| format!(r#""{writer}":{{"version":1}}"#);
         let saying = |writer: u32, format: &str| PutOptions {
             attrs: tssd_format::Attrs::from([
                 ("format".to_owned(), tssd_format::AttrValue::Text(format.into())),
+                (MODULES.to_owned(), text(&[module(writer)])),
                 (format!("writer {writer}"), tssd_format::AttrValue::Int(writer.into())),
             ]),
             ..as_writer(writer, 2)
@@ -591,7 +597,9 @@ fn attributes_come_back() {
         put(&store, &some, &saying(1, "pt")).unwrap();
         let (_, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
         let names: Vec<&str> = report.attrs.keys().map(String::as_str).collect();
-        assert_eq!(names, ["format", "writer 0", "writer 1"]);
+        assert_eq!(names, ["format", MODULES, "writer 0", "writer 1"]);
+        // Each has said what its modules are.
+        assert_eq!(report.attrs[MODULES], text(&[module(0), module(1)]));
 
         put(&store, &some, &saying(0, "pt")).unwrap();
         let error = put(&store, &some, &saying(1, "tf")).unwrap_err();

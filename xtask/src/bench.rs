@@ -3,6 +3,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::bench::built::Built;
 use crate::bench::kept::Kept;
@@ -83,7 +84,9 @@ fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result
     let Some((built, mut python)) = prepare(workspace, suites.contains(&"python"))? else {
         return Ok(false);
     };
+    let (mut has_run, commit) = (true, machine::commit(&workspace.root));
     for suite in suites {
+        let started = Instant::now();
         let records = workspace.target.join("bench").join(format!("{suite}.jsonl"));
         let mut command = match python.take_if(|_| *suite == "python") {
             Some(command) => command,
@@ -96,16 +99,18 @@ fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result
         }
         if !command.status()?.success() {
             println!("nothing is kept of the suite {suite}: it failed");
-            return Ok(false);
-        }
-        if is_whole {
-            keep(&workspace.root, suite, &records)?;
+            has_run = false;
+        } else if is_whole {
+            let kept = kept(suite, &records, (&commit, started.elapsed()))?;
+            kept.write(&folder(&workspace.root))?;
+            page::write(&workspace.root)?;
+            println!("written: docs/performance/{suite}.json, the page and its plots");
         }
     }
     if !is_whole {
         println!("docs/ is as it was: only whole suites without options are kept for the page");
     }
-    Ok(true)
+    Ok(has_run)
 }
 
 /// Builds and installs all that is needed, side by side, before anything is measured; none if that fails.
@@ -132,18 +137,17 @@ fn make_way(records: &Path) -> io::Result<()> {
     }
 }
 
-/// Keeps what a suite has measured, and writes the page with it.
-fn keep(root: &Path, suite: &str, records: &Path) -> io::Result<()> {
+/// What a suite has measured of a commit in so long.
+fn kept(suite: &str, records: &Path, (commit, took): (&str, Duration)) -> io::Result<Kept> {
     let failed = |error| io::Error::other(format!("{}: {error}", records.display()));
     let lines = fs::read_to_string(records).map_err(|error| failed(error.to_string()))?;
-    let kept = Kept::parse(&lines, machine::today(), Machine::here()).map_err(failed)?;
+    let (date, commit) = (machine::today(), commit.to_owned());
+    let kept = Kept::parse(&lines, Machine::here()).map_err(failed)?;
+    let kept = Kept { date, commit, seconds: took.as_secs(), ..kept };
     if kept.suite.name != suite {
         return Err(failed(format!("these are of the suite {}", kept.suite.name)));
     }
-    kept.write(&folder(root))?;
-    page::write(root)?;
-    println!("written: docs/performance/{suite}.json, the page and its plots");
-    Ok(())
+    Ok(kept)
 }
 
 /// Where runs are kept, and plots.

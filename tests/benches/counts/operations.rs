@@ -20,7 +20,7 @@ const WARMUP: usize = 5;
 const TURNS: usize = 9;
 
 pub(crate) fn steady(bench: &mut Bench) {
-    for model in [Model::four_hundred(), Model::tiny(10_000)] {
+    for model in [Model::four_hundred(), Model::tiny(10_000), Model::tiny(1)] {
         let daemon = Peer::start("serve");
         let (near, far) = (daemon.said[0].as_str(), daemon.said[1].as_str());
         let metrics = daemon.said[2].parse().unwrap();
@@ -36,7 +36,12 @@ pub(crate) fn steady(bench: &mut Bench) {
             store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
         };
         let views = || drop(reader.get_state_dict(&key, &GetOptions::default()).unwrap());
-        let what = format!("{} tensors, {} MB", model.tensors, model.bytes / 1_000_000);
+        let size = match model.bytes {
+            bytes @ 0..1000 => format!("{bytes} B"),
+            bytes @ 1000..1_000_000 => format!("{} kB", bytes / 1000),
+            bytes => format!("{} MB", bytes / 1_000_000),
+        };
+        let what = format!("{} tensors, {size}", model.tensors);
         let operations: [(&str, &dyn Fn()); 4] = [
             ("put", &put),
             ("get in place", &|| into(&reader)),

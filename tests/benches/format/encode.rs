@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict, zeroed};
-use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores};
+use tssd_tests::bench::{Bench, Last, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
 /// call for each thread.
@@ -31,17 +31,24 @@ pub(crate) fn into_memory(bench: &mut Bench) {
             model.expect_same(&archive.to_state_dict().unwrap());
             drop(archive);
             let case = format!("encode cold, {}", cores(threads));
+            let (new, huge) = (Last::new(), Last::new());
+            let encoded = |mut file: Vec<u8>| {
+                encode(&model.dict, &mut file, threads);
+                file
+            };
             bench.race(
                 Race::new(&case, "into memory that is new each time", 5)
                     .of(model)
-                    .with(Runner::ours("tssd", || {
-                        encode(&model.dict, &mut vec![0_u8; len], threads);
-                    }))
+                    .with(Runner::ours("tssd", || new.renew(|| encoded(vec![0; len]))))
                     .with(Runner::also("tssd, huge pages", || {
-                        encode(&model.dict, &mut zeroed(len).unwrap(), threads);
+                        huge.renew(|| encoded(zeroed(len).unwrap()));
                     }))
-                    .with(Runner::limit("memcpy", || memory.copy_fresh(threads))),
+                    .with(Runner::limit("memcpy into new memory", || memory.copy_fresh(threads))),
             );
+            for file in [new.take(), huge.take()] {
+                let archive = Archive::from_bytes(file).unwrap();
+                model.expect_same(&archive.to_state_dict().unwrap());
+            }
         });
     }
 }

@@ -10,10 +10,19 @@ use object_store::local::LocalFileSystem;
 use safetensors::SafeTensors;
 use tssd_format::{Archive, Error, Options, StateDict};
 use tssd_store::{Replacement, file};
-use tssd_tests::bench::{Bench, Curve, Model, Race, Runner, Target, adding_up};
+use tssd_tests::bench::{
+    Bench, Curve, Last, Model, Race, Runner, Target, adding_up, read_in_pieces,
+};
 
 use crate::theirs;
 use crate::verify::verify;
+
+/// Stays when files are cleared: what the last turn has written.
+const LAST: &str = "last.tssd";
+
+/// Who loads.
+const OURS: &str = "tssd, mapped, 2 threads";
+const THEIRS: &str = "safetensors, mapped, 1 thread";
 
 /// Each makes a file that was not there.
 pub(crate) fn save(bench: &mut Bench) {
@@ -26,12 +35,14 @@ pub(crate) fn save(bench: &mut Bench) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         let clear = || clear(folder.path());
+        let keep = || std::fs::rename(at("x.tssd"), at(LAST)).unwrap();
         bench.race(
             Race::new("save", "a new file, nobody waits for the disk", 11)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))
                         .before(clear)
+                        .after(keep)
                         .target(Target::Speed(1.0, "safetensors")),
                 )
                 .with(
@@ -54,12 +65,12 @@ pub(crate) fn save(bench: &mut Bench) {
                     .before(clear),
                 ),
         );
-        write(&model, &at("x.tssd"));
-        model.expect_same(&Archive::open(at("x.tssd")).unwrap().to_state_dict().unwrap());
+        model.expect_same(&Archive::open(at(LAST)).unwrap().to_state_dict().unwrap());
     }
 }
 
-/// A load is over when every byte was looked at once.
+/// A load is over when every byte was looked at once. The limit is to read the file through a buffer that stays in the
+/// cache of each core.
 pub(crate) fn load(bench: &mut Bench) {
     for model in [Model::four_hundred(), Model::of(&bench.options)] {
         let folder = tempfile::tempdir().unwrap();
@@ -68,6 +79,8 @@ pub(crate) fn load(bench: &mut Bench) {
         safetensors::serialize_to_file(theirs::views(&model), None, &at("x.st")).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
+        let lasts = [const { Last::new() }; 3];
+        let [last, alone, own] = &lasts;
         bench.race(
             Race::new(
                 "load",
@@ -76,34 +89,32 @@ pub(crate) fn load(bench: &mut Bench) {
             )
             .of(&model)
             .with(
-                Runner::ours("tssd, mapped", || {
-                    black_box(read(&at("x.tssd"), 2));
-                })
-                .target(Target::Speed(1.0, "safetensors, mapped")),
+                Runner::ours(OURS, || last.renew(|| read(&at("x.tssd"), 2)))
+                    .target(Target::Speed(1.0, THEIRS)),
             )
             .with(Runner::also("tssd, mapped, 1 thread", || {
-                black_box(read(&at("x.tssd"), 1));
+                alone.renew(|| read(&at("x.tssd"), 1));
             }))
-            .with(Runner::also("tssd, read", || {
-                let archive = Archive::open(at("x.tssd")).unwrap();
-                verify(&archive, 2);
-                black_box(archive.to_state_dict().unwrap());
+            .with(Runner::also("tssd, read, 2 threads", || {
+                own.renew(|| {
+                    let archive = Archive::open(at("x.tssd")).unwrap();
+                    verify(&archive, 2);
+                    archive.to_state_dict().unwrap()
+                });
             }))
-            .with(Runner::peer("safetensors, mapped", || {
-                let map = map(&at("x.st"));
-                for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
-                    adding_up(view.data());
-                }
-            }))
+            .with(Runner::peer(THEIRS, || read_theirs(&at("x.st"))))
             .with(Runner::peer("object_store", || {
                 let get =
                     async { objects.get(&"x.st".into()).await.unwrap().bytes().await.unwrap() };
                 black_box(runtime.block_on(get));
             }))
-            .with(Runner::limit("read", || {
-                black_box(std::fs::read(at("x.st")).unwrap());
+            .with(Runner::limit("read 1 MiB at a time, 2 threads", || {
+                read_in_pieces(&at("x.st"), 2, |_| {});
             })),
         );
+        for last in &lasts {
+            model.expect_same(&last.take());
+        }
     }
 }
 
@@ -120,34 +131,30 @@ pub(crate) fn fits(bench: &mut Bench) {
             saves.at_size(
                 bench,
                 (tensors, bytes),
-                5,
+                11,
                 vec![
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))
-                        .before(|| clear(folder.path())),
+                        .before(|| clear(folder.path()))
+                        .after(|| std::fs::rename(at("x.tssd"), at(LAST)).unwrap()),
                     Runner::peer("safetensors", || {
                         safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
                     })
                     .before(|| clear(folder.path())),
                 ],
             );
-            write(&model, &at("x.tssd"));
             safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
+            let last = Last::new();
             loads.at_size(
                 bench,
                 (tensors, bytes),
-                5,
+                11,
                 vec![
-                    Runner::ours("tssd", || {
-                        black_box(read(&at("x.tssd"), 2));
-                    }),
-                    Runner::peer("safetensors", || {
-                        let map = map(&at("x.st"));
-                        for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
-                            adding_up(view.data());
-                        }
-                    }),
+                    Runner::ours(OURS, || last.renew(|| read(&at(LAST), 2))),
+                    Runner::peer(THEIRS, || read_theirs(&at("x.st"))),
                 ],
             );
+            // It was read from the file that the last save has made.
+            model.expect_same(&last.take());
         }
     }
     saves.record(bench);
@@ -170,6 +177,13 @@ fn read(path: &Path, threads: usize) -> StateDict {
     archive.to_state_dict().unwrap()
 }
 
+fn read_theirs(path: &Path) {
+    let map = map(path);
+    for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
+        adding_up(view.data());
+    }
+}
+
 /// A map of a file that nobody changes.
 #[expect(unsafe_code, reason = "maps are what users of safetensors have")]
 pub(crate) fn map(path: &Path) -> Mmap {
@@ -177,10 +191,13 @@ pub(crate) fn map(path: &Path) -> Mmap {
     unsafe { Mmap::map(&File::open(path).unwrap()).unwrap() }
 }
 
-/// Takes away what was written before, and waits until the disk has parted with it.
+/// Takes away what was written before, but for what is kept to be compared, and waits until the disk has parted with it.
 fn clear(folder: &Path) {
     for entry in folder.read_dir().unwrap() {
-        std::fs::remove_file(entry.unwrap().path()).unwrap();
+        let entry = entry.unwrap();
+        if entry.file_name() != LAST {
+            std::fs::remove_file(entry.path()).unwrap();
+        }
     }
     rustix::fs::sync();
 }

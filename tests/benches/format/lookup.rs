@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 use tssd_format::{
     Archive, Dict, Key, ObjectPath, StateDict, Step, Tensor, TorchStoreStateDict, Value,
 };
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target, name_of_expert};
+use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target, name_of_expert};
 
 use crate::theirs;
 
@@ -29,27 +29,38 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     let step = |part| Step::Key(Key::from(part));
     let nested_paths: Vec<ObjectPath> =
         names.iter().map(|name| name.split('.').map(step).collect()).collect();
-    let by_path = |archive: &Archive, paths: &[ObjectPath]| {
-        for path in paths {
+    // Each is dropped before the next one is looked up. The last one of each turn stays, to be compared.
+    let lasts = [const { Last::new() }; 4];
+    let by_path = |archive: &Archive, paths: &[ObjectPath], last: &Last<Value>| {
+        let (end, others) = paths.split_last().unwrap();
+        for path in others {
             black_box(archive.value(path).unwrap());
         }
+        last.renew(|| archive.value(end).unwrap());
     };
-    let by_fqn = |archive: &Archive| {
-        for name in &names {
+    let by_fqn = |archive: &Archive, last: &Last<Value>| {
+        let (end, others) = names.split_last().unwrap();
+        for name in others {
             black_box(archive.tensor(name).unwrap());
         }
+        last.renew(|| Value::Tensor(archive.tensor(end).unwrap()));
     };
     // A microsecond for each.
     let target = Target::Milliseconds(10.0);
     bench.race(
         Race::new("look up", "10,000 of 30,000 tensors by name: 1 ms is 100 ns for each", 21)
             .of_tensors(&model.name, COUNT)
-            .with(Runner::ours("tssd", || by_fqn(&flat)).target(target))
-            .with(Runner::also("tssd, nested", || by_fqn(&nested)).target(target))
-            .with(Runner::also("tssd, by path", || by_path(&flat, &flat_paths)).target(target))
+            .with(Runner::ours("tssd", || by_fqn(&flat, &lasts[0])).target(target))
+            .with(Runner::also("tssd, nested", || by_fqn(&nested, &lasts[1])).target(target))
             .with(
-                Runner::also("tssd, nested, by path", || by_path(&nested, &nested_paths))
+                Runner::also("tssd, by path", || by_path(&flat, &flat_paths, &lasts[2]))
                     .target(target),
+            )
+            .with(
+                Runner::also("tssd, nested, by path", || {
+                    by_path(&nested, &nested_paths, &lasts[3]);
+                })
+                .target(target),
             )
             .with(Runner::peer("safetensors", || {
                 for name in &names {
@@ -57,6 +68,8 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
                 }
             })),
     );
+    let end = model.dict.entries().get(names.last().unwrap().as_str()).unwrap();
+    assert!(lasts.iter().all(|last| last.take() == *end), "what is found is what was written");
 }
 
 /// The same tensors in a tree of dicts, cut at the dots.

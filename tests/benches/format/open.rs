@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use safetensors::SafeTensors;
 use tssd_format::{Archive, TorchStoreStateDict};
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target};
+use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target};
 
 use crate::theirs;
 
@@ -15,8 +15,9 @@ pub(crate) fn all_names(bench: &mut Bench) {
         let model = Model::experts(tensors, 4);
         let ours = encoded(&model);
         let theirs = theirs::encoded(&model);
+        let last = Last::new();
         let open = Runner::ours("tssd", || {
-            black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
+            last.renew(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
         });
         let peer = "safetensors";
         let open = match speed {
@@ -28,6 +29,7 @@ pub(crate) fn all_names(bench: &mut Bench) {
         bench.race(race.with(Runner::peer(peer, || {
             black_box(SafeTensors::deserialize(black_box(&theirs)).unwrap());
         })));
+        model.expect_same(&last.take().to_state_dict().unwrap());
     }
     a_million(bench);
 }
@@ -42,6 +44,7 @@ fn a_million(bench: &mut Bench) {
     let index = usize::try_from(Archive::from_bytes(ours.clone()).unwrap().index_range().start);
     let index = ours.slice(index.unwrap()..);
     let mut copy = index.to_vec();
+    let (last, last_of_file) = (Last::new(), Last::new());
     bench.race(
         Race::new(
             "open a million",
@@ -51,20 +54,21 @@ fn a_million(bench: &mut Bench) {
         .of_tensors(&model.name, model.tensors)
         .with(
             Runner::ours("tssd", || {
-                black_box(Archive::from_bytes(black_box(ours.clone())).unwrap());
+                last.renew(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
             })
             .target(Target::Milliseconds(120.0)),
         )
         .with(
-            Runner::also("tssd, a file", || {
-                black_box(Archive::open(&path).unwrap());
-            })
-            .target(Target::Milliseconds(300.0)),
+            Runner::also("tssd, a file", || last_of_file.renew(|| Archive::open(&path).unwrap()))
+                .target(Target::Milliseconds(300.0)),
         )
         .with(Runner::limit("memcpy, the index", || {
             black_box(&mut copy).copy_from_slice(&index);
         })),
     );
+    for archive in [last.take(), last_of_file.take()] {
+        model.expect_same(&archive.to_state_dict().unwrap());
+    }
 }
 
 fn encoded(model: &Model) -> bytes::Bytes {

@@ -1,12 +1,9 @@
 //! Verifying: every stored byte against its checksum.
 
-use std::fs::File;
-use std::hint::black_box;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
-use tssd_format::{Archive, CHUNK_BYTES, TorchStoreStateDict, Verify};
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target, adding_up, cores};
+use tssd_format::{Archive, TorchStoreStateDict, Verify};
+use tssd_tests::bench::{
+    Bench, Last, Model, Race, Runner, Target, adding_up, cores, read_in_pieces, read_into,
+};
 
 /// A file that the system has in memory, against reading it: one `pread` for each thread, of its part of the file into
 /// its part of memory that is warm. To compare there is `pread` of chunks of 1 MiB into one buffer, which stays in the
@@ -20,19 +17,14 @@ pub(crate) fn a_file(bench: &mut Bench) {
     let model = Model::four_hundred();
     let bytes = TorchStoreStateDict::from_state_dict(&model.dict).unwrap().as_bytes().clone();
     std::fs::write(&path, &bytes).unwrap();
-    let len = u64::try_from(bytes.len()).unwrap();
-    let read = |threads, look: fn(&[u8])| {
-        let file = File::open(&path).unwrap();
-        let chunks: Vec<u64> = (0..len / CHUNK_BYTES).collect();
-        on_threads(&chunks, threads, |chunks| {
-            let mut buffer = vec![0; usize::try_from(CHUNK_BYTES).unwrap()];
-            for chunk in chunks {
-                file.read_exact_at(&mut buffer, chunk * CHUNK_BYTES).unwrap();
-                look(black_box(&buffer));
-            }
-        });
+    let read = |threads, look: fn(&[u8])| read_in_pieces(&path, threads, look);
+    let verified = |archive: Archive, threads| {
+        verify(&archive, threads);
+        archive
     };
-    let mut warm = bytes.to_vec();
+    let last: Last<Archive> = Last::new();
+    let expect_same = || model.expect_same(&last.take().to_state_dict().unwrap());
+    let mut warm = vec![1; bytes.len()];
     for threads in [1, 2] {
         let case = format!("verify a file, {}", cores(threads));
         bench.race(
@@ -44,44 +36,36 @@ pub(crate) fn a_file(bench: &mut Bench) {
             .of(&model)
             .with(
                 Runner::ours("tssd", || {
-                    verify(&Archive::open(&path).unwrap(), threads);
+                    last.renew(|| verified(Archive::open(&path).unwrap(), threads));
                 })
                 .target(Target::Speed(0.9, READ)),
             )
-            .with(Runner::limit(READ, || read_whole(&path, &mut warm, threads)))
+            .with(Runner::limit(READ, || read_into(&path, &mut warm, threads)))
             .with(Runner::also("read 1 MiB at a time, and add", || read(threads, adding_up)))
             .with(Runner::also("read 1 MiB at a time", || read(threads, |_| {}))),
         );
+        expect_same();
+        assert!(warm == bytes, "what is read is what was written");
         let case = format!("verify memory, {}", cores(threads));
         bench.race(
             Race::new(&case, "every checksum; to add is to look at every word", 7)
                 .of(&model)
                 .with(
                     Runner::ours("tssd", || {
-                        verify(&Archive::from_bytes(bytes.clone()).unwrap(), threads);
+                        let archive = Archive::from_bytes(bytes.clone()).unwrap();
+                        last.renew(|| verified(archive, threads));
                     })
                     .target(Target::Speed(0.9, ADD)),
                 )
                 .with(Runner::limit(ADD, || on_threads(&bytes, threads, adding_up))),
         );
+        expect_same();
     }
 }
 
 pub(crate) fn verify(archive: &Archive, threads: usize) {
     on_threads(&archive.verify_jobs(), threads, |jobs| {
         jobs.iter().try_for_each(Verify::run).unwrap();
-    });
-}
-
-/// All of a file into memory: each thread its part, in one call.
-fn read_whole(path: &Path, memory: &mut [u8], threads: usize) {
-    let file = File::open(path).unwrap();
-    let part = memory.len().div_ceil(threads);
-    std::thread::scope(|scope| {
-        for (number, memory) in memory.chunks_mut(part).enumerate() {
-            let (file, start) = (&file, number * part);
-            scope.spawn(move || file.read_exact_at(memory, u64::try_from(start).unwrap()).unwrap());
-        }
     });
 }
 

@@ -57,7 +57,10 @@ pub(crate) fn up_and_down(bench: &mut Bench) {
             Race::new("download", "in place, from a bucket in memory, a new version, verified", 15)
                 .of(model)
                 .with(Runner::ours("tssd", read).before(renew).target(Target::Speed(0.8, PEER)))
-                .with(Runner::peer(PEER, || theirs.download(&mut memory))),
+                .with(Runner::peer(PEER, || theirs.download(&mut memory)).before(|| {
+                    theirs.delete();
+                    theirs.upload();
+                })),
         );
         model.expect_bytes(&tensors.borrow());
         assert!(memory == theirs.archive, "what came back is what was sent");

@@ -86,51 +86,63 @@ pub(crate) fn get(bench: &mut Bench) {
 
 /// The first version of a key, in a daemon that has no memory yet, and the first get of a reader.
 pub(crate) fn cold(bench: &mut Bench) {
-    let model = &Model::four_hundred();
-    on_cores(2, || {
-        let mut memory = Memory::new(model.bytes);
-        let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
-        bench.race(
-            Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", 5)
-                .of(model)
-                .cold()
-                .with(
-                    Runner::ours("tssd", || {
-                        put_one(&there.borrow().as_ref().unwrap().1, model);
-                    })
-                    .before(|| {
-                        there.take();
-                        let served = Served::new(LIMIT);
-                        let store = served.connect();
-                        there.replace(Some((served, store)));
-                    }),
-                )
-                .with(Runner::limit(MEMCPY, || memory.copy_fresh(2))),
-        );
-        let served = Served::new(LIMIT);
-        let writer = served.connect();
-        put_one(&writer, model);
-        let reader: RefCell<Option<Store>> = RefCell::new(None);
-        let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
-        bench.race(
-            Race::new("get cold", "in place, the first get of a reader, 2 cores", 5)
-                .of(model)
-                .cold()
-                .with(
-                    Runner::ours("tssd", || {
-                        let reader = reader.borrow();
-                        let options = GetOptions::default();
-                        get_into(reader.as_ref().unwrap(), model, &mut tensors, &options);
-                    })
-                    .before(|| {
-                        reader.take();
-                        reader.replace(Some(served.connect()));
-                    }),
-                )
-                .with(Runner::limit(MEMCPY, || memory.copy(2))),
-        );
-        model.expect_bytes(&tensors);
-    });
+    for (model, rounds) in [(Model::four_hundred(), 5), (Model::of(&bench.options), 3)] {
+        on_cores(2, || {
+            put_cold(bench, &model, rounds);
+            get_cold(bench, &model, rounds);
+        });
+    }
+}
+
+fn put_cold(bench: &mut Bench, model: &Model, rounds: usize) {
+    let mut memory = Memory::new(model.bytes);
+    let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
+    bench.race(
+        Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", rounds)
+            .of(model)
+            .cold()
+            .with(
+                Runner::ours("tssd", || {
+                    put_one(&there.borrow().as_ref().unwrap().1, model);
+                })
+                .before(|| {
+                    there.take();
+                    let served = Served::new(LIMIT);
+                    let store = served.connect();
+                    there.replace(Some((served, store)));
+                }),
+            )
+            .with(Runner::limit("memcpy into new memory", || memory.copy_fresh(2))),
+    );
+    let (_served, store) = there.take().unwrap();
+    model.expect_same(&store.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
+}
+
+fn get_cold(bench: &mut Bench, model: &Model, rounds: usize) {
+    let mut memory = Memory::new(model.bytes);
+    let served = Served::new(LIMIT);
+    let writer = served.connect();
+    put_one(&writer, model);
+    let reader: RefCell<Option<Store>> = RefCell::new(None);
+    let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
+    bench.race(
+        Race::new("get cold", "in place, the first get of a reader, 2 cores", rounds)
+            .of(model)
+            .cold()
+            .with(
+                Runner::ours("tssd", || {
+                    let reader = reader.borrow();
+                    let options = GetOptions::default();
+                    get_into(reader.as_ref().unwrap(), model, &mut tensors, &options);
+                })
+                .before(|| {
+                    reader.take();
+                    reader.replace(Some(served.connect()));
+                }),
+            )
+            .with(Runner::limit(MEMCPY, || memory.copy(2))),
+    );
+    model.expect_bytes(&tensors);
 }
 
 pub(crate) fn put_one(store: &Store, model: &Model) {

@@ -1,7 +1,6 @@
 //! What must last: a version in a directory, on the disk before anybody sees it.
 
 use std::fs::File;
-use std::hint::black_box;
 use std::io::Write;
 
 use object_store::ObjectStoreExt;
@@ -10,7 +9,7 @@ use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
 use tssd_store::file::settle;
-use tssd_tests::bench::{Bench, Model, Race, Runner};
+use tssd_tests::bench::{Bench, Last, Model, Race, Runner, read_into};
 
 use crate::copies::put_one;
 use crate::key;
@@ -52,19 +51,27 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
             ),
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
+    // What was got is given up before the next version, and nobody waits for that.
+    let (last, object) = (Last::new(), Last::new());
+    let mut warm = vec![1; encoded.len()];
     bench.race(
         Race::new("get durable", "views of a version in a directory, page cache, verified", 3)
             .of(&model)
-            .with(
-                Runner::ours("tssd", || drop(black_box(get()))).before(|| put_one(&store, &model)),
-            )
-            .with(Runner::peer("object_store", || {
-                let get = async { objects.get(&"object".into()).await.unwrap().bytes().await };
-                black_box(runtime.block_on(get).unwrap());
+            .with(Runner::ours("tssd", || last.renew(get)).before(|| {
+                last.clear();
+                put_one(&store, &model);
             }))
-            .with(Runner::limit("read", || {
-                black_box(std::fs::read(&plain).unwrap());
+            .with(
+                Runner::peer("object_store", || {
+                    let get = async { objects.get(&"object".into()).await.unwrap().bytes().await };
+                    object.renew(|| runtime.block_on(get).unwrap());
+                })
+                .before(|| object.clear()),
+            )
+            .with(Runner::limit("read into warm memory, 2 threads", || {
+                read_into(&plain, &mut warm, 2);
             })),
     );
-    model.expect_same(&get());
+    model.expect_same(&last.take());
+    assert!(object.take() == encoded && warm == encoded, "what is read is what was written");
 }

@@ -1,14 +1,15 @@
 //! What operations cost by tensor and by byte.
 
 use std::cell::RefCell;
-use std::hint::black_box;
 
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Curve, Memory, Model, Runner, on_cores};
+use tssd_tests::bench::peer::Peer;
+use tssd_tests::bench::{Bench, Curve, Echo, Last, Memory, Model, Runner, on_cores};
 use tssd_tests::served::Served;
 
 use crate::copies::{LIMIT, get_into, put_one};
 use crate::key;
+use crate::pull::Copy;
 
 pub(crate) fn all(bench: &mut Bench) {
     let mut put = Curve::fit("put", "a new version, warm memory");
@@ -22,6 +23,8 @@ pub(crate) fn all(bench: &mut Bench) {
                 let served = Served::new(LIMIT);
                 let (writer, reader) = (served.connect(), served.connect());
                 let far = served.connect_far();
+                let (copier, mut echo) = (Peer::start("copy"), Echo::new());
+                let mut socket = Copy::new(&copier.said[0], 2, bytes);
                 let memory = RefCell::new(Memory::new(bytes));
                 let tensors_of = RefCell::new(vec![1_u8; usize::try_from(bytes).unwrap()]);
                 let renew = || put_one(&writer, model);
@@ -35,8 +38,8 @@ pub(crate) fn all(bench: &mut Bench) {
                     read(&far);
                 });
                 let copy = || {
-                    Runner::limit("memcpy of each", || {
-                        memory.borrow_mut().copy_in_parts(tensors);
+                    Runner::limit("memcpy of each, 2 threads", || {
+                        memory.borrow_mut().copy_in_parts(tensors, 2);
                     })
                 };
                 let size = (tensors, bytes);
@@ -44,14 +47,21 @@ pub(crate) fn all(bench: &mut Bench) {
                 let ours = Runner::ours("tssd", || read(&reader)).before(renew);
                 into.at_size(bench, size, 5, vec![ours, copy()]);
                 let options = GetOptions { unverified: true, ..GetOptions::default() };
-                let view = || {
-                    let found = reader.get_state_dict(&key(), &options).unwrap();
-                    drop(black_box(found));
-                };
-                let ours = Runner::ours("tssd", view).before(renew);
-                views.at_size(bench, size, 5, vec![ours]);
+                let last = Last::new();
+                let view = || last.renew(|| reader.get_state_dict(&key(), &options).unwrap().0);
+                // As in the race of views: what was got is dropped first.
+                let ours = Runner::ours("tssd", view).before(|| {
+                    last.clear();
+                    renew();
+                });
+                let there =
+                    Runner::limit("64 B there and back by a socket", || echo.there_and_back());
+                views.at_size(bench, size, 5, vec![ours, there]);
+                model.expect_same(&last.take());
+                model.expect_bytes(&tensors_of.borrow());
                 let ours = Runner::ours("tssd", || read(&far)).before(renew);
-                pull.at_size(bench, size, 3, vec![ours]);
+                let plain = Runner::limit("socket copy", || socket.run());
+                pull.at_size(bench, size, 3, vec![ours, plain]);
                 model.expect_bytes(&tensors_of.borrow());
             });
         }

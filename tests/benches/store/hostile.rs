@@ -10,7 +10,7 @@ use std::time::Duration;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
-use tssd_tests::bench::{Bench, Race, Runner, Target};
+use tssd_tests::bench::{Bench, Last, Race, Runner, Target};
 use tssd_tests::served::Served;
 
 use crate::key;
@@ -30,19 +30,22 @@ pub(crate) fn attacked(bench: &mut Bench) {
     let is_on = &AtomicBool::new(false);
     let is_over = &AtomicBool::new(false);
     let socket = &attacked.socket();
+    let lasts = [const { Last::new() }; 2];
+    let [last, in_peace] = &lasts;
     thread::scope(|scope| {
         let attack = scope.spawn(move || attack(socket, is_on, is_over));
         let what = format!("{PAIRS} puts and gets, and {CONNECTIONS} hostile connections");
         bench.race(
             Race::new("attacked", &what, ROUNDS)
                 .with(
-                    Runner::ours("tssd", || honest(&other, dict))
+                    Runner::ours("tssd", || last.renew(|| honest(&other, dict)))
                         .before(|| is_on.store(true, Ordering::Relaxed))
                         .after(|| is_on.store(false, Ordering::Relaxed))
                         .target(Target::Speed(0.5, PEACE)),
                 )
-                .with(Runner::limit(PEACE, || honest(&one, dict))),
+                .with(Runner::limit(PEACE, || in_peace.renew(|| honest(&one, dict)))),
         );
+        assert!(lasts.iter().all(|last| last.take() == *dict), "what is got is what was put");
         is_over.store(true, Ordering::Relaxed);
         #[expect(clippy::cast_precision_loss, reason = "there are not that many")]
         let made = attack.join().unwrap() as f64;
@@ -59,11 +62,14 @@ fn small() -> StateDict {
     dict
 }
 
-fn honest(store: &Store, dict: &StateDict) {
-    for _ in 0..PAIRS {
+/// What the last get has found: that of each other one is dropped before the next put.
+fn honest(store: &Store, dict: &StateDict) -> StateDict {
+    let pair = || {
         store.put_state_dict(&key(), dict, &PutOptions::default()).unwrap();
-        store.get_state_dict(&key(), &GetOptions::default()).unwrap();
-    }
+        store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
+    };
+    (1..PAIRS).for_each(|_| drop(pair()));
+    pair()
 }
 
 /// Says the next thing on every connection, again and again; those that were ended are made anew. Returns

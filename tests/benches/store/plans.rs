@@ -4,17 +4,28 @@ use tssd_format::{
     DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
     TensorSlice,
 };
-use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
-use tssd_tests::bench::{Bench, Curve, Fsdp, Memory, Race, Role, Runner, Target, stacked_shapes};
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, JobId, PutOptions};
+use tssd_tests::bench::{
+    Bench, Curve, Fsdp, Last, Memory, Race, Role, Runner, Target, stacked_shapes,
+};
 use tssd_tests::served::Served;
 use tssd_tests::sharding::meta_of;
 
 use crate::copies::LIMIT;
 use crate::key;
+use crate::reshard::layers;
 
 const TENSORS: u32 = 1000;
 const WRITERS: u32 = 256;
 const READERS: u64 = 128;
+
+/// The matrices that are in a store.
+const SMALL: [u64; 2] = [256, 128];
+
+/// What a plan holds, at least: a place here and a place there for each copy.
+const LIMIT_OF_PLANS: &str = "memcpy, 16 B a copy";
+const COPY_BYTES: u64 = 16;
 
 pub(crate) fn many_ranks(bench: &mut Bench) {
     rows_to_columns(bench);
@@ -28,12 +39,20 @@ fn rows_to_columns(bench: &mut Bench) {
     let tensors =
         (0..TENSORS).map(|number| (format!("layers.{number}.o_proj.weight"), meta.clone()));
     let fsdp = Fsdp::new(&tensors.collect::<Vec<_>>(), WRITERS, READERS);
-    assert_eq!(fsdp.plan(0).len(), usize::try_from(TENSORS * WRITERS).unwrap());
+    let last = Last::new();
+    let mut memory = Memory::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
     bench.race(
         Race::new("plan", "one of 128 readers of columns, 256 writers of rows", 7)
             .of_tensors("matrices", fsdp.tensors())
-            .with(Runner::ours("tssd", || drop(fsdp.plan(0))).target(Target::Milliseconds(500.0))),
+            .with(
+                Runner::ours("tssd", || last.renew(|| fsdp.plan(0)))
+                    .target(Target::Milliseconds(500.0)),
+            )
+            .with(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
     );
+    let copies = last.take();
+    assert_eq!(copies.len(), usize::try_from(TENSORS * WRITERS).unwrap());
+    fsdp.expect_whole(0, &copies);
 }
 
 /// FSDP of ever more ranks to TP of 128, of a model of a trillion parameters.
@@ -44,79 +63,101 @@ fn kimi(bench: &mut Bench) {
     for writers in [32, 64, 128, 256] {
         let fsdp = Fsdp::new(&shapes, writers, READERS);
         let copies = u64::try_from(fsdp.plan(0).len()).unwrap();
-        // What a plan holds, at least: a place here and a place there for each copy.
-        let mut memory = Memory::new(16 * copies);
+        let mut memory = Memory::new(COPY_BYTES * copies);
+        let last = Last::new();
         curve.at(
             bench,
             u64::from(writers),
             7,
             vec![
-                Runner::ours("tssd", || drop(fsdp.plan(0))),
-                Runner::limit("memcpy, 16 B a copy", || memory.copy(1)),
+                Runner::ours("tssd", || last.renew(|| fsdp.plan(0))),
+                Runner::limit(LIMIT_OF_PLANS, || memory.copy(1)),
             ],
         );
+        fsdp.expect_whole(0, &last.take());
     }
     curve.record(bench);
 }
 
-/// With a store: what reports say of the first plan, and of the next ones of the same layout.
+/// With a store: what reports say of the first plan of a reader, and of the next one of a reader that has had the same
+/// layout before.
 fn in_a_store(bench: &mut Bench) {
-    const SMALL: [u64; 2] = [256, 128];
+    const ROUNDS: usize = 5;
     let served = Served::new(LIMIT);
     let (writer, reader) = (served.connect(), served.connect());
-    let mesh = DeviceMesh::from_shape(&[u64::from(WRITERS)]).unwrap();
-    let place_of = |mesh: &DeviceMesh, rank, dim| {
-        let slice = TensorSlice::from_placements(&SMALL, mesh, rank, &[Placement::Shard { dim }]);
-        ShardPlace::new(slice.unwrap().remove(0)).on_mesh(mesh.clone()).unwrap()
-    };
-    let readers = DeviceMesh::from_shape(&[READERS]).unwrap();
-    let place = place_of(&readers, 0, 1);
-    let meta = meta_of(Dtype::Bfloat16, &place);
-    let len = usize::try_from(meta.nbytes()).unwrap();
-    let mut seconds = Vec::new();
-    for version in 1..=3 {
-        for rank in 0..WRITERS {
-            let mut dict = StateDict::new();
-            let place = place_of(&mesh, rank, 0);
-            let meta = meta_of(Dtype::Bfloat16, &place);
-            let bytes = Storage::from(vec![1_u8; usize::try_from(meta.nbytes()).unwrap()]);
-            let tensor = Tensor::new(meta, bytes, 0).unwrap();
-            for name in 0..TENSORS {
-                let shard = Shard::new(tensor.clone(), place.clone()).unwrap();
-                dict.insert(format!("layers.{name}"), shard);
-            }
-            let options = PutOptions {
-                version: Some(version),
-                writer: Some(rank),
-                job: Some(JobId("bench".into())),
-                ..PutOptions::default()
-            };
-            writer.put_state_dict(&key(), &dict, &options).unwrap();
-        }
-        let mut memory = vec![0_u8; len * usize::try_from(TENSORS).unwrap()];
-        let target = |(name, bytes)| Wanted {
-            fqn: format!("layers.{name}"),
-            place: Some(place.clone()),
-            meta: meta.clone(),
-            memory: TargetMemory::Here(bytes),
-        };
-        let mut targets: Vec<Wanted<'_>> =
-            (0..TENSORS).zip(memory.chunks_mut(len)).map(target).collect();
-        let options = GetOptions { unverified: true, ..GetOptions::default() };
-        let report = reader.get_state_dict_into(&key(), &mut targets, &options).unwrap();
-        assert_eq!(report.bytes_transferred, report.bytes_needed);
-        seconds.push(report.plan_seconds);
+    let mut memory = Memory::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
+    put_rows(&writer, 1);
+    seconds_of_plan(&reader);
+    let (mut again, mut first) = (Vec::new(), Vec::new());
+    for version in (2..).take(ROUNDS) {
+        put_rows(&writer, version);
+        again.push(seconds_of_plan(&reader));
+        first.push(seconds_of_plan(&served.connect()));
     }
-    let mut next = seconds.split_off(1).into_iter().cycle();
-    let first = seconds[0];
+    // `--iterations` may want more rounds than there are versions.
+    let (mut again, mut first) = (again.into_iter().cycle(), first.into_iter().cycle());
     bench.race(
-        Race::new("plan again", "a later version of a layout, as its get says", 2)
+        Race::new("plan again", "a later version of a layout, as its get says", ROUNDS)
             .of_tensors("matrices", usize::try_from(TENSORS).unwrap())
             .cold()
             .with(
-                Runner::timed(Role::Ours, "tssd", || next.next().unwrap())
+                Runner::timed(Role::Ours, "tssd", || again.next().unwrap())
                     .target(Target::Milliseconds(1.0)),
             )
-            .with(Runner::timed(Role::Also, "tssd, the first time", || first)),
+            .with(Runner::timed(Role::Also, "tssd, the first time", || first.next().unwrap()))
+            .with(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
     );
+}
+
+/// What one of so many ranks has of a small matrix.
+fn place_of(ranks: u64, rank: u32, dim: u32) -> ShardPlace {
+    let mesh = DeviceMesh::from_shape(&[ranks]).unwrap();
+    let slice = TensorSlice::from_placements(&SMALL, &mesh, rank, &[Placement::Shard { dim }]);
+    ShardPlace::new(slice.unwrap().remove(0)).on_mesh(mesh).unwrap()
+}
+
+/// What a row has in a version: all its bytes are the same.
+fn byte_of(version: u64, row: u32) -> u8 {
+    u8::try_from((version * 31 + u64::from(row)) % 251).unwrap()
+}
+
+/// A version of matrices of as many rows as there are writers.
+fn put_rows(writer: &Store, version: u64) {
+    for rank in 0..WRITERS {
+        let place = place_of(u64::from(WRITERS), rank, 0);
+        let meta = meta_of(Dtype::Bfloat16, &place);
+        let bytes = vec![byte_of(version, rank); usize::try_from(meta.nbytes()).unwrap()];
+        let tensor = Tensor::new(meta, Storage::from(bytes), 0).unwrap();
+        let mut dict = StateDict::new();
+        for name in 0..TENSORS {
+            let shard = Shard::new(tensor.clone(), place.clone()).unwrap();
+            dict.insert(format!("layers.{name}"), shard);
+        }
+        let options = PutOptions {
+            version: Some(version),
+            writer: Some(rank),
+            job: Some(JobId("bench".into())),
+            ..PutOptions::default()
+        };
+        writer.put_state_dict(&key(), &dict, &options).unwrap();
+    }
+}
+
+/// Gets the columns of one reader, compares them with what was put, and says how long their plan took.
+fn seconds_of_plan(reader: &Store) -> f64 {
+    let place = place_of(READERS, 0, 1);
+    let len = usize::try_from(meta_of(Dtype::Bfloat16, &place).nbytes()).unwrap();
+    let mut memory = vec![0_u8; len * usize::try_from(TENSORS).unwrap()];
+    let mut targets = layers(&place, &mut memory);
+    let options = GetOptions { unverified: true, ..GetOptions::default() };
+    let report = reader.get_state_dict_into(&key(), &mut targets, &options).unwrap();
+    assert_eq!(report.bytes_transferred, report.bytes_needed);
+    let rows = len / usize::try_from(WRITERS).unwrap();
+    for columns in memory.chunks(len) {
+        for (row, bytes) in (0..).zip(columns.chunks(rows)) {
+            let wanted = byte_of(report.version, row);
+            assert!(bytes.iter().all(|&byte| byte == wanted), "row {row} is what was put");
+        }
+    }
+    report.plan_seconds
 }

@@ -83,18 +83,18 @@ fn send(mut stream: TcpStream) {
 }
 
 /// Memory, and a connection for each part of it.
-struct Copy {
+pub(crate) struct Copy {
     memory: Vec<u8>,
     streams: Vec<TcpStream>,
 }
 
 impl Copy {
-    fn new(address: &str, connections: usize, bytes: u64) -> Self {
+    pub(crate) fn new(address: &str, connections: usize, bytes: u64) -> Self {
         let streams = (0..connections).map(|_| TcpStream::connect(address).unwrap()).collect();
         Self { memory: vec![1; usize::try_from(bytes).unwrap()], streams }
     }
 
-    fn run(&mut self) {
+    pub(crate) fn run(&mut self) {
         let part = self.memory.len().div_ceil(self.streams.len());
         thread::scope(|scope| {
             for (stream, memory) in self.streams.iter_mut().zip(self.memory.chunks_mut(part)) {

@@ -180,16 +180,7 @@ impl Readers {
         thread::scope(|scope| {
             for (store, place, memory) in &mut self.ranks {
                 scope.spawn(move || {
-                    let meta = meta_of(DTYPE, place);
-                    let len = usize::try_from(meta.nbytes()).unwrap();
-                    let target = |(number, bytes)| Wanted {
-                        fqn: format!("layers.{number}"),
-                        place: Some(place.clone()),
-                        meta: meta.clone(),
-                        memory: TargetMemory::Here(bytes),
-                    };
-                    let mut targets: Vec<Wanted<'_>> =
-                        (0..TENSORS).zip(memory.chunks_mut(len)).map(target).collect();
+                    let mut targets = layers(place, memory);
                     let options = GetOptions::default();
                     let report = store.get_state_dict_into(&key(), &mut targets, &options).unwrap();
                     assert_eq!(report.bytes_transferred, report.bytes_needed);
@@ -198,7 +189,7 @@ impl Readers {
         });
     }
 
-    fn check(&self, shape: &[u64], layout: &Layout) {
+    pub(crate) fn check(&self, shape: &[u64], layout: &Layout) {
         for (rank, (_, place, memory)) in (0..).zip(&self.ranks) {
             assert_eq!(place, &layout.place(shape, rank));
             let len = usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap();
@@ -207,4 +198,17 @@ impl Readers {
             }
         }
     }
+}
+
+/// What has a place in each of so many matrices, one after the other in memory.
+pub(crate) fn layers<'a>(place: &ShardPlace, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
+    let meta = meta_of(DTYPE, place);
+    let len = usize::try_from(meta.nbytes()).unwrap();
+    let target = |(number, bytes)| Wanted {
+        fqn: format!("layers.{number}"),
+        place: Some(place.clone()),
+        meta: meta.clone(),
+        memory: TargetMemory::Here(bytes),
+    };
+    memory.chunks_mut(len).enumerate().map(target).collect()
 }

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 
 use tssd_format::Placement;
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Curve, Memory, Model, Runner, on_cores};
+use tssd_tests::bench::{Bench, Curve, Last, Memory, Model, Runner, on_cores};
 use tssd_tests::served::Served;
 
 use crate::copies::{LIMIT, put_one};
@@ -44,6 +44,7 @@ fn writers(bench: &mut Bench) {
                 Runner::limit("memcpy", || memory.copy(2)),
             ],
         );
+        expect_all(&served);
     }
     curve.record(bench);
 }
@@ -73,8 +74,17 @@ fn readers(bench: &mut Bench) {
                 }),
             ],
         );
+        readers.borrow().check(&SHAPE, &all);
     }
     curve.record(bench);
+}
+
+/// Compares what was put last with its source.
+fn expect_all(served: &Served) {
+    let all = Layout::new(&[1], vec![Placement::Replicate]);
+    let mut reader = Readers::new(served, &SHAPE, &all);
+    reader.get();
+    reader.check(&SHAPE, &all);
 }
 
 /// Small versions, of which a daemon keeps so many.
@@ -87,15 +97,23 @@ fn versions(bench: &mut Bench) {
         let served = Served::bound(LIMIT, |options| options.keep = keep);
         let (writer, reader) = (served.connect(), served.connect());
         (0..kept + 3).for_each(|_| put_one(&writer, &model));
+        let mut memory = Memory::new(model.bytes);
+        let last = Last::new();
         curve.at(
             bench,
             u64::from(kept),
             51,
-            vec![Runner::ours("tssd", || {
-                put_one(&writer, &model);
-                drop(reader.get_state_dict(&key(), &GetOptions::default()).unwrap());
-            })],
+            vec![
+                Runner::ours("tssd", || {
+                    last.renew(|| {
+                        put_one(&writer, &model);
+                        reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0
+                    });
+                }),
+                Runner::limit("memcpy", || memory.copy(1)),
+            ],
         );
+        model.expect_same(&last.take());
     }
     curve.record(bench);
 }

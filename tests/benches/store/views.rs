@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use tssd_format::{StateDict, Value};
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, adding_up, on_cores};
+use tssd_tests::bench::{Bench, Echo, Memory, Model, Race, Runner, Target, adding_up, on_cores};
 use tssd_tests::served::Served;
 
 use crate::copies::{LIMIT, put_one};
@@ -30,13 +30,19 @@ pub(crate) fn of_one_version(bench: &mut Bench) {
                 get();
             });
             let mut memory = Memory::new(model.bytes);
+            let mut echo = Echo::new();
             bench.race(
                 Race::new("views", "all tensors of a new version handed over, 1 core", rounds)
-                    .of(model)
+                    // No byte moves: a rate would say nothing.
+                    .of_tensors(&model.name, model.tensors)
                     .with(Runner::ours("tssd", get).before(renew).target(Target::Milliseconds(1.0)))
+                    .with(Runner::limit("64 B there and back by a socket", || {
+                        echo.there_and_back();
+                    }))
                     .with(Runner::also("memcpy", || memory.copy(1))),
             );
-            drop(memory);
+            model.expect_same(&got.borrow());
+            drop((memory, echo));
             bench.race(
                 Race::new("views read", "every byte of them once, 1 core", rounds)
                     .of(model)

@@ -46,8 +46,7 @@ impl Fsdp {
     pub fn plan(&self, reader: u32) -> Vec<Copy> {
         let mut copies = Vec::new();
         for ((stored, meta), dim) in self.stored.iter().zip(&self.tensors).zip(&self.dims) {
-            let placement = dim.map_or(Placement::Replicate, |dim| Placement::Shard { dim });
-            let place = place(meta, &self.readers, reader, placement);
+            let place = self.wanted(meta, *dim, reader);
             let wanted = Wanted {
                 region: place.slice().region(),
                 global_shape: meta.shape().into(),
@@ -56,6 +55,29 @@ impl Fsdp {
             copies.extend(plan(stored, &wanted).unwrap());
         }
         copies
+    }
+
+    /// What one reader wants of a tensor.
+    fn wanted(&self, meta: &TensorMeta, dim: Option<u32>, reader: u32) -> ShardPlace {
+        let placement = dim.map_or(Placement::Replicate, |dim| Placement::Shard { dim });
+        place(meta, &self.readers, reader, placement)
+    }
+
+    /// Compares what one reader copies with what it wants: as many bytes of each tensor.
+    ///
+    /// # Panics
+    ///
+    /// If it is not the same.
+    pub fn expect_whole(&self, reader: u32, copies: &[Copy]) {
+        let mut found = vec![0; self.tensors()];
+        for copy in copies {
+            let number = usize::try_from(copy.storage).unwrap() % self.tensors();
+            found[number] += copy.runs.total_bytes();
+        }
+        for (number, (meta, dim)) in self.tensors.iter().zip(&self.dims).enumerate() {
+            let place = self.wanted(meta, *dim, reader);
+            assert_eq!(found[number], meta_of(meta.dtype(), &place).nbytes(), "tensor {number}");
+        }
     }
 }
 

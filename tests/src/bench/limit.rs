@@ -1,7 +1,15 @@
 //! What the machine itself can do.
 
+use std::fs::File;
 use std::hint::black_box;
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::thread;
+
+/// As much of a file as stays in the cache of a core.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// A number of cores in words.
 pub const fn cores(count: usize) -> &'static str {
@@ -46,12 +54,19 @@ impl Memory {
         copy(&self.source, &mut self.target, threads);
     }
 
-    /// The same in so many parts of the same size: a call for each, on one thread.
-    pub fn copy_in_parts(&mut self, parts: usize) {
+    /// The same in so many parts of the same size: a call for each, as many of them on each thread.
+    pub fn copy_in_parts(&mut self, parts: usize, threads: usize) {
         let part = self.source.len().div_ceil(parts);
-        for (source, target) in self.source.chunks(part).zip(self.target.chunks_mut(part)) {
-            black_box(target).copy_from_slice(source);
-        }
+        let share = parts.div_ceil(threads) * part;
+        thread::scope(|scope| {
+            for (source, target) in self.source.chunks(share).zip(self.target.chunks_mut(share)) {
+                scope.spawn(move || {
+                    for (source, target) in source.chunks(part).zip(target.chunks_mut(part)) {
+                        black_box(target).copy_from_slice(source);
+                    }
+                });
+            }
+        });
     }
 
     /// The same into memory that the system has just given.
@@ -72,4 +87,83 @@ fn copy(source: &[u8], target: &mut [u8], threads: usize) {
             scope.spawn(move || black_box(target).copy_from_slice(source));
         }
     });
+}
+
+/// All of a file into memory that is there: each thread its part, in one call.
+///
+/// # Panics
+///
+/// If the file cannot be read, or is shorter than the memory.
+pub fn read_into(path: &Path, memory: &mut [u8], threads: usize) {
+    let file = File::open(path).unwrap();
+    let part = memory.len().div_ceil(threads);
+    thread::scope(|scope| {
+        for (number, memory) in memory.chunks_mut(part).enumerate() {
+            let (file, start) = (&file, number * part);
+            scope.spawn(move || file.read_exact_at(memory, u64::try_from(start).unwrap()).unwrap());
+        }
+    });
+}
+
+/// All of a file, each thread its part through a buffer of 1 MiB, with a look at each piece.
+///
+/// # Panics
+///
+/// If the file cannot be read.
+pub fn read_in_pieces(path: &Path, threads: usize, look: impl Fn(&[u8]) + Sync) {
+    let file = File::open(path).unwrap();
+    let len = usize::try_from(file.metadata().unwrap().len()).unwrap();
+    let starts: Vec<usize> = (0..len).step_by(PIECE_BYTES).collect();
+    thread::scope(|scope| {
+        for starts in starts.chunks(starts.len().div_ceil(threads)) {
+            let (file, look) = (&file, &look);
+            scope.spawn(move || {
+                let mut buffer = vec![0; PIECE_BYTES];
+                for &start in starts {
+                    let piece = &mut buffer[..PIECE_BYTES.min(len - start)];
+                    file.read_exact_at(piece, u64::try_from(start).unwrap()).unwrap();
+                    look(black_box(piece));
+                }
+            });
+        }
+    });
+}
+
+/// A socket whose other end says what it hears: what a request costs at least.
+pub struct Echo(UnixStream);
+
+impl Echo {
+    /// With a thread of its own, which ends with this.
+    ///
+    /// # Panics
+    ///
+    /// If the system has no sockets.
+    pub fn new() -> Self {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        thread::spawn(move || {
+            let mut word = [0; 64];
+            while there.read_exact(&mut word).is_ok() {
+                there.write_all(&word).unwrap();
+            }
+        });
+        Self(here)
+    }
+
+    /// Sends 64 bytes, and waits until they are back.
+    ///
+    /// # Panics
+    ///
+    /// If they do not come back as they were.
+    pub fn there_and_back(&mut self) {
+        let mut word = [7; 64];
+        self.0.write_all(&word).unwrap();
+        self.0.read_exact(&mut word).unwrap();
+        assert_eq!(word, [7; 64]);
+    }
+}
+
+impl Default for Echo {
+    fn default() -> Self {
+        Self::new()
+    }
 }

@@ -13,6 +13,10 @@ use crate::bench::record::{Count, Fit, Race, Record, Series, Suite};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Kept {
     pub(crate) date: String,
+    /// The commit that was measured.
+    pub(crate) commit: String,
+    /// How long it took.
+    pub(crate) seconds: u64,
     pub(crate) machine: Machine,
     pub(crate) suite: Suite,
     pub(crate) races: Vec<Race>,
@@ -23,7 +27,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// What the lines of a suite say.
-    pub(crate) fn parse(lines: &str, date: String, machine: Machine) -> Result<Self, String> {
+    pub(crate) fn parse(lines: &str, machine: Machine) -> Result<Self, String> {
         let mut records = lines.lines().zip(1..).map(|(line, number)| {
             Record::parse(line).map_err(|error| format!("record {number}: {error}"))
         });
@@ -31,7 +35,9 @@ impl Kept {
             return Err("the first record does not say which suite ran".into());
         };
         let (races, fits, series, counts) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let mut kept = Self { date, machine, suite, races, fits, series, counts };
+        let (date, commit) = (String::new(), String::new());
+        let mut kept =
+            Self { date, commit, seconds: 0, machine, suite, races, fits, series, counts };
         for record in records {
             match record? {
                 Record::Suite(suite) => return Err(format!("{} ran as well", suite.name)),
@@ -68,6 +74,8 @@ impl Kept {
     fn text(&self) -> serde_json::Result<String> {
         let one = [
             ("date", serde_json::to_string(&self.date)?),
+            ("commit", serde_json::to_string(&self.commit)?),
+            ("seconds", serde_json::to_string(&self.seconds)?),
             ("machine", serde_json::to_string(&self.machine)?),
             ("suite", serde_json::to_string(&self.suite)?),
             ("races", lines(&self.races)?),
@@ -98,7 +106,7 @@ mod tests {
         let text = kept.text().unwrap();
         assert_eq!(serde_json::from_str::<Kept>(&text).unwrap(), kept);
         let records = kept.races.len() + kept.fits.len() + kept.series.len() + kept.counts.len();
-        assert_eq!(text.lines().count(), records + 13, "{text}");
+        assert_eq!(text.lines().count(), records + 15, "{text}");
         assert!(text.lines().all(|line| !line.ends_with(' ')), "{text}");
     }
 
@@ -115,7 +123,7 @@ mod tests {
     #[test]
     fn a_suite_says_first_that_it_is_one() {
         let machine = || -> Machine { example::kept().machine };
-        let parse = |lines: &str| Kept::parse(lines, String::new(), machine());
+        let parse = |lines: &str| Kept::parse(lines, machine());
         let lines: Vec<&str> = example::LINES.lines().collect();
         parse(&lines.join("\n")).unwrap();
         assert!(parse("").is_err());

@@ -1,4 +1,5 @@
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use serde::{Deserialize, Serialize};
@@ -31,6 +32,18 @@ impl Machine {
 /// The day, in UTC.
 pub(crate) fn today() -> String {
     said(Command::new("date").args(["-u", "+%F"]))
+}
+
+/// The commit of a working tree, and whether anything was changed since but what benches write.
+pub(crate) fn commit(root: &Path) -> String {
+    let git = |words: &[&str]| {
+        let mut command = Command::new("git");
+        command.arg("-C").arg(root).args(words);
+        command
+    };
+    let unchanged = git(&["diff", "--quiet", "HEAD", "--", ".", ":!docs"]).status();
+    let is_changed = unchanged.is_ok_and(|status| status.code() == Some(1));
+    said(&mut git(&["rev-parse", "--short=12", "HEAD"])) + if is_changed { ", changed" } else { "" }
 }
 
 /// What a command prints.

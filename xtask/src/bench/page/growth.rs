@@ -4,7 +4,7 @@ use crate::bench::page::Table;
 use crate::bench::plot::Plot;
 use crate::bench::quantity::{plain, rate, time};
 use crate::bench::record::SeriesRunner;
-use crate::bench::statistics::median;
+use crate::bench::statistics::{median, quartiles};
 use crate::bench::verdict::{growth, value};
 
 /// The costs of all operations, and a plot of each.
@@ -55,8 +55,12 @@ pub(crate) fn series(all: &[Kept]) -> String {
                     continue;
                 };
                 let ends = [first, last].map(|point| {
-                    let value = value(series.y, median(&point.values));
-                    format!("{} {}: {value}", series.x, plain(point.x))
+                    let (low, high) = quartiles(&point.values);
+                    let [own, low, high] =
+                        [median(&point.values), low, high].map(|each| value(series.y, each));
+                    let spread =
+                        if low == high { String::new() } else { format!(" ({low} to {high})") };
+                    format!("{} {}: {own}{spread}", series.x, plain(point.x))
                 });
                 let [first, last] = ends;
                 table.row(&[runner.name.clone(), first, last, grows(&series.x, runner)]);

@@ -17,6 +17,8 @@ pub(crate) fn all(all: &[Kept]) -> String {
         }
     };
     row("Date", &|kept| kept.date.clone());
+    row("Commit", &|kept| kept.commit.clone());
+    row("Took", &|kept| format!("{} min {:02} s", kept.seconds / 60, kept.seconds % 60));
     row("CPU", &|kept| kept.machine.cpu.clone());
     row("Cores", &|kept| kept.machine.cores.to_string());
     row("Memory", &|kept| bytes(float(kept.machine.memory)));

@@ -37,7 +37,7 @@ const WANTED: [(Kind, u64); 5] = [
     (Kind::Directory, 2500),
     (Kind::Daemon, 200),
     (Kind::LastingDaemon, 200),
-    (Kind::Process, 100),
+    (Kind::Process, 300),
 ];
 
 /// Errors that must have occurred, in the model's words. (To commit what another try of the same writer has taken

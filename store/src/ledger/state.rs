@@ -96,8 +96,15 @@ impl State {
     /// is said of the key as a whole. Its open versions, leases and calls end with the process.
     #[must_use]
     pub fn durable(&self) -> Self {
-        let versions = self.versions.iter().filter(|version| version.is_durable()).cloned();
-        let versions: Vec<Arc<Version>> = versions.collect();
+        let durable = self.versions.iter().filter(|version| version.is_durable());
+        let left = durable.map(|version| {
+            if version.is_visible() || self.is_pinned(version.id) {
+                return version.clone();
+            }
+            // It is about to be deleted: no call means it, as none means what was deleted just before.
+            Arc::new(Version { call: None, ..Version::clone(version) })
+        });
+        let versions: Vec<Arc<Version>> = left.collect();
         let is_there = |id: &VersionId| versions.iter().any(|version| version.id == *id);
         let pins = self.pins.iter().filter(|(_, id)| is_there(id));
         let job =

@@ -276,6 +276,8 @@ impl Model {
 
     /// The process ends that holds what is in memory: what is durable is left, and the key's own story.
     pub(crate) fn crash(&mut self) {
+        // Nobody reads any more.
+        self.leases.clear();
         let Self { keep, lasting, .. } = *self;
         let (mut versions, mut pins) = (self.versions.clone(), self.pins.clone());
         versions.retain(|_, it| it.ask.durable && it.stage != Open && self.there(it).is_ok());

@@ -236,8 +236,9 @@ impl World {
         let before = self.models.clone();
         let Some(Home::Process(process)) = &self.home else { unreachable!("it is a process") };
         let killed = process.kill_after(after);
-        let said = self.act(operation)?;
+        let acted = self.act(operation);
         killed.join().unwrap();
+        let said = acted.inspect_err(|_| self.kill())?;
         let is_lost = said == Some(Err(LOST.to_owned()));
         let done = self.models.clone();
         if is_lost {

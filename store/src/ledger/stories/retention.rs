@@ -147,6 +147,35 @@ fn a_restart_knows_what_is_on_disk_and_what_is_said_of_the_key() {
 }
 
 #[test]
+fn a_call_means_the_same_after_a_restart_whether_its_version_was_deleted_before_or_not() {
+    for (is_deleted, is_pinned) in [(true, false), (false, false), (false, true)] {
+        let mut ledger = Ledger::keeping(1);
+        let put =
+            |call| Put { writers: "0", durability: Durability::Disk, ..call_of("a", 0, call) };
+        let first = ledger.put(put(1)).unwrap();
+        ledger.settle();
+        if is_pinned {
+            let (selector, label) = (Selector::Newest, "best".to_owned());
+            ledger.give(Command::Pin { selector, label }).unwrap();
+        }
+        let second = ledger.put(put(2)).unwrap();
+        ledger.prove(second).unwrap();
+        if is_deleted {
+            ledger.settle();
+        }
+        ledger.state = ledger.state.durable();
+        ledger.settle();
+        // Whoever connects again counts from the beginning.
+        let again = ledger.begin_outcome(put(1)).unwrap();
+        match again {
+            Outcome::Retry { id, number: 1, .. } => assert_eq!((id, is_pinned), (first, true)),
+            Outcome::Begun { number, .. } => assert_eq!((number, is_pinned), (3, false)),
+            other => panic!("{is_deleted}, {is_pinned}: {other:?}"),
+        }
+    }
+}
+
+#[test]
 fn what_is_kept_is_what_was_asked_for() {
     let mut ledger = Ledger::default();
     assert_eq!(ledger.state.retention(), (NonZeroU32::MIN, None));

@@ -1,7 +1,7 @@
 //! To a bucket and back, beside what the same bucket takes when its library is asked for the same bytes in parallel.
 //! The bucket is in this process's memory: a server would be what is measured.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,13 +38,13 @@ pub(crate) fn up_and_down(bench: &mut Bench) {
         let store = Store::in_bucket(bucket.clone(), OURS).unwrap();
         let theirs = Theirs::new(bucket.clone(), model);
         let put = || put_one(&store, model);
-        // What has been replaced is given up in the background, and nobody is to wait for that: for theirs neither.
+        // Nobody is to wait for what is given up in the background.
         let settle = || theirs.settle();
         bench.race(
             Race::new("upload", "a new version in a bucket in memory, checksums included", 15)
                 .of(model)
                 .with(Runner::ours("tssd", put).after(settle).target(Target::Speed(0.8, PEER)))
-                .with(Runner::peer(PEER, || theirs.upload()).before(|| theirs.delete())),
+                .with(Runner::peer(PEER, || theirs.replace())),
         );
         let tensors = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
         let read = || get_into(&store, model, &mut tensors.borrow_mut(), &GetOptions::default());
@@ -57,10 +57,9 @@ pub(crate) fn up_and_down(bench: &mut Bench) {
             Race::new("download", "in place, from a bucket in memory, a new version, verified", 15)
                 .of(model)
                 .with(Runner::ours("tssd", read).before(renew).target(Target::Speed(0.8, PEER)))
-                .with(Runner::peer(PEER, || theirs.download(&mut memory)).before(|| {
-                    theirs.delete();
-                    theirs.upload();
-                })),
+                .with(
+                    Runner::peer(PEER, || theirs.download(&mut memory)).before(|| theirs.replace()),
+                ),
         );
         model.expect_bytes(&tensors.borrow());
         assert!(memory == theirs.archive, "what came back is what was sent");
@@ -71,7 +70,8 @@ pub(crate) fn up_and_down(bench: &mut Bench) {
 struct Theirs {
     bucket: Arc<InMemory>,
     archive: Bytes,
-    path: Path,
+    /// The newest version, by its number.
+    newest: Cell<u32>,
     runtime: Runtime,
 }
 
@@ -79,11 +79,20 @@ impl Theirs {
     fn new(bucket: Arc<InMemory>, model: &Model) -> Self {
         let archive = TorchStoreStateDict::from_state_dict(&model.dict).unwrap();
         let runtime = Builder::new_multi_thread().worker_threads(2).build().unwrap();
-        Self { bucket, archive: archive.as_bytes().clone(), path: "theirs".into(), runtime }
+        Self { bucket, archive: archive.as_bytes().clone(), newest: Cell::default(), runtime }
     }
 
-    fn delete(&self) {
-        self.runtime.block_on(self.bucket.delete(&self.path)).unwrap();
+    fn path(version: u32) -> Path {
+        format!("theirs-{version}").into()
+    }
+
+    /// A new version, and then without the one before, as ours.
+    fn replace(&self) {
+        let before = self.newest.get();
+        self.upload(&Self::path(before + 1));
+        self.newest.set(before + 1);
+        // There was none before the first one.
+        let _ = self.runtime.block_on(self.bucket.delete(&Self::path(before)));
     }
 
     /// Waits until there is one version of ours.
@@ -100,9 +109,9 @@ impl Theirs {
     }
 
     /// In parts, all at once. A request has bytes of its own: they are copied, as ours are.
-    fn upload(&self) {
+    fn upload(&self, path: &Path) {
         self.runtime.block_on(async {
-            let mut upload = self.bucket.put_multipart(&self.path).await.unwrap();
+            let mut upload = self.bucket.put_multipart(path).await.unwrap();
             let mut parts = Vec::new();
             for start in (0..self.archive.len()).step_by(PART_BYTES) {
                 let end = self.archive.len().min(start + PART_BYTES);
@@ -118,15 +127,16 @@ impl Theirs {
 
     /// In ranges, all at once, to where the caller wants them.
     fn download(&self, memory: &mut [u8]) {
-        let runtime = &self.runtime;
+        let (bucket, runtime, path) = (&self.bucket, &self.runtime, &Self::path(self.newest.get()));
+        let half_len = self.archive.len().div_ceil(2);
         std::thread::scope(|scope| {
-            for (thread, half) in memory.chunks_mut(self.archive.len().div_ceil(2)).enumerate() {
+            for (thread, half) in memory.chunks_mut(half_len).enumerate() {
                 scope.spawn(move || {
-                    let start = thread * self.archive.len().div_ceil(2);
+                    let start = thread * half_len;
                     for (number, target) in half.chunks_mut(RANGE_BYTES).enumerate() {
                         let from = u64::try_from(start + number * RANGE_BYTES).unwrap();
                         let to = from + u64::try_from(target.len()).unwrap();
-                        let range = self.bucket.get_range(&self.path, from..to);
+                        let range = bucket.get_range(path, from..to);
                         target.copy_from_slice(&runtime.block_on(range).unwrap());
                     }
                 });

@@ -40,7 +40,7 @@ impl Spare {
         self.0.lock().expect("nobody panics while holding memory")
     }
 
-    /// Memory for a part of so many bytes: warm if the bucket has let go of an earlier one.
+    /// So many bytes for a part: warm ones, of an earlier part, if the bucket has let go of it.
     fn take(&self, len: usize) -> BytesMut {
         let warm = {
             let mut held = self.held();
@@ -48,11 +48,8 @@ impl Spare {
             free.map(|free| held.swap_remove(free))
         };
         match warm.map(Bytes::try_into_mut) {
-            Some(Ok(mut warm)) => {
-                warm.clear();
-                warm
-            }
-            _ => BytesMut::with_capacity(len),
+            Some(Ok(warm)) => warm,
+            _ => BytesMut::zeroed(len),
         }
     }
 
@@ -147,7 +144,8 @@ struct Piece {
     number: u64,
     start: usize,
     bytes: BytesMut,
-    missing: usize,
+    /// How many of them are written.
+    filled: usize,
 }
 
 #[derive(Default)]
@@ -233,7 +231,7 @@ impl Inner {
         let part = filling
             .entry(number)
             .or_insert_with(|| Filling::new(self.spare.take(part_len), part_len));
-        Ok(Piece { number, start: within.start, missing: within.len(), bytes: part.lend(within) })
+        Ok(Piece { number, start: within.start, bytes: part.lend(within), filled: 0 })
     }
 
     /// Takes memory back that is full, and sends the part if it is the last of it.
@@ -380,14 +378,15 @@ impl UploadPart {
                 }
                 None => {
                     let piece = self.inner.lend(self.rest.clone())?;
-                    self.rest.start += wide(piece.missing);
+                    self.rest.start += wide(piece.bytes.len());
                     piece
                 }
             };
-            let (now, rest) = bytes.split_at(piece.missing.min(bytes.len()));
-            piece.bytes.extend_from_slice(now);
-            piece.missing -= now.len();
-            if piece.missing == 0 {
+            let missing = &mut piece.bytes[piece.filled..];
+            let (now, rest) = bytes.split_at(missing.len().min(bytes.len()));
+            missing[..now.len()].copy_from_slice(now);
+            piece.filled += now.len();
+            if piece.filled == piece.bytes.len() {
                 self.inner.take_back(piece)?;
             } else {
                 self.piece = Some(piece);
@@ -400,8 +399,18 @@ impl UploadPart {
 
 impl Part for UploadPart {
     fn fill(&mut self, job: &Fill) -> Result<Filled> {
-        let name = self.inner.name.clone();
-        job.write_to(self).map_err(|error| Error::format(name, error))
+        let inner = self.inner.clone();
+        let failed = |error| Error::format(&inner.name, error);
+        let Range { start, end } = self.rest;
+        if start == end || start / inner.part_len != (end - 1) / inner.part_len {
+            return job.write_to(self).map_err(failed);
+        }
+        // All of it is in one piece of memory.
+        let mut piece = inner.lend(start..end)?;
+        self.rest.start = end;
+        let filled = job.run(&mut piece.bytes).map_err(failed)?;
+        inner.take_back(piece)?;
+        Ok(filled)
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -495,7 +504,7 @@ mod tests {
         let spare = Spare::default();
         let part = |byte| {
             let mut part = spare.take(len);
-            part.resize(len, byte);
+            part.fill(byte);
             part.freeze()
         };
         let first = part(1);
@@ -505,7 +514,7 @@ mod tests {
         assert_eq!(looked_at[len - 1], 1);
         drop(looked_at);
         let again = spare.take(len);
-        assert_eq!((again.as_ptr(), again.len(), again.capacity()), (place, 0, len));
+        assert_eq!((again.as_ptr(), again.len()), (place, len));
         // What is shorter is not kept, nor more than are under way.
         spare.keep(Bytes::from_static(&[1; 100]));
         let parts: Vec<_> = (0..20).map(part).collect();
@@ -513,7 +522,7 @@ mod tests {
             spare.keep(part);
         }
         assert_eq!(spare.held().len(), PARTS_UNDER_WAY as usize);
-        assert_eq!(spare.take(100).capacity(), 100, "it is not what a shorter part needs");
+        assert_eq!(spare.take(100).len(), 100, "it is not what a shorter part needs");
     }
 
     /// A bucket, and whatever is put there on its way: in one request, or in parts of which all have come.

@@ -42,6 +42,7 @@ def main() -> None:
     trainers_to_generators(store, meshes)
     shards_without_dtensors(store)
     stages_of_a_pipeline(store)
+    published_tensor_by_tensor(store, meshes)
     leaves_that_all_ranks_have(store)
     partial_is_refused(store, meshes["2x4"])
     two_that_overwrite_each_other(store)
@@ -210,6 +211,48 @@ def stages_of_a_pipeline(store: tssd.Store) -> None:
         assert sorted(got) == [*wanted, "step"] and got["step"] == 7
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
         dist.barrier()
+
+
+def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
+    """Each rank publishes its shards one by one, in buckets smaller than most of them; others iterate, or fill theirs."""
+    shardings: list[Sharding] = [("4", (Shard(0),)), ("2x4", (Shard(0), Shard(1))), ("2x2", (Replicate(), Shard(1)))]
+    for version, (name, placements) in enumerate(shardings, 1):
+        mesh = meshes[name]
+        if inside(mesh):
+            writers = mesh.mesh.flatten().tolist()
+            with store.publish("published", version=version, writers=writers, bucket_bytes=100) as publisher:
+                for fqn, tensor in cut(mesh, placements, version).items():
+                    publisher.put(fqn, tensor)
+            assert publisher.report is not None and publisher.report.version == version
+        dist.barrier()
+        with store.open("published", version=version) as opened:
+            received = dict(opened.items())
+        for shape in SHAPES:
+            assert torch.equal(received[str(shape)], whole(shape, version)), (name, shape)
+        into = {str(shape): distributed(torch.zeros(shape), meshes["2x4"], (Shard(1), Shard(0))) for shape in SHAPES}
+        store.get_state_dict("published", into)
+        for shape in SHAPES:
+            assert torch.equal(into[str(shape)].full_tensor(), whole(shape, version)), (name, shape)
+        dist.barrier()
+    # One of four fails half way: there is no such version, for nobody.
+    mesh = meshes["4"]
+    if inside(mesh):
+        state = cut(mesh, (Shard(0),), 4)
+        try:
+            with store.publish("published", version=4, writers=[0, 1, 2, 3]) as publisher:
+                for number, (fqn, tensor) in enumerate(state.items()):
+                    if RANK == 2 and number == 1:
+                        raise ArithmeticError("a trainer has failed")
+                    publisher.put(fqn, tensor)
+            assert publisher.report is not None and not publisher.report.visible and RANK != 2
+        except ArithmeticError:
+            assert RANK == 2
+        except tssd.TssdError as error:
+            assert RANK != 2, error
+    dist.barrier()
+    head = store.head("published")
+    assert head is not None and head.version == 3
+    dist.barrier()
 
 
 def leaves_that_all_ranks_have(store: tssd.Store) -> None:

@@ -214,7 +214,7 @@ def stages_of_a_pipeline(store: tssd.Store) -> None:
 
 
 def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
-    """Each rank publishes its shards one by one, in buckets smaller than most of them; others iterate, or fill theirs."""
+    """Each rank publishes its shards one by one, in buckets smaller than most; others iterate, or fill theirs."""
     shardings: list[Sharding] = [("4", (Shard(0),)), ("2x4", (Shard(0), Shard(1))), ("2x2", (Replicate(), Shard(1)))]
     for version, (name, placements) in enumerate(shardings, 1):
         mesh = meshes[name]

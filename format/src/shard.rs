@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
+use crate::region::Region;
 use crate::shape::check_shape;
 use crate::slice::TensorSlice;
 use crate::tensor::Tensor;
@@ -70,6 +71,33 @@ impl ShardPlace {
         }
         self.placements = Some(placements).filter(|placements| !placements.is_empty());
         Ok(self)
+    }
+
+    /// The place of a box of the local tensor, in elements of that: on the same mesh, with the same placements.
+    ///
+    /// # Errors
+    ///
+    /// `SliceMismatch` if the box has another rank, `OutsideGlobal` if it does not lie inside the local tensor.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::{Region, ShardPlace, TensorSlice};
+    ///
+    /// let rows = ShardPlace::new(TensorSlice::new(&[4, 0], &[4, 3], &[8, 3])?);
+    /// let last = rows.part(&Region::new(&[3, 0], &[1, 3])?)?;
+    /// assert_eq!(last.slice(), &TensorSlice::new(&[7, 0], &[1, 3], &[8, 3])?);
+    /// # Ok::<(), tssd_format::Error>(())
+    /// ```
+    pub fn part(&self, region: &Region) -> Result<Self> {
+        let own = &self.slice;
+        // As if the local tensor were all.
+        let within = TensorSlice::new(region.offsets(), region.shape(), own.local_shape())?;
+        let offsets = own.offsets().iter().zip(within.offsets()).map(|(own, more)| own + more);
+        let offsets: Vec<u64> = offsets.collect();
+        let slice = TensorSlice::new(&offsets, region.shape(), own.global_shape())?
+            .on_mesh(own.mesh_shape(), own.coordinates())?;
+        Ok(Self { slice, ..self.clone() })
     }
 
     /// The slice of the global tensor.

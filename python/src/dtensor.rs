@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, TensorSlice};
+use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, ShardPlace, TensorSlice};
 
 use crate::error::{Refusal, Result};
 
@@ -61,6 +61,15 @@ impl DTensor<'_> {
     /// Whether this rank is in the mesh.
     pub(crate) fn is_in_mesh(&self) -> bool {
         self.coordinates.is_some()
+    }
+
+    /// Where the slices of the local tensor belong, in their order.
+    pub(crate) fn places(&self, mesh: Arc<DeviceMesh>) -> Result<Vec<ShardPlace>> {
+        let (placements, slices) = self.slices(&mesh)?;
+        let placements: Arc<[Placement]> = placements.into();
+        let place =
+            |slice| ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements.clone());
+        Ok(slices.into_iter().map(place).collect::<Result<_, Error>>()?)
     }
 
     /// Its placements, and the slices of the local tensor in their order.

@@ -12,7 +12,7 @@ use crate::device::Devices;
 use crate::dlpack::Borrowed;
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
-use crate::slice::index_of;
+use crate::slice::{index_of, local_of};
 use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
@@ -59,8 +59,8 @@ impl<'py> Transfer<'py> {
         Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
     }
 
-    /// The boxes that an object is cast by, if it is a tensor that has more than so many bytes as the other dtype; and
-    /// its shape.
+    /// The boxes that an object is cast by, if it is a tensor, or one box of one, that has more than so many bytes as the
+    /// other dtype; and its own shape.
     pub(crate) fn parts(
         &self,
         object: &Bound<'py, PyAny>,
@@ -68,6 +68,7 @@ impl<'py> Transfer<'py> {
         limit: u64,
     ) -> Result<Option<(Vec<u64>, Vec<Region>)>> {
         let py = object.py();
+        let Some(object) = &local_of(object)? else { return Ok(None) };
         let dtype = |object: &Bound<'py, PyAny>| object.getattr(intern!(py, "dtype"));
         let dtype = match (Torch::imported(py)?, Numpy::imported(py)?) {
             (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype(object)?),
@@ -175,6 +176,14 @@ impl<'py> Filling<'py> {
 }
 
 impl<'py> Purpose<'py> {
+    /// The box of each tensor that is wanted; none: all of it.
+    pub(crate) fn part(&self) -> Option<&Region> {
+        match self {
+            Self::Store(Some(transfer)) => transfer.part.as_ref(),
+            Self::Store(None) | Self::Fill(_) => None,
+        }
+    }
+
     /// A plain tensor of torch.
     pub(crate) fn torch(
         &self,

@@ -9,6 +9,7 @@ use tssd_format::{
 
 use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Failure, Refusal, Result};
+use crate::torch::Torch;
 
 /// Which part of a global tensor a rank has: a box, and where the rank stands in its mesh.
 ///
@@ -166,6 +167,25 @@ impl TensorShard {
         let slices = slices.into_iter().map(|slice| Py::new(py, TensorSlice(slice)));
         Ok(Self { local, slices: slices.collect::<PyResult<_>>()?, primary: true })
     }
+}
+
+/// What holds all elements of an object, as they are in a global tensor: the local tensor of a shard that is one box; any
+/// other object is that itself.
+pub(crate) fn local_of<'py>(object: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
+    let py = object.py();
+    if let Ok(shard) = object.cast::<TensorShard>() {
+        let TensorShard { local, slices, .. } = shard.get();
+        return Ok((slices.len() == 1).then(|| local.bind(py).clone()));
+    }
+    match Torch::imported(py)? {
+        Some(torch) if torch.is_tensor(object)? && !torch.is_plain(object)? => {}
+        _ => return Ok(Some(object.clone())),
+    }
+    // Whoever takes it says what is wrong with it.
+    let Ok(Parts::DTensor(parts)) = dtensor::parts(object) else { return Ok(None) };
+    let mesh = Meshes::default().of(&parts.mesh)?;
+    let is_box = parts.slices(&mesh).is_ok_and(|(_, slices)| slices.len() == 1);
+    Ok(is_box.then_some(parts.local))
 }
 
 #[derive(FromPyObject)]

@@ -1,7 +1,5 @@
 //! Python's objects as values of the format.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use num_bigint::BigInt;
 use pyo3::exceptions::PyTypeError;
@@ -12,9 +10,8 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Placement, Shard,
-    ShardPlace, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
-    Value,
+    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Shard, ShardPlace,
+    StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 use crate::device::Devices;
@@ -385,22 +382,15 @@ impl<'py> Taker<'py> {
                 chunks.locals.into_iter().map(shard).collect::<Result<_>>()?
             }
             Parts::DTensor(parts) => {
-                let mesh = self.meshes.of(&parts.mesh)?;
-                let (placements, slices) = parts.slices(&mesh)?;
+                let places = parts.places(self.meshes.of(&parts.mesh)?)?;
                 let mut local = self.local(torch, &parts.local, flags)?;
                 if !parts.is_in_mesh() {
                     // torch gives it one dimension, whatever the global tensor has.
-                    let nothing = slices[0].local_shape();
+                    let nothing = places[0].slice().local_shape();
                     let meta = TensorMeta::new(local.meta().dtype(), nothing)?.with_flags(flags);
                     local = Tensor::new(meta, Storage::default(), 0)?;
                 }
-                let placements: Arc<[Placement]> = placements.into();
-                let shard = |(local, slice)| {
-                    let place = ShardPlace::new(slice).on_mesh(mesh.clone())?;
-                    Ok(Shard::new(local, place.placed(placements.clone())?)?)
-                };
-                let locals = slice::cut(&local, &slices)?;
-                locals.into_iter().zip(slices).map(shard).collect::<Result<_>>()?
+                self.shards(&local, places)?
             }
         };
         Ok(Value::Shards(shards))
@@ -435,11 +425,18 @@ impl<'py> Taker<'py> {
                 "give it a plain tensor of torch or an array of numpy",
             )
         })?;
-        let locals = slice::cut(&tensor, &shard.slices(self.py))?;
-        let places = shard.places(self.py)?;
-        let shards =
-            locals.into_iter().zip(places).map(|(local, place)| Ok(Shard::new(local, place)?));
-        Ok(Value::Shards(shards.collect::<Result<_>>()?))
+        Ok(Value::Shards(self.shards(&tensor, shard.places(self.py)?)?))
+    }
+
+    /// A local tensor, or what is wanted of it, as the boxes that it is.
+    fn shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
+        if let Some(part) = self.purpose.part() {
+            places = places.iter().map(|place| place.part(part)).collect::<Result<_, Error>>()?;
+        }
+        let slices: Vec<TensorSlice> = places.iter().map(|place| place.slice().clone()).collect();
+        let locals = slice::cut(local, &slices)?;
+        let shards = locals.into_iter().zip(places);
+        Ok(shards.map(|(local, place)| Shard::new(local, place)).collect::<Result<_, Error>>()?)
     }
 
     fn plain_tensor(&self, object: &Bound<'py, PyAny>) -> Result<Option<Tensor>> {

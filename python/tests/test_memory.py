@@ -90,6 +90,16 @@ def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
                 publisher.put("layers", layers)
             """
         assert 0 < peak(url, cast) < ALLOWED
+        # Nor where that is a shard.
+        cast = f"""
+            layers = np.ones(({MODEL} // 16, 4 << 20), np.float32)
+            shard = tssd.TensorShard(layers, tssd.TensorSlice([0, 0], None, layers.shape, layers.shape, []))
+            with Peak(), store.publish(
+                "cast", writer=0, writers=1, bucket_bytes=32 << 20, transfer_dtype="float16"
+            ) as publisher:
+                publisher.put("layers", shard)
+            """
+        assert 0 < peak(url, cast) < ALLOWED
         # What the watch sees if there is a copy: else the rest would prove nothing.
         copy = "with Peak(): kept = store.get_state_dict('policy', copy=True)"
         assert peak(url, copy) > MODEL / 2

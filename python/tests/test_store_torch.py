@@ -121,6 +121,25 @@ def test_what_is_cast_in_parts_is_as_what_is_cast_whole(store: tssd.Store) -> No
     assert isinstance(parts["w"], nn.Parameter) and parts["w"].requires_grad
 
 
+def test_a_shard_is_cast_in_parts_that_lie_where_it_belongs(store: tssd.Store) -> None:
+    wanted = torch.randn(10, 33)
+    for version, primary in ((1, True), (2, False)):
+        # Of the second version writer 1 has a replica, which is not stored again.
+        cuts = [slice(0, 4), slice(4, 10)] if primary else [slice(0, 10)] * 2
+        for writer, rows in enumerate(cuts):
+            part = tssd.TensorSlice([rows.start, 0], None, [10, 33], [rows.stop - rows.start, 33], [])
+            shard = tssd.TensorShard(wanted[rows], part, primary or writer == 0)
+            with store.publish(
+                "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=128, transfer_dtype="float64"
+            ) as publisher:
+                publisher.put("w", shard)
+            assert publisher.report is not None and publisher.report.visible == (writer == 1)
+        got = store.get_state_dict("x", version=version)["w"]
+        assert torch.equal(got, wanted.double())
+        box = tssd.TensorSlice([3, 1], None, [10, 33], [2, 30], [])
+        assert torch.equal(store.get("x", fqn="w", tensor_slice=box), wanted[3:5, 1:31].double())
+
+
 def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:
     state = {
         "image": torch.randn(2, 3, 4, 5),

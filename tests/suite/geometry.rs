@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tssd_format::{DeviceMesh, ErrorKind, Placement, Region, TensorSlice};
+use tssd_format::{DeviceMesh, ErrorKind, Placement, Region, ShardPlace, TensorSlice};
 
 type Cell = Vec<u64>;
 
@@ -211,6 +211,27 @@ fn a_slice_lies_in_its_global_shape() {
     let slice = TensorSlice::new(&[4], &[0], &[4]).unwrap();
     assert_eq!(slice.clone().on_mesh(&[2], None).unwrap().coordinates(), None);
     assert_eq!(slice.on_mesh(&[2], Some(&[2])).unwrap_err().kind(), ErrorKind::MeshMismatch);
+}
+
+#[test]
+fn a_part_of_a_shard_lies_in_it_and_stands_where_it_stands() {
+    let slice = TensorSlice::new(&[4, 1], &[4, 3], &[8, 5]).unwrap();
+    let slice = slice.on_mesh(&[2, 2], Some(&[1, 0])).unwrap();
+    let mesh = DeviceMesh::from_shape(&[2, 2]).unwrap();
+    let placements = [Placement::Shard { dim: 0 }, Placement::Replicate];
+    let whole = ShardPlace::new(slice).on_mesh(mesh.clone()).unwrap().placed(placements).unwrap();
+    let part = whole.part(&region(&[1, 2], &[3, 1])).unwrap();
+    assert_eq!(part.slice().region(), region(&[5, 3], &[3, 1]));
+    assert_eq!(part.slice().global_shape(), [8, 5]);
+    assert_eq!(part.slice().coordinates(), Some(&[1, 0][..]));
+    assert_eq!((part.mesh(), part.placements()), (Some(&mesh), whole.placements()));
+    assert_eq!(whole.part(&region(&[0, 0], &[4, 3])).unwrap(), whole);
+    let kind =
+        |offsets: &[u64], shape: &[u64]| whole.part(&region(offsets, shape)).unwrap_err().kind();
+    assert_eq!(kind(&[2, 0], &[3, 3]), ErrorKind::OutsideGlobal);
+    assert_eq!(kind(&[0, u64::MAX - 1], &[1, 1]), ErrorKind::OutsideGlobal);
+    assert_eq!(kind(&[0], &[4]), ErrorKind::SliceMismatch);
+    assert_eq!(whole.part(&region(&[0, 0], &[0, 0])).unwrap().slice().offsets(), [4, 1]);
 }
 
 proptest! {

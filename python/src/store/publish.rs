@@ -106,8 +106,7 @@ impl Publishing {
         }
         let ranks = shards(&taken.dict);
         if ranks.is_some() {
-            let (job, writer) = own_rank(py)?;
-            open.publisher.identify(job, writer)?;
+            identify(py, open)?;
         }
         let has_begun = open.publisher.has_begun();
         self.own.run(py, None, open.publisher.add(name, value))?;
@@ -121,7 +120,7 @@ impl Publishing {
         Ok(())
     }
 
-    /// A tensor that is cast box by box.
+    /// A tensor, or a shard of one, that is cast box by box.
     fn add_parts<'py>(
         &self,
         open: &mut Open,
@@ -130,18 +129,27 @@ impl Publishing {
         (shape, parts): (&[u64], Vec<Region>),
     ) -> Result<()> {
         let py = dict.py();
+        let take_part = |part| take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)));
+        // Nothing of it says whose it is.
+        let nothing = vec![0; shape.len()];
+        let ranks = shards(&take_part(Region::new(&nothing, &nothing)?)?.dict);
+        if let Some(ranks) = ranks {
+            identify(py, open)?;
+            open.ranks.get_or_insert_default().extend(ranks);
+        }
         self.begin(py, open)?;
         let interrupt = Interrupt::new();
         let mut written = self.own.run(py, None, open.publisher.parts(name))?;
         for part in parts {
             interrupt.check()?;
             let slice = TensorSlice::new(part.offsets(), part.shape(), shape)?;
-            let taken = take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)))?;
+            let taken = take_part(part)?;
             open.copies.push(taken.devices.copies().clone());
-            let Some(Value::Tensor(local)) = only(&taken) else {
-                unreachable!("a part of a tensor is one")
+            let part = match only(&taken) {
+                Some(Value::Tensor(local)) => Shard::new(local, ShardPlace::new(slice))?,
+                Some(Value::Shards(shards)) if shards.len() == 1 => shards[0].clone(),
+                _ => unreachable!("a part of a tensor is one"),
             };
-            let part = Shard::new(local, ShardPlace::new(slice))?;
             self.own.run(py, None, written.add(part))?;
         }
         Ok(())
@@ -157,6 +165,12 @@ impl Publishing {
         let ranks = open.ranks.as_ref().filter(|_| !self.taking.names_writers);
         ranks.map_or(Ok(()), |ranks| prove_covered(py, ranks))
     }
+}
+
+/// Shards are of a job, and of the rank that this is.
+fn identify(py: Python<'_>, open: &mut Open) -> Result<()> {
+    let (job, writer) = own_rank(py)?;
+    Ok(open.publisher.identify(job, writer)?)
 }
 
 /// The one entry of what was taken.

@@ -1,8 +1,7 @@
 //! Leaving out what another writer stores.
 
 use tssd_format::{
-    Placement, Result, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
-    Value,
+    Placement, Region, Result, Shard, StateDict, Storage, Tensor, TensorMeta, Value,
 };
 
 use super::leaves;
@@ -30,17 +29,9 @@ fn primary_shard(shard: &Shard) -> Result<Shard> {
     if !is_replica || slice.global_shape().is_empty() {
         return Ok(shard.clone());
     }
-    let shape = vec![0; slice.global_shape().len()];
-    let empty = TensorSlice::new(slice.offsets(), &shape, slice.global_shape())?
-        .on_mesh(slice.mesh_shape(), slice.coordinates())?;
-    let mut empty = ShardPlace::new(empty);
-    if let Some(mesh) = place.mesh() {
-        empty = empty.on_mesh(mesh.clone())?;
-    }
-    if let Some(placements) = place.placements() {
-        empty = empty.placed(placements)?;
-    }
+    let nothing = vec![0; slice.global_shape().len()];
     let meta = shard.tensor().meta();
-    let meta = TensorMeta::new(meta.dtype(), &shape)?.with_flags(meta.flags());
+    let meta = TensorMeta::new(meta.dtype(), &nothing)?.with_flags(meta.flags());
+    let empty = place.part(&Region::new(&nothing, &nothing)?)?;
     Shard::new(Tensor::new(meta, Storage::default(), 0)?, empty)
 }

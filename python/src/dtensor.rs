@@ -64,8 +64,8 @@ impl DTensor<'_> {
     }
 
     /// Where the slices of the local tensor belong, in their order.
-    pub(crate) fn places(&self, mesh: Arc<DeviceMesh>) -> Result<Vec<ShardPlace>> {
-        let (placements, slices) = self.slices(&mesh)?;
+    pub(crate) fn places(&self, mesh: &Arc<DeviceMesh>) -> Result<Vec<ShardPlace>> {
+        let (placements, slices) = self.slices(mesh)?;
         let placements: Arc<[Placement]> = placements.into();
         let place =
             |slice| ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements.clone());

@@ -12,7 +12,7 @@ use crate::device::Devices;
 use crate::dlpack::Borrowed;
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
-use crate::slice::{index_of, local_of};
+use crate::slice::{index_of, is_box, local_of};
 use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
@@ -67,8 +67,8 @@ impl<'py> Transfer<'py> {
         fqn: &str,
         limit: u64,
     ) -> Result<Option<(Vec<u64>, Vec<Region>)>> {
-        let py = object.py();
-        let Some(object) = &local_of(object)? else { return Ok(None) };
+        let (py, whole) = (object.py(), object);
+        let Some(object) = &local_of(whole)? else { return Ok(None) };
         let dtype = |object: &Bound<'py, PyAny>| object.getattr(intern!(py, "dtype"));
         let dtype = match (Torch::imported(py)?, Numpy::imported(py)?) {
             (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype(object)?),
@@ -91,6 +91,9 @@ impl<'py> Transfer<'py> {
             if (stored / itemsize).saturating_mul(self.dtype.itemsize()) <= limit {
                 return Ok(None);
             }
+        }
+        if !is_box(whole, &shape)? {
+            return Ok(None);
         }
         let parts = pieces(&shape, self.dtype, limit)?;
         Ok(Some((shape, parts)))

@@ -7,7 +7,7 @@ use tssd_format::{
     Error, ErrorKind, Placement, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
 };
 
-use crate::dtensor::{self, Meshes, Parts};
+use crate::dtensor::{self, DTensor, Meshes, Parts};
 use crate::error::{Failure, Refusal, Result};
 use crate::torch::Torch;
 
@@ -55,9 +55,7 @@ impl TensorSlice {
     ///         Partial.
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
-        let Parts::DTensor(parts) = dtensor::parts(t)? else {
-            return Err(Error::new(ErrorKind::NotABox).note("it has several local tensors").into());
-        };
+        let Parts::DTensor(parts) = dtensor::parts(t)? else { return Err(several().into()) };
         let mesh = Meshes::default().of(&parts.mesh)?;
         let (_, mut slices) = parts.slices(&mesh)?;
         match (slices.pop(), slices.len()) {
@@ -169,23 +167,46 @@ impl TensorShard {
     }
 }
 
-/// What holds all elements of an object, as they are in a global tensor: the local tensor of a shard that is one box; any
-/// other object is that itself.
+/// The local tensor of a shard; any other object is that itself. None if there are several, or nobody can store it.
 pub(crate) fn local_of<'py>(object: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
-    let py = object.py();
     if let Ok(shard) = object.cast::<TensorShard>() {
-        let TensorShard { local, slices, .. } = shard.get();
-        return Ok((slices.len() == 1).then(|| local.bind(py).clone()));
+        return Ok(Some(shard.get().local.bind(object.py()).clone()));
     }
-    match Torch::imported(py)? {
+    Ok(match dtensor_of(object)? {
+        // Whoever takes it says what is wrong with it.
+        Some(parts) => parts.ok().map(|parts| parts.local),
+        None => Some(object.clone()),
+    })
+}
+
+/// Whether an object of this shape is all of a tensor, or one box of it.
+pub(crate) fn is_box(object: &Bound<'_, PyAny>, shape: &[u64]) -> Result<bool> {
+    let slices = match (object.cast::<TensorShard>(), dtensor_of(object)?) {
+        (Ok(shard), _) => shard.get().slices(object.py()),
+        (_, Some(parts)) => {
+            let parts = parts?;
+            parts.slices(&*Meshes::default().of(&parts.mesh)?)?.1
+        }
+        _ => return Ok(true),
+    };
+    Ok(matches!(&slices[..], [slice] if slice.local_shape() == shape))
+}
+
+fn several() -> Error {
+    Error::new(ErrorKind::NotABox).note("it has several local tensors")
+}
+
+/// What a tensor of torch is made of that is no plain one; none if it is one, or no tensor.
+fn dtensor_of<'py>(object: &Bound<'py, PyAny>) -> Result<Option<Result<DTensor<'py>>>> {
+    match Torch::imported(object.py())? {
         Some(torch) if torch.is_tensor(object)? && !torch.is_plain(object)? => {}
-        _ => return Ok(Some(object.clone())),
+        _ => return Ok(None),
     }
-    // Whoever takes it says what is wrong with it.
-    let Ok(Parts::DTensor(parts)) = dtensor::parts(object) else { return Ok(None) };
-    let mesh = Meshes::default().of(&parts.mesh)?;
-    let is_box = parts.slices(&mesh).is_ok_and(|(_, slices)| slices.len() == 1);
-    Ok(is_box.then_some(parts.local))
+    Ok(Some(match dtensor::parts(object) {
+        Ok(Parts::DTensor(parts)) => Ok(parts),
+        Ok(Parts::Chunks(_)) => Err(several().into()),
+        Err(error) => Err(error),
+    }))
 }
 
 #[derive(FromPyObject)]

@@ -382,7 +382,7 @@ impl<'py> Taker<'py> {
                 chunks.locals.into_iter().map(shard).collect::<Result<_>>()?
             }
             Parts::DTensor(parts) => {
-                let places = parts.places(self.meshes.of(&parts.mesh)?)?;
+                let places = parts.places(&self.meshes.of(&parts.mesh)?)?;
                 let mut local = self.local(torch, &parts.local, flags)?;
                 if !parts.is_in_mesh() {
                     // torch gives it one dimension, whatever the global tensor has.

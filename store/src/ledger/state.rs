@@ -93,7 +93,8 @@ impl State {
     }
 
     /// What is left when the process that holds the memory ends: versions that are on disk or in a bucket, and what
-    /// is said of the key as a whole. Its open versions, leases and calls end with the process.
+    /// is said of the key as a whole. Its open versions and leases end with the process, and the calls of what is
+    /// neither visible nor pinned.
     #[must_use]
     pub fn durable(&self) -> Self {
         let durable = self.versions.iter().filter(|version| version.is_durable());

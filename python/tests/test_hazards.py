@@ -289,6 +289,33 @@ def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
     )
 
 
+# What is cast in parts is cut as it lies: nobody would see that it is not what its mesh says.
+def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: Path) -> None:
+    script(
+        """
+        import sys, torch, tssd
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+        mesh = init_device_mesh("cpu", (2,))
+        store = tssd.Store(sys.argv[1])
+        for rows in (8, 10, 12):
+            weight = DTensor.from_local(
+                torch.ones(rows, 33), mesh, [Shard(0)], run_check=False, shape=(20, 33), stride=(33, 1)
+            )
+            try:
+                with store.publish("k", version=rows, bucket_bytes=128, transfer_dtype="float64") as publisher:
+                    publisher.put("w", weight)
+                assert rows == 10 and publisher.report.missing == [1]
+            except tssd.TssdError as error:
+                assert rows != 10 and (error.kind, error.fqn) == ("SliceMismatch", "w"), error
+        """,
+        str(tmp_path),
+    )
+
+
 # Unlike `copy_`: a backward pass through values that were overwritten gives wrong gradients, and no error.
 def test_autograd_hears_of_a_fill(memory: tssd.Store) -> None:
     memory.put_state_dict({"w": torch.full((2,), 3.0)}, "k")

@@ -369,6 +369,13 @@ struct UploadPart {
 }
 
 impl UploadPart {
+    /// The memory of what comes next, as far as it is in one part of the upload.
+    fn next(&mut self) -> Result<Piece> {
+        let piece = self.inner.lend(self.rest.clone())?;
+        self.rest.start += wide(piece.bytes.len());
+        Ok(piece)
+    }
+
     fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
             let mut piece = match self.piece.take() {
@@ -376,11 +383,7 @@ impl UploadPart {
                 None if self.rest.is_empty() => {
                     return Err(Error::new(ErrorKind::Invalid, "more bytes than were announced"));
                 }
-                None => {
-                    let piece = self.inner.lend(self.rest.clone())?;
-                    self.rest.start += wide(piece.bytes.len());
-                    piece
-                }
+                None => self.next()?,
             };
             let missing = &mut piece.bytes[piece.filled..];
             let (now, rest) = bytes.split_at(missing.len().min(bytes.len()));
@@ -401,16 +404,17 @@ impl Part for UploadPart {
     fn fill(&mut self, job: &Fill) -> Result<Filled> {
         let inner = self.inner.clone();
         let failed = |error| Error::format(&inner.name, error);
-        let Range { start, end } = self.rest;
-        if start == end || start / inner.part_len != (end - 1) / inner.part_len {
-            return job.write_to(self).map_err(failed);
+        if !self.rest.is_empty() {
+            let mut piece = self.next()?;
+            if self.rest.is_empty() {
+                // All of it is in one piece of memory.
+                let filled = job.run(&mut piece.bytes).map_err(failed)?;
+                inner.take_back(piece)?;
+                return Ok(filled);
+            }
+            self.piece = Some(piece);
         }
-        // All of it is in one piece of memory.
-        let mut piece = inner.lend(start..end)?;
-        self.rest.start = end;
-        let filled = job.run(&mut piece.bytes).map_err(failed)?;
-        inner.take_back(piece)?;
-        Ok(filled)
+        job.write_to(self).map_err(failed)
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {

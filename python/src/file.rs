@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
 use tssd_format::{
     Archive, Compression, Error, ErrorKind, Layout, MANIFEST, Map, Node, Options, TensorReference,
     to_json_without_elements,
@@ -35,6 +35,9 @@ enum Backend {
     Mmap,
     Pread,
 }
+
+/// How many bytes are taken at once of what Python lends.
+const PIECE: usize = 256 << 10;
 
 /// When bytes are proven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -289,23 +292,37 @@ pub(crate) fn load<'py>(
         .state_dict()
 }
 
-/// A copy of bytes, or of what bytes can be made of.
+/// A copy of bytes, or of what another object lends as bytes.
 pub(crate) fn copied(data: &Bound<'_, PyAny>, interrupt: &Interrupt) -> Result<Memory> {
     let py = data.py();
-    let data = match data.cast::<PyBytes>() {
-        Ok(bytes) => bytes.clone(),
-        Err(_) if data.is_instance_of::<PyInt>() || data.is_instance_of::<PyString>() => {
-            return Err(
-                PyTypeError::new_err("data is bytes, or another object with a buffer").into()
-            );
-        }
-        Err(_) => py.get_type::<PyBytes>().call1((data,))?.cast_into()?,
+    if let Ok(bytes) = data.cast::<PyBytes>() {
+        let bytes = bytes.as_bytes();
+        return py.detach(|| {
+            Memory::filled(bytes.len(), |target| {
+                file::read(&Slice(bytes), 0, target, || interrupt.check())
+            })
+        });
+    }
+    let class = data.get_type();
+    let no_bytes = |error: PyErr| {
+        let message = format!("data is bytes, or another object with a buffer, not {class}");
+        if error.is_instance_of::<PyTypeError>(py) { PyTypeError::new_err(message) } else { error }
     };
-    let bytes = data.as_bytes();
-    py.detach(|| {
-        Memory::filled(bytes.len(), |target| {
-            file::read(&Slice(bytes), 0, target, || interrupt.check())
-        })
+    let view = PyMemoryView::from(data).map_err(no_bytes)?;
+    let Ok(view) = view.call_method1("cast", ("B",)) else {
+        // What has gaps is put together first.
+        return copied(&view.call_method0("tobytes")?, interrupt);
+    };
+    let len = view.len()?;
+    Memory::filled(len, |target| {
+        for (at, part) in (0..len).step_by(PIECE).zip(target.chunks_mut(PIECE)) {
+            // The bytes of others are looked at with the GIL alone, so a piece goes through the caches.
+            let slice = PySlice::new(py, at.cast_signed(), (at + part.len()).cast_signed(), 1);
+            let piece = view.get_item(slice)?.call_method0("tobytes")?.cast_into::<PyBytes>()?;
+            let bytes = piece.as_bytes();
+            py.detach(|| interrupt.check().map(|()| tssd_format::copy(bytes, part)))?;
+        }
+        Ok(())
     })
 }
 

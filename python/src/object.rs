@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Step, Stored, TensorFlags,
-    TensorReference, TensorSlice, Text, Value,
+    Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Placement, Step, Stored,
+    TensorFlags, TensorReference, TensorSlice, Text, Value,
 };
 
 use crate::dtensor::spelled;
@@ -55,6 +55,19 @@ impl Framework {
             }
         }
     }
+}
+
+/// Whether the slices are all that the placements give to the rank that has them: a version that was published in parts
+/// has no more than some of it in an archive.
+fn is_all_of_its_rank(
+    first: &TensorSlice,
+    placements: &[Placement],
+    slices: &[TensorSlice],
+) -> bool {
+    let Some(at) = first.coordinates() else { return true };
+    let (global, mesh) = (first.global_shape(), first.mesh_shape());
+    Placement::local_regions(global, mesh, at, placements)
+        .is_ok_and(|all| all.into_iter().eq(slices.iter().map(TensorSlice::region)))
 }
 
 /// The path of a leaf.
@@ -426,7 +439,9 @@ impl<'py, 'a> Maker<'py, 'a> {
             }
             return Ok(shards.into_any());
         };
-        if let (Some(mesh), Some(placements)) = (&self.device_mesh, place.placements()) {
+        if let (Some(mesh), Some(placements)) = (&self.device_mesh, place.placements())
+            && is_all_of_its_rank(place.slice(), placements, &slices)
+        {
             let helper = self.py.import(intern!(self.py, "tssd._torch"))?;
             let placements: Vec<_> = placements.iter().map(spelled).collect();
             let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;

@@ -56,21 +56,25 @@ impl TorchStoreStateDict {
         })
     }
 
-    /// Takes bytes that `to_bytes`, `save` or another writer made. They are copied, and the index is
-    /// proven.
+    /// Takes bytes that `to_bytes`, `save` or another writer made. They are copied, and every byte is proven.
     ///
     /// Raises:
-    ///     TssdCorruptError: they are no archive.
+    ///     TssdCorruptError: they are no archive, or damaged.
     #[classmethod]
     fn from_bytes(_class: &Bound<'_, PyType>, data: &Bound<'_, PyAny>) -> Result<Self> {
-        Self::of(copied(data, &Interrupt::new())?)
+        let interrupt = Interrupt::new();
+        let taken = Self::of(copied(data, &interrupt)?)?;
+        let jobs = taken.encoded.archive().verify_jobs();
+        data.py().detach(|| file::verify(jobs, || interrupt.check()))?;
+        Ok(taken)
     }
 
     /// The state dict, as `load` gives it: tensors of torch in memory of their own, or read-only arrays of
     /// numpy where torch is not installed.
     ///
     /// Args:
-    ///     device_mesh: if it is given, shards whose placements are known become DTensors on it.
+    ///     device_mesh: if it is given, shards whose placements are known become DTensors on it. A part of a
+    ///         shard, as `publish` stores large ones, stays a `TensorShard`.
     ///     allow_pickle: as for `load_file`.
     ///
     /// Raises:

@@ -312,9 +312,42 @@ def test_what_is_no_archive(path: Path, read: str) -> None:
         assert str(path) in str(caught.value)
     with pytest.raises(tssd.TssdCorruptError):
         tssd.load(whole[:-1], framework="numpy")
-    for not_bytes in (3, "x", None):
-        with pytest.raises(TypeError):
+    for not_bytes in (3, "x", None, [1, 2], {1: 2}):
+        with pytest.raises(TypeError, match="another object with a buffer"):
             tssd.load(not_bytes)  # type: ignore[arg-type]
+
+
+def test_whatever_lends_bytes_is_loaded() -> None:
+    from array import array
+
+    state = {"a": np.arange(100_000.0), "b": "x"}
+    data = tssd.save(state)
+    # Its length is a multiple of eight, and more than one piece.
+    words = np.frombuffer(data, np.uint64)
+    with_gaps = np.zeros((len(data), 2), np.uint8)
+    with_gaps[:, 1] = np.frombuffer(data, np.uint8)
+    for lent in (
+        bytearray(data),
+        memoryview(data),
+        array("Q", data),
+        words.reshape(1, -1, 1),
+        # What `memoryview` knows no elements of.
+        words.view(">u8"),
+        with_gaps[:, 1],
+    ):
+        assert same(tssd.load(lent, framework="numpy"), state), lent
+        assert tssd.TorchStoreStateDict.from_bytes(lent).to_bytes() == data
+    with pytest.raises(tssd.TssdCorruptError):
+        tssd.load(bytearray(), framework="numpy")
+
+
+def test_damage_is_found_when_bytes_are_taken() -> None:
+    state = {"a": np.ones(100_000)}
+    data = bytearray(tssd.save(state))
+    data[data.index(np.float64(1).tobytes()) + 8 * 99_999] ^= 1
+    with pytest.raises(tssd.TssdCorruptError) as caught:
+        tssd.TorchStoreStateDict.from_bytes(data)
+    assert caught.value.fqn == "a"
 
 
 def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:

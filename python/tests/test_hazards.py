@@ -323,6 +323,40 @@ def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: P
     )
 
 
+# A DTensor of one part would be a local tensor of another shape than its mesh says.
+def test_a_part_of_a_shard_becomes_no_dtensor(tmp_path: Path) -> None:
+    script(
+        """
+        import sys, torch, tssd
+        from pathlib import Path
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.arange(330.0).reshape(10, 33)
+        weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(20, 33), stride=(33, 1))
+        store = tssd.Store(sys.argv[1])
+        for version, bucket_bytes in ((1, 1 << 20), (2, 1 << 10)):
+            with store.publish("k", version=version, bucket_bytes=bucket_bytes, transfer_dtype="float64") as publisher:
+                publisher.put("w", weight)
+        rows = []
+        for path in sorted(Path(sys.argv[1]).rglob("*.tssd")):
+            again = tssd.TorchStoreStateDict.from_bytes(path.read_bytes()).to_state_dict(mesh)["w"]
+            if isinstance(again, DTensor):
+                assert torch.equal(again.to_local(), local.double()), path
+                rows.append(10)
+            else:
+                (first, _), (count, _) = again.tensor_slice.offsets, again.tensor_slice.local_shape
+                assert torch.equal(again.local, local.double()[first - 10 : first - 10 + count]), path
+                rows.append(count)
+        assert sorted(rows)[-1] == 10 and sum(rows) == 20 and len(rows) > 3, rows
+        """,
+        str(tmp_path),
+    )
+
+
 # Unlike `copy_`: a backward pass through values that were overwritten gives wrong gradients, and no error.
 def test_autograd_hears_of_a_fill(memory: tssd.Store) -> None:
     memory.put_state_dict({"w": torch.full((2,), 3.0)}, "k")

@@ -100,6 +100,14 @@ impl ShardPlace {
         Ok(Self { slice, ..self.clone() })
     }
 
+    /// Whether the rank has the first replica of the shard, as far as is known: see [`Placement::is_first_replica`].
+    pub fn is_first_replica(&self) -> bool {
+        let (Some(at), Some(placements)) = (self.slice.coordinates(), self.placements()) else {
+            return true;
+        };
+        Placement::is_first_replica(at, placements)
+    }
+
     /// The slice of the global tensor.
     pub fn slice(&self) -> &TensorSlice {
         &self.slice

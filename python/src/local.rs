@@ -59,7 +59,7 @@ impl<'py> Transfer<'py> {
         Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
     }
 
-    /// The boxes that an object is cast by, if it is a tensor, or one box of one, that has more than so many bytes as the
+    /// The boxes that an object is cast by, if it is a tensor, or a shard of one, that has more than so many bytes as the
     /// other dtype; and its own shape.
     pub(crate) fn parts(
         &self,
@@ -93,7 +93,7 @@ impl<'py> Transfer<'py> {
                 return Ok(None);
             }
         }
-        if !local.is_box(&shape)? {
+        if !local.fits(&shape)? {
             return Ok(None);
         }
         let parts = pieces(&shape, self.dtype, limit)?;

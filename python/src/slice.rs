@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple, PyType};
 use tssd_format::{
-    Error, ErrorKind, Placement, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
+    Error, ErrorKind, Placement, Region, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
 };
 
 use crate::dtensor::{self, DTensor, Meshes, Parts};
@@ -200,8 +200,8 @@ impl<'py> Local<'py> {
         }
     }
 
-    /// Whether the tensor, of this shape, is all of a global one, or one box of it.
-    pub(crate) fn is_box(&self, shape: &[u64]) -> Result<bool> {
+    /// Whether the tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
+    pub(crate) fn fits(&self, shape: &[u64]) -> Result<bool> {
         let slices = match self {
             Self::Whole(_) => return Ok(true),
             Self::Shard(shard) => shard.get().slices(shard.py()),
@@ -211,7 +211,7 @@ impl<'py> Local<'py> {
                 parts.slices(&mesh).map(|(_, slices)| slices).unwrap_or_default()
             }
         };
-        Ok(matches!(&slices[..], [slice] if slice.local_shape() == shape))
+        Ok(grid(&slices).is_some_and(|grid| local_shape(&grid) == shape))
     }
 }
 
@@ -418,6 +418,23 @@ pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>
         grid.iter().zip(place).map(before).collect()
     });
     Some((local_shape(&grid), offsets.collect()))
+}
+
+/// Of the boxes of a local tensor what a box of that has of each.
+pub(crate) fn parts(places: &[ShardPlace], part: &Region) -> Result<Vec<ShardPlace>> {
+    let slices: Vec<Slice> = places.iter().map(|place| place.slice().clone()).collect();
+    let (_, offsets) = local_offsets(&slices).ok_or_else(|| {
+        let note = format!("{} boxes that are no local tensor", slices.len());
+        Error::new(ErrorKind::SliceMismatch).note(note)
+    })?;
+    let mut parts = Vec::new();
+    for (place, offsets) in places.iter().zip(offsets) {
+        let own = Region::new(&offsets, place.slice().local_shape())?;
+        if let Some(both) = own.intersect(part) {
+            parts.push(place.part(&both.relative_to(&own))?);
+        }
+    }
+    Ok(parts)
 }
 
 /// What a box is taken by, of a tensor or an array.

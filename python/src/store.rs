@@ -579,7 +579,7 @@ impl Store {
     ///
     /// Args:
     ///     bucket_bytes: tensors are written when so many bytes of them have come, with `transfer_dtype` half as many;
-    ///         larger ones are cast and written in parts, but for shards of several boxes and what is in a container.
+    ///         larger ones are cast and written in parts, but for what is in a container or has several local tensors.
     ///         Ranks that have the same box, `replicas="all"`, say the same.
     ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
     ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
@@ -634,7 +634,13 @@ impl Store {
         let halves =
             if transfer.is_some() && matches!(options.residency, Residency::Host) { 2 } else { 1 };
         let bucket_bytes = bucket_bytes.div_ceil(halves);
-        let taking = Taking { allow_pickle, names_writers, transfer, cast_bytes: bucket_bytes };
+        let taking = Taking {
+            allow_pickle,
+            names_writers,
+            transfer,
+            replicas: options.replicas,
+            cast_bytes: bucket_bytes,
+        };
         Publishing::new(own, name, &options, bucket_bytes, taking)
     }
 

@@ -431,7 +431,7 @@ impl<'py> Taker<'py> {
     /// A local tensor, or what is wanted of it, as the boxes that it is.
     fn shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
         if let Some(part) = self.purpose.part() {
-            places = places.iter().map(|place| place.part(part)).collect::<Result<_, Error>>()?;
+            places = slice::parts(&places, part)?;
         }
         let slices: Vec<TensorSlice> = places.iter().map(|place| place.slice().clone()).collect();
         let locals = slice::cut(local, &slices)?;

@@ -215,7 +215,13 @@ def stages_of_a_pipeline(store: tssd.Store) -> None:
 
 def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
     """Each rank publishes its shards one by one, in buckets smaller than most; others iterate, or fill theirs."""
-    shardings: list[Sharding] = [("4", (Shard(0),)), ("2x4", (Shard(0), Shard(1))), ("2x2", (Replicate(), Shard(1)))]
+    shardings: list[Sharding] = [
+        ("4", (Shard(0),)),
+        ("2x4", (Shard(0), Shard(1))),
+        ("2x2", (Replicate(), Shard(1))),
+        ("2x2", (_StridedShard(0, split_factor=2), Shard(0))),
+        ("2x4", (_StridedShard(0, split_factor=4), Shard(0))),
+    ]
     for version, (name, placements) in enumerate(shardings, 1):
         mesh = meshes[name]
         # What is wider is cast in parts.
@@ -241,9 +247,9 @@ def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
     # One of four fails half way: there is no such version, for nobody.
     mesh = meshes["4"]
     if inside(mesh):
-        state = cut(mesh, (Shard(0),), 4)
+        state = cut(mesh, (Shard(0),), 6)
         try:
-            with store.publish("published", version=4, writers=[0, 1, 2, 3]) as publisher:
+            with store.publish("published", version=6, writers=[0, 1, 2, 3]) as publisher:
                 for number, (fqn, tensor) in enumerate(state.items()):
                     if RANK == 2 and number == 1:
                         raise ArithmeticError("a trainer has failed")
@@ -255,7 +261,7 @@ def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
             assert RANK != 2, error
     dist.barrier()
     head = store.head("published")
-    assert head is not None and head.version == 3
+    assert head is not None and head.version == 5
     dist.barrier()
 
 

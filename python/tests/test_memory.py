@@ -100,6 +100,17 @@ def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
                 publisher.put("layers", shard)
             """
         assert 0 < peak(url, cast) < ALLOWED
+        # Nor where the shard is several boxes of a tensor.
+        cast = f"""
+            half = {MODEL} // 32
+            layers = np.ones((2 * half, 4 << 20), np.float32)
+            boxes = [tssd.TensorSlice([at, 0], None, [3 * half, 4 << 20], [half, 4 << 20], []) for at in (0, 2 * half)]
+            with Peak(), store.publish(
+                "cast", writer=0, writers=2, job="run", version=9, bucket_bytes=32 << 20, transfer_dtype="float16"
+            ) as publisher:
+                publisher.put("layers", tssd.TensorShard(layers, boxes))
+            """
+        assert 0 < peak(url, cast) < ALLOWED
         # What the watch sees if there is a copy: else the rest would prove nothing.
         copy = "with Peak(): kept = store.get_state_dict('policy', copy=True)"
         assert peak(url, copy) > MODEL / 2

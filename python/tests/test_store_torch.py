@@ -134,10 +134,35 @@ def test_a_shard_is_cast_in_parts_that_lie_where_it_belongs(store: tssd.Store) -
             ) as publisher:
                 publisher.put("w", shard)
             assert publisher.report is not None and publisher.report.visible == (writer == 1)
+            # In buckets of 128 bytes, 8 bytes an element: what another one stores is not cast, nor written.
+            assert (publisher.report.bytes > 50_000) == (primary or writer == 0)
         got = store.get_state_dict("x", version=version)["w"]
         assert torch.equal(got, wanted.double())
         box = tssd.TensorSlice([3, 1], None, [10, 33], [2, 30], [])
         assert torch.equal(store.get("x", fqn="w", tensor_slice=box), wanted[3:5, 1:31].double())
+
+
+def test_a_shard_of_several_boxes_is_cast_in_parts(store: tssd.Store) -> None:
+    wanted = torch.randn(12, 34)
+
+    def shard(rows: list[int], columns: list[int]) -> tssd.TensorShard:
+        """What is three rows and 17 columns long from each of these on."""
+        boxes = [tssd.TensorSlice([row, column], None, [12, 34], [3, 17], []) for row in rows for column in columns]
+        local = torch.cat([torch.cat([wanted[r : r + 3, c : c + 17] for c in columns], 1) for r in rows])
+        return tssd.TensorShard(local, boxes)
+
+    # The last is cut across its boxes: a part has some of each.
+    for version, bucket_bytes in enumerate((16, 128, 1024, 3000), 1):
+        for writer, rows in enumerate(([0, 6], [3, 9])):
+            with store.publish(
+                "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=bucket_bytes, transfer_dtype="float64"
+            ) as publisher:
+                publisher.put("w", shard(rows, [0, 17]))
+        assert torch.equal(store.get_state_dict("x", version=version)["w"], wanted.double()), bucket_bytes
+    into = shard([3, 6], [17, 0])
+    into.local.zero_()
+    store.get_state_dict("x", {"w": into}, cast=True)
+    assert torch.equal(into.local, torch.cat([wanted[3:9, 17:], wanted[3:9, :17]], 1))
 
 
 def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:

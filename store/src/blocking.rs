@@ -226,7 +226,7 @@ impl Parts<'_> {
     /// # Errors
     ///
     /// See there.
-    pub fn add(&mut self, part: Shard) -> Result<()> {
+    pub fn add(&mut self, part: impl IntoIterator<Item = Shard>) -> Result<()> {
         self.runtime.block_on(self.parts.add(part))
     }
 }

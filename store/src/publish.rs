@@ -99,7 +99,7 @@ impl Publisher {
     ///     let bytes = vec![7_u8; usize::try_from(region.shape().iter().product::<u64>())?];
     ///     let part = Tensor::from_slice(&bytes, region.shape())?;
     ///     let slice = TensorSlice::new(region.offsets(), region.shape(), &[3, 2])?;
-    ///     parts.add(Shard::new(part, ShardPlace::new(slice))?).await?;
+    ///     parts.add([Shard::new(part, ShardPlace::new(slice))?]).await?;
     /// }
     /// publisher.finish().await?;
     /// let whole = store.get(&key, "weight", &GetOptions::default()).await?;
@@ -195,19 +195,20 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Adds a part, such as one of [`pieces`], and writes it: its memory may be used for something else afterwards. All
-    /// parts together make the tensor whole.
+    /// Adds a part, such as one of [`pieces`], and writes it: its memory may be used for something else afterwards. It may
+    /// be several boxes. All parts together make the tensor whole.
     ///
     /// # Errors
     ///
     /// As [`Publisher::add`].
-    pub async fn add(&mut self, part: Shard) -> Result<()> {
+    pub async fn add(&mut self, part: impl IntoIterator<Item = Shard>) -> Result<()> {
+        let part = Value::Shards(part.into_iter().collect());
         match self.to {
             To::Version(writing) => {
-                writing.add_whole(self.name.clone(), part.into()).await?;
+                writing.add_whole(self.name.clone(), part).await?;
                 writing.flush().await
             }
-            To::Ring(sender) => sender.add_part(&self.name, part).await,
+            To::Ring(sender) => sender.add_part(&self.name, &part).await,
         }
     }
 }

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{AttrValue, Region, Shard, ShardPlace, TensorSlice, Value};
-use tssd_store::{Copied, Key, Publisher, PutOptions};
+use tssd_store::{Copied, Key, Publisher, PutOptions, Replicas};
 
 use super::connected::Connected;
 use super::put::{own_rank, prove_covered, shards};
@@ -47,8 +47,21 @@ pub(crate) struct Taking {
     pub(super) names_writers: bool,
     /// The dtype that floating tensors are stored as, and the names of those that are not.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
+    pub(super) replicas: Replicas,
     /// What is cast has at most so many bytes at a time.
     pub(super) cast_bytes: u64,
+}
+
+impl Taking {
+    /// Whether this process stores the one entry of what was taken, or another one that has the same.
+    fn stores(&self, taken: &Taken) -> bool {
+        match only(taken) {
+            Some(Value::Shards(shards)) if self.replicas == Replicas::Primary => {
+                shards.iter().any(|shard| shard.place().is_first_replica())
+            }
+            _ => true,
+        }
+    }
 }
 
 impl Publishing {
@@ -130,13 +143,15 @@ impl Publishing {
     ) -> Result<()> {
         let py = dict.py();
         let take_part = |part| take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)));
-        // Nothing of it says whose it is.
-        let nothing = vec![0; shape.len()];
-        let ranks = shards(&take_part(Region::new(&nothing, &nothing)?)?.dict);
-        if let Some(ranks) = ranks {
+        // One element of it says whose it is.
+        let one = Region::new(&vec![0; shape.len()], &vec![1; shape.len()])?;
+        let taken = take_part(one.clone())?;
+        if let Some(ranks) = shards(&taken.dict) {
             identify(py, open)?;
             open.ranks.get_or_insert_default().extend(ranks);
         }
+        // Of what another rank stores a version has no more than what it is.
+        let parts = if self.taking.stores(&taken) { parts } else { vec![one] };
         self.begin(py, open)?;
         let interrupt = Interrupt::new();
         let mut written = self.own.run(py, None, open.publisher.parts(name))?;
@@ -146,8 +161,8 @@ impl Publishing {
             let taken = take_part(part)?;
             open.copies.push(taken.devices.copies().clone());
             let part = match only(&taken) {
-                Some(Value::Tensor(local)) => Shard::new(local, ShardPlace::new(slice))?,
-                Some(Value::Shards(shards)) if shards.len() == 1 => shards[0].clone(),
+                Some(Value::Tensor(local)) => vec![Shard::new(local, ShardPlace::new(slice))?],
+                Some(Value::Shards(shards)) => shards,
                 _ => unreachable!("a part of a tensor is one"),
             };
             self.own.run(py, None, written.add(part))?;

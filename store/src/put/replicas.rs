@@ -1,8 +1,6 @@
 //! Leaving out what another writer stores.
 
-use tssd_format::{
-    Placement, Region, Result, Shard, StateDict, Storage, Tensor, TensorMeta, Value,
-};
+use tssd_format::{Region, Result, Shard, StateDict, Storage, Tensor, TensorMeta, Value};
 
 use super::leaves;
 
@@ -19,14 +17,8 @@ pub(super) fn without_replicas(dict: &StateDict) -> Result<StateDict> {
 
 fn primary_shard(shard: &Shard) -> Result<Shard> {
     let (place, slice) = (shard.place(), shard.slice());
-    let is_replica = match (slice.coordinates(), place.placements()) {
-        (Some(coordinates), Some(placements)) => {
-            !Placement::is_first_replica(coordinates, placements)
-        }
-        _ => false,
-    };
     // A tensor without dimensions has no empty box; its few bytes are stored by all.
-    if !is_replica || slice.global_shape().is_empty() {
+    if place.is_first_replica() || slice.global_shape().is_empty() {
         return Ok(shard.clone());
     }
     let nothing = vec![0; slice.global_shape().len()];

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 #[cfg(target_os = "linux")]
 use tokio::sync::oneshot;
-use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Shard, StateDict, Value};
+use tssd_format::{Error as FormatError, ErrorKind as FormatKind, StateDict, Value};
 
 use super::bucket::Filling;
 #[cfg(target_os = "linux")]
@@ -143,8 +143,8 @@ impl Sender {
     }
 
     /// Adds a part of a tensor whose name is taken, and puts it.
-    pub(crate) async fn add_part(&mut self, fqn: &str, part: Shard) -> Result<()> {
-        self.hold_more(fqn, &part.into())?;
+    pub(crate) async fn add_part(&mut self, fqn: &str, part: &Value) -> Result<()> {
+        self.hold_more(fqn, part)?;
         self.put_all(false).await
     }
 

@@ -323,6 +323,35 @@ def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: P
     )
 
 
+# Its shards say where they belong as ours do.
+def test_a_sharded_tensor_is_refused_and_what_is_advised_can_be_done() -> None:
+    script(
+        """
+        import torch, tssd
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg
+        from torch.distributed._shard import sharded_tensor
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+        dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+        spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+        sharded = sharded_tensor.ones(spec, 5, 3)
+        try:
+            tssd.save({"model": {"table": sharded}})
+            raise AssertionError("it was stored")
+        except TypeError as error:
+            assert error.fqn == "model.table" and "ShardedTensor" in str(error) and "TensorShard" in error.advice, error
+        shards = [
+            tssd.TensorShard(
+                shard.tensor, tssd.TensorSlice(shard.metadata.shard_offsets, None, [5, 3], shard.metadata.shard_sizes, [])
+            )
+            for shard in sharded.local_shards()
+        ]
+        (again,) = tssd.load(tssd.save({"table": shards}))["table"]
+        assert again.tensor_slice.offsets == (3, 0) and torch.equal(again.local, torch.ones(2, 3))
+        """
+    )
+
+
 # A DTensor of one part would be a local tensor of another shape than its mesh says.
 def test_a_part_of_a_shard_becomes_no_dtensor(tmp_path: Path) -> None:
     script(

@@ -294,6 +294,27 @@ def test_subclasses_are_refused_though_pickle_is_allowed() -> None:
         tssd.save({"a": torch.ones(3).as_subclass(Subclass)}, allow_pickle=True)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantized_weights_of_torchao_are_refused_and_what_they_are_made_of_is_not(config: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
+    quantization.quantize_(model, getattr(quantization, config)())
+    weight = model.state_dict()["0.weight"]
+    with pytest.raises(tssd.TssdTypeError) as caught:
+        tssd.save({"model": model.state_dict()})
+    error = caught.value
+    assert error.fqn == "model.0.weight" and f"{type(weight).__module__}.{type(weight).__qualname__}" in str(error)
+    # The advice can be taken.
+    assert error.advice is not None and "__tensor_flatten__" in error.advice and "dequantize()" in error.advice
+    names, _ = weight.__tensor_flatten__()
+    parts = {name: getattr(weight, name) for name in names}
+    loaded = tssd.load(tssd.save({"parts": parts, "whole": weight.dequantize()}))
+    assert same(loaded["whole"], weight.dequantize()) and len(parts) >= 2
+    assert all(same(loaded["parts"][name], part) for name, part in parts.items())
+
+
 def test_an_asynchronous_collective_s_tensor_is_waited_for() -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

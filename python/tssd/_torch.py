@@ -43,7 +43,7 @@ _ADVICE = {
     "FakeTensor": "materialize the model first",
     "FunctionalTensor": "save outside of the traced function",
     "NestedTensor": "store the tensors that `.unbind()` gives, or `.to_padded_tensor(0)`",
-    "ShardedTensor": "store its `.local_tensor()`s as `tssd.TensorShard`s, or use DTensors",
+    "ShardedTensor": "store the tensors of its `.local_shards()` as `tssd.TensorShard`s, or use DTensors",
     "UninitializedParameter": "run the model once, so that its parameters are initialized",
     "UninitializedBuffer": "run the model once, so that its buffers are initialized",
 }

@@ -57,14 +57,16 @@ impl Framework {
     }
 }
 
-/// Whether the slices are all that the placements give to the rank that has them: a version that was published in parts
-/// has no more than some of it in an archive.
+/// Whether the slices are all that the placements give to the rank that has them. Of a version that was published in
+/// parts an archive has some of that, and of a replica that another rank stores none.
 fn is_all_of_its_rank(
     first: &TensorSlice,
     placements: &[Placement],
     slices: &[TensorSlice],
 ) -> bool {
-    let Some(at) = first.coordinates() else { return true };
+    let Some(at) = first.coordinates() else {
+        return slices.iter().all(|slice| slice.region().is_empty());
+    };
     let (global, mesh) = (first.global_shape(), first.mesh_shape());
     Placement::local_regions(global, mesh, at, placements)
         .is_ok_and(|all| all.into_iter().eq(slices.iter().map(TensorSlice::region)))
@@ -439,17 +441,18 @@ impl<'py, 'a> Maker<'py, 'a> {
             }
             return Ok(shards.into_any());
         };
-        if let (Some(mesh), Some(placements)) = (&self.device_mesh, place.placements())
-            && is_all_of_its_rank(place.slice(), placements, &slices)
-        {
+        if let (Some(mesh), Some(placements)) = (&self.device_mesh, place.placements()) {
             let helper = self.py.import(intern!(self.py, "tssd._torch"))?;
-            let placements: Vec<_> = placements.iter().map(spelled).collect();
-            let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
             let mesh_shape = PyTuple::new(self.py, place.slice().mesh_shape())?;
             let coordinates =
                 place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
-            let arguments = (local, mesh, placements, global_shape, mesh_shape, coordinates);
-            return Ok(helper.call_method1("dtensor", arguments)?);
+            helper.call_method1("prove_mesh", (mesh, mesh_shape, coordinates))?;
+            if is_all_of_its_rank(place.slice(), placements, &slices) {
+                let placements: Vec<_> = placements.iter().map(spelled).collect();
+                let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
+                let arguments = (local, mesh, placements, global_shape);
+                return Ok(helper.call_method1("dtensor", arguments)?);
+            }
         }
         let shard = TensorShard::of(self.py, local.unbind(), slices)?;
         Ok(Bound::new(self.py, shard)?.into_any())

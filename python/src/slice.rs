@@ -1,5 +1,7 @@
 //! Tensor slices and shards.
 
+use std::collections::BTreeSet;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple, PyType};
@@ -343,19 +345,29 @@ impl TensorShard {
     }
 }
 
-/// The runs of indices of each dimension, as offset and size, whose product a list of boxes is; none if
-/// they are no such product, with the last dimension running fastest.
-fn grid(slices: &[Slice]) -> Option<Vec<Vec<(u64, u64)>>> {
+/// A run of indices of one dimension, of the global tensor.
+struct Run {
+    offset: u64,
+    size: u64,
+    /// Where it begins in the local tensor.
+    start: u64,
+}
+
+/// The runs of each dimension whose product a list of boxes is; none if they are no such product, with the last
+/// dimension running fastest.
+fn grid(slices: &[Slice]) -> Option<Vec<Vec<Run>>> {
     let rank = slices.first()?.offsets().len();
-    let mut grid: Vec<Vec<(u64, u64)>> = vec![Vec::new(); rank];
+    let mut seen = vec![BTreeSet::new(); rank];
+    let mut grid: Vec<Vec<Run>> = (0..rank).map(|_| Vec::new()).collect();
     for slice in slices {
         if slice.offsets().len() != rank {
             return None;
         }
-        for ((runs, offset), size) in grid.iter_mut().zip(slice.offsets()).zip(slice.local_shape())
-        {
-            if !runs.contains(&(*offset, *size)) {
-                runs.push((*offset, *size));
+        for (dim, (&offset, &size)) in slice.offsets().iter().zip(slice.local_shape()).enumerate() {
+            if seen[dim].insert((offset, size)) {
+                let start =
+                    grid[dim].last().map_or(Some(0), |last| last.start.checked_add(last.size))?;
+                grid[dim].push(Run { offset, size, start });
             }
         }
     }
@@ -364,13 +376,13 @@ fn grid(slices: &[Slice]) -> Option<Vec<Vec<(u64, u64)>>> {
         && slices.iter().enumerate().all(|(number, slice)| {
             let place = place(&grid, number);
             let mut dims = grid.iter().zip(&place).zip(slice.offsets().iter());
-            dims.all(|((runs, place), offset)| runs[*place].0 == *offset)
+            dims.all(|((runs, place), offset)| runs[*place].offset == *offset)
         });
     is_product.then_some(grid)
 }
 
 /// Which runs a box of a grid is made of.
-fn place(grid: &[Vec<(u64, u64)>], mut number: usize) -> Vec<usize> {
+fn place(grid: &[Vec<Run>], mut number: usize) -> Vec<usize> {
     let mut place = vec![0; grid.len()];
     for (slot, runs) in place.iter_mut().zip(grid).rev() {
         *slot = number % runs.len();
@@ -379,8 +391,10 @@ fn place(grid: &[Vec<(u64, u64)>], mut number: usize) -> Vec<usize> {
     place
 }
 
-fn local_shape(grid: &[Vec<(u64, u64)>]) -> Vec<u64> {
-    grid.iter().map(|runs| runs.iter().map(|(_, size)| size).sum()).collect()
+fn local_shape(grid: &[Vec<Run>]) -> Vec<u64> {
+    grid.iter()
+        .map(|runs| runs.last().map_or(0, |last| last.start.saturating_add(last.size)))
+        .collect()
 }
 
 /// Cuts a local tensor into the boxes that it is: views of it.
@@ -395,10 +409,8 @@ pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
     }
     let strides = meta.strides();
     let part = |(number, slice): (usize, &Slice)| {
-        let mut offset = 0;
-        for ((runs, run), stride) in grid.iter().zip(place(&grid, number)).zip(&strides) {
-            offset += runs[..run].iter().map(|(_, size)| size).sum::<u64>() * stride;
-        }
+        let begins = grid.iter().zip(place(&grid, number)).zip(&strides);
+        let offset: u64 = begins.map(|((runs, run), stride)| runs[run].start * stride).sum();
         let part = TensorMeta::new(meta.dtype(), slice.local_shape())?
             .with_strides(&strides)?
             .with_flags(meta.flags());
@@ -412,10 +424,7 @@ pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
 pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>)> {
     let grid = grid(slices)?;
     let offsets = (0..slices.len()).map(|number| {
-        let place = place(&grid, number);
-        let before =
-            |(runs, run): (&Vec<(u64, u64)>, usize)| runs[..run].iter().map(|(_, size)| size).sum();
-        grid.iter().zip(place).map(before).collect()
+        grid.iter().zip(place(&grid, number)).map(|(runs, run)| runs[run].start).collect()
     });
     Some((local_shape(&grid), offsets.collect()))
 }

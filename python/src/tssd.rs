@@ -73,8 +73,8 @@ impl TorchStoreStateDict {
     /// numpy where torch is not installed.
     ///
     /// Args:
-    ///     device_mesh: if it is given, shards whose placements are known become DTensors on it. A part of a
-    ///         shard, as `publish` stores large ones, stays a `TensorShard`.
+    ///     device_mesh: if it is given, shards whose placements are known become DTensors on it. What is not all
+    ///         that its rank has, as a version has shards in parts and one replica of each, stays a `TensorShard`.
     ///     allow_pickle: as for `load_file`.
     ///
     /// Raises:

@@ -681,16 +681,25 @@ def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
                 assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
             with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
                 writer.put_state_dict({"step": 3}, "policy", residency="ring")
-        # What is cast goes in parts.
+        # What is cast goes in parts, whoever else has it.
         half = {"weight": np.zeros((1000, 100), np.float16)}
-        with reader.receiver("half", half) as receiver, ThreadPoolExecutor() as pool:
-            received = pool.submit(receiver.receive)
-            with writer.publish(
-                "half", residency="ring", bucket_bytes=64 << 10, transfer_dtype="float16"
-            ) as publisher:  # fmt: skip
-                publisher.put("weight", weight / 100_000)
-            assert received.result().buckets > 3
-        assert (half["weight"] == (weight / 100_000).astype(np.float16)).all()
+        small = weight / 100_000
+        halves = [tssd.TensorSlice((row, 0), (), (1000, 100), (500, 100), ()) for row in (500, 0)]
+        whole = tssd.TensorSlice((0, 0), (), (1000, 100), (1000, 100), ())
+        for sent in (
+            small,
+            tssd.TensorShard(small, whole, primary=False),
+            tssd.TensorShard(np.concatenate([small[500:], small[:500]]), halves),
+        ):
+            half["weight"].fill(0)
+            with reader.receiver("half", half) as receiver, ThreadPoolExecutor() as pool:
+                received = pool.submit(receiver.receive)
+                with writer.publish(
+                    "half", writer=0, writers=1, residency="ring", bucket_bytes=64 << 10, transfer_dtype="float16"
+                ) as publisher:
+                    publisher.put("weight", sent)
+                assert received.result().buckets > 3
+            assert (half["weight"] == small.astype(np.float16)).all()
         assert not reader.exists("policy")
         for wrong, text in [("gpu", "residency is"), (3, "a tssd.Ring"), (tssd.Ring(buckets=0), "has buckets")]:
             with pytest.raises((TypeError, ValueError), match=text):

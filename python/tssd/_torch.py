@@ -119,15 +119,8 @@ def _spelled(placement: Placement, ndim: int) -> Spelled | None:
     return None
 
 
-def dtensor(
-    local: torch.Tensor,
-    device_mesh: DeviceMesh,
-    placements: list[Spelled],
-    global_shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinates: tuple[int, ...] | None,
-) -> DTensor:
-    """The DTensor that a shard was cut from, on a mesh of the same shape.
+def prove_mesh(device_mesh: DeviceMesh, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...] | None) -> None:
+    """Proves that this rank stands in a mesh of that shape where a shard says that it did.
 
     Raises:
         TssdValueError: the mesh has another shape, or this rank stands elsewhere in it.
@@ -139,6 +132,12 @@ def dtensor(
         stored = f"mesh {mesh_shape} at {coordinates}"
         message = f"the shard is of a {stored}, this rank of mesh {tuple(device_mesh.shape)} at {here}"
         raise make("MeshMismatch", "F-071", message, None, None, None, None)
+
+
+def dtensor(
+    local: torch.Tensor, device_mesh: DeviceMesh, placements: list[Spelled], global_shape: tuple[int, ...]
+) -> DTensor:
+    """The DTensor that a shard was cut from."""
     made: list[Placement] = []
     for name, dim, split_factor in placements:
         if name == "_StridedShard":

@@ -196,13 +196,17 @@ pub struct Parts<'a> {
 
 impl Parts<'_> {
     /// Adds a part, such as one of [`pieces`], and writes it: its memory may be used for something else afterwards. It may
-    /// be several boxes. All parts together make the tensor whole.
+    /// be several boxes; of no boxes nothing is written. All parts together make the tensor whole.
     ///
     /// # Errors
     ///
     /// As [`Publisher::add`].
     pub async fn add(&mut self, part: impl IntoIterator<Item = Shard>) -> Result<()> {
-        let part = Value::Shards(part.into_iter().collect());
+        let part: Vec<Shard> = part.into_iter().collect();
+        if part.is_empty() {
+            return Ok(());
+        }
+        let part = Value::Shards(part);
         match self.to {
             To::Version(writing) => {
                 writing.add_whole(self.name.clone(), part).await?;

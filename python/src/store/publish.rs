@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{AttrValue, Region, Shard, ShardPlace, TensorSlice, Value};
-use tssd_store::{Copied, Key, Publisher, PutOptions, Replicas};
+use tssd_store::{Copied, Key, Publisher, PutOptions};
 
 use super::connected::Connected;
 use super::put::{own_rank, prove_covered, shards};
@@ -47,7 +47,8 @@ pub(crate) struct Taking {
     pub(super) names_writers: bool,
     /// The dtype that floating tensors are stored as, and the names of those that are not.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
-    pub(super) replicas: Replicas,
+    /// Whether what another rank has the first replica of is left to that one.
+    pub(super) leaves_replicas: bool,
     /// What is cast has at most so many bytes at a time.
     pub(super) cast_bytes: u64,
 }
@@ -56,7 +57,7 @@ impl Taking {
     /// Whether this process stores the one entry of what was taken, or another one that has the same.
     fn stores(&self, taken: &Taken) -> bool {
         match only(taken) {
-            Some(Value::Shards(shards)) if self.replicas == Replicas::Primary => {
+            Some(Value::Shards(shards)) if self.leaves_replicas => {
                 shards.iter().any(|shard| shard.place().is_first_replica())
             }
             _ => true,

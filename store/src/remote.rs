@@ -84,7 +84,7 @@ impl RemoteController {
         let link = split_net(endpoint.connect(identity, timeout).await?, Limits::FAR_DAEMON);
         let dial = {
             let (endpoint, identity) = (endpoint.clone(), identity.clone());
-            Box::new(move || endpoint.dial(&identity, timeout))
+            Arc::new(move || endpoint.dial(&identity, timeout))
         };
         let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
         let reached = Self::start(link, endpoint.route(), dial, &unreachable);
@@ -95,7 +95,7 @@ impl RemoteController {
     async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
         let dial = {
             let socket = socket.to_owned();
-            Box::new(move || dial(&socket))
+            Arc::new(move || dial(&socket))
         };
         let link = split(stream, Limits::DAEMON);
         let route = Route::new(Transport::Arena, "the daemon is of this host");

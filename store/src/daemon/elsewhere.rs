@@ -281,7 +281,7 @@ impl Elsewhere {
     fn host_in<'i>(&self, inner: &'i mut Inner, endpoint: &Endpoint) -> &'i Host {
         inner.hosts.entry(endpoint.clone()).or_insert_with(|| {
             let (endpoint, identity) = (endpoint.clone(), self.identity.clone());
-            let lines = Lines::new(Box::new(move || endpoint.dial(&identity, TIMEOUT)));
+            let lines = Lines::new(Arc::new(move || endpoint.dial(&identity, TIMEOUT)));
             Host {
                 lines: Arc::new(lines),
                 relays: Arc::new(Semaphore::new(RELAYS)),

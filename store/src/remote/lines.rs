@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, BufReader, Read, Write};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -47,7 +47,7 @@ const LOOP_TEXT: usize = 44;
 const PATIENCE: Duration = Duration::from_mins(1);
 
 /// How a connection is made.
-pub(crate) type Dial = Box<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
+pub(crate) type Dial = Arc<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
 
 /// Connections to a daemon. Those that are not in use stay open.
 pub(crate) struct Lines {
@@ -96,7 +96,10 @@ impl Lines {
                 Some(line) if line.stream.get_ref().is_open() => break line,
                 // The daemon has ended it meanwhile.
                 Some(_) => {}
-                None => break Line::open((self.dial)()?, stop)?,
+                None => {
+                    let dial = self.dial.clone();
+                    break Line::open(stop.leave(move || dial())?, stop)?;
+                }
             }
         };
         let done = work(&mut line)?;

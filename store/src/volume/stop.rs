@@ -25,6 +25,25 @@ impl Stop {
         if self.0.load(Ordering::Relaxed) { Err(Error::new(ErrorKind::Busy, text)) } else { Ok(()) }
     }
 
+    /// Does something that cannot be stopped, such as to connect, on a thread of its own: who is stopped leaves it there.
+    pub(crate) fn leave<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (done, ended) = mpsc::sync_channel(1);
+        let working = thread::spawn(move || drop(done.send(work())));
+        loop {
+            match ended.recv_timeout(Self::INTERVAL) {
+                Ok(done) => return done,
+                Err(RecvTimeoutError::Timeout) => self.check()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    let panic = working.join().expect_err("what ends without a word has panicked");
+                    panic::resume_unwind(panic)
+                }
+            }
+        }
+    }
+
     /// Does something that waits on a thread of its own, and looks on this one whether it goes on: after an error there it
     /// is stopped, and that error is what has become of it.
     pub(crate) fn watch<T: Send>(
@@ -57,6 +76,7 @@ impl Stop {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
@@ -76,6 +96,31 @@ mod tests {
         };
         assert_eq!(Stop::watch(&goes_on, waits).unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(looked.load(Ordering::Relaxed), 3, "nobody looks again");
+    }
+
+    #[test]
+    fn what_cannot_be_stopped_is_left() {
+        let (begun, begins) = mpsc::channel();
+        let begins = Mutex::new(begins);
+        let (end, ended) = mpsc::channel::<()>();
+        let goes_on = || match begins.lock().unwrap().try_recv() {
+            Ok(()) => Err(Error::new(ErrorKind::Invalid, "no more")),
+            Err(_) => Ok(()),
+        };
+        let waits = |stop: &Stop| {
+            stop.leave(move || {
+                begun.send(()).unwrap();
+                // Nobody says it before the call has returned.
+                ended.recv().unwrap();
+                Ok(())
+            })
+        };
+        assert_eq!(Stop::watch(&goes_on, waits).unwrap_err().kind(), ErrorKind::Invalid);
+        end.send(()).unwrap();
+        assert_eq!(Stop::default().leave(|| Ok(7)).unwrap(), 7);
+        let panics =
+            panic::catch_unwind(|| Stop::default().leave(|| -> Result<()> { panic!("it") }));
+        assert_eq!(*panics.unwrap_err().downcast::<&str>().unwrap(), "it");
     }
 
     #[test]

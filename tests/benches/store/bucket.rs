@@ -1,7 +1,7 @@
 //! To a bucket and back, beside what the same bucket takes when its library is asked for the same bytes in parallel.
 //! The bucket is in this process's memory: a server would be what is measured.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target, on_cores};
+use tssd_tests::bench::{Bench, Curve, Model, Race, Runner, Target, on_cores};
 
 use crate::copies::{get_into, put_one};
 
@@ -24,46 +24,97 @@ const PEER: &str = "object_store";
 const OURS: &str = "ours";
 
 /// No other object of ours is larger than this.
-const SMALL_BYTES: u64 = 1 << 20;
+const SMALL_BYTES: u64 = 8 << 20;
 
 /// As ours.
 const PART_BYTES: usize = 16 << 20;
 const RANGE_BYTES: usize = 8 << 20;
 
+const UPLOAD: (&str, &str) = ("upload", "a new version in a bucket in memory, checksums included");
+const DOWNLOAD: (&str, &str) =
+    ("download", "in place, from a bucket in memory, a new version, verified");
+
 pub(crate) fn up_and_down(bench: &mut Bench) {
     // More would tell how soon the system gives memory back and has it again.
-    let model = &Model::uniform(100, 128 << 20);
     on_cores(2, || {
+        let (sides, mut memory) = Sides::new(Model::uniform(100, 128 << 20));
+        let mut race = |(operation, what), [ours, peer]: [Runner<'_>; 2]| {
+            let ours = ours.target(Target::Speed(0.8, PEER));
+            bench.race(Race::new(operation, what, 15).of(&sides.model).with(ours).with(peer));
+        };
+        race(UPLOAD, sides.uploads());
+        race(DOWNLOAD, sides.downloads(&mut memory));
+        sides.expect(&memory);
+    });
+}
+
+/// What both take by tensor and by byte.
+pub(crate) fn fits(bench: &mut Bench) {
+    let (mut up, mut down) = (Curve::fit(UPLOAD.0, UPLOAD.1), Curve::fit(DOWNLOAD.0, DOWNLOAD.1));
+    for tensors in [100, 10_000] {
+        for bytes in [16 << 20, 128 << 20] {
+            on_cores(2, || {
+                let (sides, mut memory) = Sides::new(Model::uniform(tensors, bytes));
+                let size = (tensors, bytes);
+                up.at_size(bench, size, 7, sides.uploads().into());
+                down.at_size(bench, size, 7, sides.downloads(&mut memory).into());
+                sides.expect(&memory);
+            });
+        }
+    }
+    up.record(bench);
+    down.record(bench);
+}
+
+/// Our store in a bucket, and what is done without it there.
+struct Sides {
+    model: Model,
+    store: Store,
+    theirs: Theirs,
+}
+
+/// What is downloaded to.
+struct Downloaded {
+    tensors: Vec<u8>,
+    archive: Vec<u8>,
+}
+
+impl Sides {
+    fn new(model: Model) -> (Self, Downloaded) {
         let bucket = Arc::new(InMemory::new());
         let store = Store::in_bucket(bucket.clone(), OURS).unwrap();
-        let theirs = Theirs::new(bucket.clone(), model);
-        let put = || put_one(&store, model);
+        let theirs = Theirs::new(bucket, &model);
+        let tensors = vec![1; usize::try_from(model.bytes).unwrap()];
+        let downloaded = Downloaded { tensors, archive: vec![1; theirs.archive.len()] };
+        (Self { model, store, theirs }, downloaded)
+    }
+
+    fn put(&self) {
+        put_one(&self.store, &self.model);
+    }
+
+    fn uploads(&self) -> [Runner<'_>; 2] {
         // Nobody is to wait for what is given up in the background.
-        let settle = || theirs.settle();
-        bench.race(
-            Race::new("upload", "a new version in a bucket in memory, checksums included", 15)
-                .of(model)
-                .with(Runner::ours("tssd", put).after(settle).target(Target::Speed(0.8, PEER)))
-                .with(Runner::peer(PEER, || theirs.replace())),
-        );
-        let tensors = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
-        let read = || get_into(&store, model, &mut tensors.borrow_mut(), &GetOptions::default());
-        let mut memory = vec![1_u8; theirs.archive.len()];
-        let renew = || {
-            put();
-            settle();
-        };
-        bench.race(
-            Race::new("download", "in place, from a bucket in memory, a new version, verified", 15)
-                .of(model)
-                .with(Runner::ours("tssd", read).before(renew).target(Target::Speed(0.8, PEER)))
-                .with(
-                    Runner::peer(PEER, || theirs.download(&mut memory)).before(|| theirs.replace()),
-                ),
-        );
-        model.expect_bytes(&tensors.borrow());
-        assert!(memory == theirs.archive, "what came back is what was sent");
-    });
+        let ours = Runner::ours("tssd", || self.put()).after(|| self.theirs.settle());
+        [ours, Runner::peer(PEER, || self.theirs.replace())]
+    }
+
+    fn downloads<'a>(&'a self, to: &'a mut Downloaded) -> [Runner<'a>; 2] {
+        let Downloaded { tensors, archive } = to;
+        let read = || get_into(&self.store, &self.model, tensors, &GetOptions::default());
+        let ours = Runner::ours("tssd", read).before(|| {
+            self.put();
+            self.theirs.settle();
+        });
+        let peer = Runner::peer(PEER, || self.theirs.download(archive));
+        [ours, peer.before(|| self.theirs.replace())]
+    }
+
+    /// What came back is what was sent.
+    fn expect(&self, downloaded: &Downloaded) {
+        self.model.expect_bytes(&downloaded.tensors);
+        assert!(downloaded.archive == self.theirs.archive, "what came back is what was sent");
+    }
 }
 
 /// The same bytes by the library alone: nothing is laid out, summed or proven.

@@ -38,6 +38,8 @@ fn main() {
             ("plan", plans::many_ranks),
             ("hostile", hostile::attacked),
             ("fit", fits::all),
+            #[cfg(feature = "object")]
+            ("fit to a bucket", bucket::fits),
             ("scale", scale::all),
         ],
     );

@@ -375,8 +375,11 @@ fn grid(slices: &[Slice]) -> Option<Vec<Vec<Run>>> {
     let is_product = count == slices.len()
         && slices.iter().enumerate().all(|(number, slice)| {
             let place = place(&grid, number);
-            let mut dims = grid.iter().zip(&place).zip(slice.offsets().iter());
-            dims.all(|((runs, place), offset)| runs[*place].offset == *offset)
+            let own = slice.offsets().iter().zip(slice.local_shape());
+            let mut dims = grid.iter().zip(&place).zip(own);
+            dims.all(|((runs, place), (offset, size))| {
+                (runs[*place].offset, runs[*place].size) == (*offset, *size)
+            })
         });
     is_product.then_some(grid)
 }

@@ -215,9 +215,10 @@ def test_arrays_go_through_a_ring(driver: gpu.Driver, tmp_path: Path, residency:
                 assert copies is not None and copies.device == weight.size + half.size
         with pytest.raises(ValueError, match="closed"):
             whole.receive()
+        # Whoever has answered this has heard before that the receivers are closed.
+        assert not reader.exists("policy")
         with pytest.raises(tssd.TssdTimeoutError, match="open a receiver"):
             writer.put_state_dict(state, "policy", residency=residency, timeout=0.1)
-        assert not reader.exists("policy")
         both = {"weight": into["weight"], "host": np.zeros(3)}
         with pytest.raises(tssd.TssdValueError, match="a receiver for each"):
             reader.receiver("policy", both)

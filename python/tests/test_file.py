@@ -320,9 +320,10 @@ def test_what_is_no_archive(path: Path, read: str) -> None:
 def test_whatever_lends_bytes_is_loaded() -> None:
     from array import array
 
-    state = {"a": np.arange(100_000.0), "b": "x"}
+    state = {"a": np.arange(1_000_000.0), "b": "x"}
     data = tssd.save(state)
     # Its length is a multiple of eight, and more than one piece.
+    assert len(data) % 8 == 0 and len(data) > 4 << 20
     words = np.frombuffer(data, np.uint64)
     with_gaps = np.zeros((len(data), 2), np.uint8)
     with_gaps[:, 1] = np.frombuffer(data, np.uint8)
@@ -644,6 +645,10 @@ def test_a_shard_of_several_boxes(path: Path) -> None:
     np.testing.assert_array_equal(loaded.local, local)
     with pytest.raises(ValueError):
         tssd.TensorShard(local, slices[:3])
+    # As many as there are rows and columns of them, and no box has the last row.
+    sizes = [(2, 1), (3, 4), (2, 1), (2, 1)]
+    with pytest.raises(ValueError):
+        tssd.TensorShard(np.zeros((5, 5)), [tssd.TensorSlice((0, 0), None, (5, 5), size, ()) for size in sizes])
     with pytest.raises(ValueError):
         tssd.TensorShard(local, [])
 

@@ -4,14 +4,14 @@
 //! a certificate of the one authority is admitted.
 
 use std::fmt;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::RecvFlags;
 use rustls::pki_types::pem::PemObject;
@@ -138,10 +138,8 @@ impl Endpoint {
         let connection =
             ClientConnection::new(config, name).map_err(|error| self.unreachable(&error))?;
         let mut stream = StreamOwned::new(connection, stream);
-        // The handshake, so that what is wrong with it is said as such.
-        while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(unreachable)?;
-        }
+        // So that what is wrong with it is said as such.
+        shake_hands(&mut stream, Instant::now() + timeout).map_err(unreachable)?;
         Ok(Box::new(stream))
     }
 
@@ -179,7 +177,7 @@ impl Endpoint {
                 format_args!("{self} leads off this host in the open: use tls://"),
             ));
         }
-        let mut failed = std::io::Error::other("it has no address");
+        let mut failed = io::Error::other("it has no address");
         for address in addresses {
             match TcpStream::connect_timeout(&address, timeout) {
                 Ok(stream) => {
@@ -280,7 +278,7 @@ impl Identity {
         &self,
         stream: tokio::net::TcpStream,
         timeout: Duration,
-    ) -> std::io::Result<(Box<dyn AsyncDuplex>, TcpStream)> {
+    ) -> io::Result<(Box<dyn AsyncDuplex>, TcpStream)> {
         let stream = stream.into_std()?;
         prepare(&stream)?;
         let handle = stream.try_clone()?;
@@ -296,8 +294,37 @@ fn bad(path: &Path, error: &dyn fmt::Display) -> Error {
     Error::new(ErrorKind::Invalid, format_args!("`{}`: {error}", path.display()))
 }
 
+/// Does all of the handshake by then, however slowly the other side speaks.
+fn shake_hands(
+    stream: &mut StreamOwned<ClientConnection, TcpStream>,
+    until: Instant,
+) -> io::Result<()> {
+    let StreamOwned { conn, sock } = stream;
+    while conn.is_handshaking() || conn.wants_write() {
+        if conn.wants_write() {
+            conn.write_tls(sock)?;
+            continue;
+        }
+        if Instant::now() > until {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it has not said all of its hello",
+            ));
+        }
+        if conn.read_tls(sock)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if let Err(error) = conn.process_new_packets() {
+            // What it is told of that, it may not hear.
+            let _ = conn.write_tls(sock);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+        }
+    }
+    Ok(())
+}
+
 /// Small words go at once, and a host that is gone is found out.
-fn prepare(stream: &TcpStream) -> std::io::Result<()> {
+fn prepare(stream: &TcpStream) -> io::Result<()> {
     use rustix::net::sockopt;
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;

@@ -30,11 +30,17 @@ impl Stop {
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
+        self.check()?;
         let (done, ended) = mpsc::sync_channel(1);
-        let working = thread::spawn(move || drop(done.send(work())));
+        let working = thread::Builder::new().spawn(move || drop(done.send(work())));
+        let working = working.map_err(|error| Error::io("a thread", error))?;
         loop {
             match ended.recv_timeout(Self::INTERVAL) {
-                Ok(done) => return done,
+                Ok(done) => {
+                    // None is left over to be lost in a fork.
+                    drop(working.join());
+                    return done;
+                }
                 Err(RecvTimeoutError::Timeout) => self.check()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     let panic = working.join().expect_err("what ends without a word has panicked");

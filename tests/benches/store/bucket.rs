@@ -52,7 +52,7 @@ pub(crate) fn up_and_down(bench: &mut Bench) {
 pub(crate) fn fits(bench: &mut Bench) {
     let (mut up, mut down) = (Curve::fit(UPLOAD.0, UPLOAD.1), Curve::fit(DOWNLOAD.0, DOWNLOAD.1));
     for tensors in [100, 10_000] {
-        for bytes in [16 << 20, 128 << 20] {
+        for bytes in [16_000_000, 128_000_000] {
             on_cores(2, || {
                 let (sides, mut memory) = Sides::new(Model::uniform(tensors, bytes));
                 let size = (tensors, bytes);

@@ -16,7 +16,7 @@ from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
 from pair import Pair
-from peer import REUSED, RPC, Peer
+from peer import REUSED, Peer
 from race import Role, Rounds, Runner, measure, ours, timed
 from store import COPY
 
@@ -34,7 +34,7 @@ Operation = tuple[str, Callable[[], object], list[Runner]]
 Points = dict[str, dict[str, list[dict[str, Any]]]]
 
 
-def fits(folder: Path, rounds: Rounds, others: tuple[Peer | None, Peer | None], size: int | None) -> None:
+def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> None:
     """Puts, gets, saves and loads of few and many tensors, small and great."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
@@ -42,7 +42,7 @@ def fits(folder: Path, rounds: Rounds, others: tuple[Peer | None, Peer | None], 
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
             with ExitStack() as stack:
-                every = [*stores(stack, model, others), *files(folder, model)]
+                every = [*stores(stack, model, other), *files(folder, model)]
                 for operation, prepare, runners in every:
                     prepare()
                     times = measure(runners, rounds)
@@ -66,29 +66,25 @@ def fits(folder: Path, rounds: Rounds, others: tuple[Peer | None, Peer | None], 
         records.write("fit", {"operation": operation, "what": what, "runners": runners_of})
 
 
-def stores(stack: ExitStack, model: Model, others: tuple[Peer | None, Peer | None]) -> list[Operation]:
+def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation]:
     """Puts and gets."""
-    other, far = others
     own = stack.enter_context(Pair(model, like(model.state)))
 
     def copy() -> None:
         for name, tensor in model.state.items():
             own.into[name].copy_(tensor)
 
-    for each in others:
-        if each is not None:
-            each.use(model, None)
+    if other is not None:
+        other.use(model, None)
     limit = Runner(COPY, timed(copy, before=copy), "limit")
     puts = [
         ours(timed(own.put), own.expect_put),
         *peer.runners(other, Peer.expect_put, (REUSED, lambda own: own("put"), None)),
-        *peer.runners(far, Peer.expect_put, (RPC, lambda own: own("put"), None)),
         limit,
     ]
     gets = [
         ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
         *peer.runners(other, Peer.expect_got, (REUSED, Peer.get_same, None)),
-        *peer.runners(far, Peer.expect_got, (RPC, Peer.get_same, None)),
         limit,
     ]
     return [("put", own.warm, puts), ("get", own.warm, gets)]

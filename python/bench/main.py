@@ -151,8 +151,7 @@ def in_both(
             tiny.store(rounds, peer)
         if "fits" in chosen:
             # Four points each, of which a line is made: fewer rounds are enough.
-            with torchstore("MonarchRPC") as far:
-                fits.fits(at, rounds.at_most(3), (peer, far), options.size)
+            fits.fits(at, rounds.at_most(3), peer, options.size)
 
 
 @contextmanager

@@ -9,9 +9,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{Key as Name, Node, Step};
-use tssd_store::{
-    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Replicas, Residency,
-};
+use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
 /// A store, and the threads of this process that wait for it.
 mod connected;
@@ -636,10 +634,7 @@ impl Store {
         let halves =
             if transfer.is_some() && matches!(options.residency, Residency::Host) { 2 } else { 1 };
         let cast_bytes = bucket_bytes.div_ceil(halves);
-        // Whoever sends through a ring is its only writer.
-        let goes_by_ring = matches!(options.residency, Residency::Ring(_) | Residency::Lent(_));
-        let leaves_replicas = options.replicas == Replicas::Primary && !goes_by_ring;
-        let taking = Taking { allow_pickle, names_writers, transfer, leaves_replicas, cast_bytes };
+        let taking = Taking { allow_pickle, names_writers, transfer, cast_bytes };
         Publishing::new(own, name, &options, cast_bytes, taking)
     }
 

@@ -14,7 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, JobId, VersionId};
 use crate::put::{
-    PutOptions, PutPhases, PutReport, Role, arrange, call, proposal, residency, stored, write,
+    PutOptions, PutPhases, PutReport, Replicas, Role, arrange, call, proposal, residency, stored,
+    write,
 };
 use crate::ring::{Ring, Sender};
 use crate::route::Route;
@@ -151,6 +152,17 @@ impl Publisher {
             To::Version(writing) => drop(writing.options.attrs.insert(name.into(), value)),
             // Its buckets are versions of their own, and have what the first one had.
             To::Ring(_) => {}
+        }
+    }
+
+    /// Whether this writer stores what belongs there. Of replicas the first one is stored, unless all are to be; what goes
+    /// through a ring has no other writer.
+    pub fn stores(&self, place: &ShardPlace) -> bool {
+        match &self.to {
+            To::Version(writing) => {
+                writing.options.replicas == Replicas::All || place.is_first_replica()
+            }
+            To::Ring(_) => true,
         }
     }
 

@@ -47,22 +47,8 @@ pub(crate) struct Taking {
     pub(super) names_writers: bool,
     /// The dtype that floating tensors are stored as, and the names of those that are not.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
-    /// Whether what another rank has the first replica of is left to that one.
-    pub(super) leaves_replicas: bool,
     /// What is cast has at most so many bytes at a time.
     pub(super) cast_bytes: u64,
-}
-
-impl Taking {
-    /// Whether this process stores the one entry of what was taken, or another one that has the same.
-    fn stores(&self, taken: &Taken) -> bool {
-        match only(taken) {
-            Some(Value::Shards(shards)) if self.leaves_replicas => {
-                shards.iter().any(|shard| shard.place().is_first_replica())
-            }
-            _ => true,
-        }
-    }
 }
 
 impl Publishing {
@@ -151,8 +137,14 @@ impl Publishing {
             identify(py, open)?;
             open.ranks.get_or_insert_default().extend(ranks);
         }
+        let is_stored = match only(&taken) {
+            Some(Value::Shards(shards)) => {
+                shards.iter().any(|shard| open.publisher.stores(shard.place()))
+            }
+            _ => true,
+        };
         // Of what another rank stores a version has no more than what it is.
-        let parts = if self.taking.stores(&taken) { parts } else { vec![one] };
+        let parts = if is_stored { parts } else { vec![one] };
         self.begin(py, open)?;
         let interrupt = Interrupt::new();
         let mut written = self.own.run(py, None, open.publisher.parts(name))?;

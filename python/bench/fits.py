@@ -16,7 +16,7 @@ from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
 from pair import Pair
-from peer import REUSED, Peer
+from peer import REUSED, RPC, Peer
 from race import Role, Rounds, Runner, measure, ours, timed
 from store import COPY
 
@@ -31,43 +31,54 @@ OPERATIONS = {
 }
 #: Its name, what is done before, and who does it.
 Operation = tuple[str, Callable[[], object], list[Runner]]
-Points = dict[str, dict[str, list[dict[str, Any]]]]
+#: The seconds that an operation took somebody, by tensors and bytes.
+Points = dict[str, dict[str, dict[tuple[int, int], list[float]]]]
 
 
-def fits(folder: Path, rounds: Rounds, other: Peer | None, size: int | None) -> None:
+def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size: int | None) -> None:
     """Puts, gets, saves and loads of few and many tensors, small and great."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
+    others = [(REUSED, near), *([(RPC, far)] if far else [])]
+
+    def race(model: Model, every: list[Operation]) -> None:
+        for operation, prepare, runners in every:
+            prepare()
+            times = measure(runners, rounds)
+            for runner in runners:
+                roles[runner.name] = runner.role
+                own = points[operation].setdefault(runner.name, {})
+                own.setdefault((model.count, model.nbytes), []).extend(times[runner.name])
+
     for count in COUNTS:
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
-            with ExitStack() as stack:
-                every = [*stores(stack, model, other), *files(folder, model)]
-                for operation, prepare, runners in every:
-                    prepare()
-                    times = measure(runners, rounds)
-                    for runner in runners:
-                        roles[runner.name] = runner.role
-                        point = {"tensors": model.count, "bytes": model.nbytes}
-                        own = points[operation].setdefault(runner.name, [])
-                        own.append({**point, "seconds": times[runner.name]})
+            race(model, files(folder, model))
+            # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 1,500 tensors of 400 MB: not both at once.
+            for name, other in others:
+                with ExitStack() as stack:
+                    race(model, stores(stack, model, name, other))
             gc.collect()
     for operation, what in OPERATIONS.items():
         print(f"fit {operation}: {what} (medians in ms)")
+        runners_of = []
         for name, own in points[operation].items():
             row = "  ".join(
-                f"{each['tensors']:,} x {each['bytes'] / each['tensors'] / 1e3:,.0f} kB:"
-                f" {statistics.median(each['seconds']) * 1e3:.2f}"
-                for each in own
+                f"{tensors:,} x {nbytes / tensors / 1e3:,.0f} kB: {statistics.median(seconds) * 1e3:.2f}"
+                for (tensors, nbytes), seconds in own.items()
             )
             print(f"  {name:<30} {row}", flush=True)
+            every = [
+                {"tensors": tensors, "bytes": nbytes, "seconds": seconds}
+                for (tensors, nbytes), seconds in own.items()
+            ]
+            runners_of.append({"name": name, "role": roles[name], "points": every})
         print()
-        runners_of = [{"name": name, "role": roles[name], "points": own} for name, own in points[operation].items()]
         records.write("fit", {"operation": operation, "what": what, "runners": runners_of})
 
 
-def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation]:
-    """Puts and gets."""
+def stores(stack: ExitStack, model: Model, name: str, other: Peer | None) -> list[Operation]:
+    """Puts and gets, ours beside those of a torchstore."""
     own = stack.enter_context(Pair(model, like(model.state)))
 
     def copy() -> None:
@@ -75,16 +86,17 @@ def stores(stack: ExitStack, model: Model, other: Peer | None) -> list[Operation
             own.into[name].copy_(tensor)
 
     if other is not None:
+        stack.callback(other.end)
         other.use(model, None)
     limit = Runner(COPY, timed(copy, before=copy), "limit")
     puts = [
         ours(timed(own.put), own.expect_put),
-        *peer.runners(other, Peer.expect_put, (REUSED, lambda own: own("put"), None)),
+        *peer.runners(other, Peer.expect_put, (name, lambda own: own("put"), None)),
         limit,
     ]
     gets = [
         ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
-        *peer.runners(other, Peer.expect_got, (REUSED, Peer.get_same, None)),
+        *peer.runners(other, Peer.expect_got, (name, Peer.get_same, None)),
         limit,
     ]
     return [("put", own.warm, puts), ("get", own.warm, gets)]

@@ -151,7 +151,8 @@ def in_both(
             tiny.store(rounds, peer)
         if "fits" in chosen:
             # Four points each, of which a line is made: fewer rounds are enough.
-            fits.fits(at, rounds.at_most(3), peer, options.size)
+            with torchstore("MonarchRPC") as far:
+                fits.fits(at, rounds.at_most(3), peer, far, options.size)
 
 
 @contextmanager

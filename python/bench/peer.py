@@ -50,6 +50,12 @@ class Peer:
             raise RuntimeError(f"torchstore_peer.py has ended at {what}: run it by {TORCHSTORE} to see why")
         return [float(each) for each in answer.split()]
 
+    def end(self) -> None:
+        """Its process ends and gives back its memory; what is asked next starts another."""
+        if self.process is not None:
+            self.process.communicate()
+            self.process = None
+
     def use(self, model: Model, size: int | None) -> None:
         """From now on it puts and gets this one, and what it had is deleted."""
         self.key = ""
@@ -102,8 +108,7 @@ def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
     try:
         yield peer
     finally:
-        if peer.process is not None:
-            peer.process.communicate()
+        peer.end()
 
 
 def runners(

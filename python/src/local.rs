@@ -28,10 +28,18 @@ pub(crate) enum Purpose<'py> {
 pub(crate) struct Transfer<'py> {
     dtype: Dtype,
     keeps: Bound<'py, PyAny>,
-    /// The box of each tensor that is wanted; none: all of it.
-    part: Option<Region>,
+    /// What is wanted of each object; none: all of it.
+    part: Option<Part>,
     /// What was cast: tied tensors stay tied.
     cast: Copies<'py>,
+}
+
+/// A box of one of the local tensors that an object has.
+#[derive(Clone)]
+pub(crate) struct Part {
+    /// Which of them.
+    pub(crate) local: usize,
+    pub(crate) region: Region,
 }
 
 impl<'py> Transfer<'py> {
@@ -53,51 +61,53 @@ impl<'py> Transfer<'py> {
         Ok(Self { dtype, keeps, part: None, cast: Copies::default() })
     }
 
-    /// The same of a box of each tensor alone.
-    pub(crate) fn of_part(&self, part: Region) -> Self {
+    /// The same of a part of each object alone.
+    pub(crate) fn of_part(&self, part: Part) -> Self {
         let keeps = self.keeps.clone();
         Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
     }
 
-    /// The boxes that an object is cast by, if it is a tensor, or a shard of one, that has more than so many bytes as the
-    /// other dtype; and its own shape.
+    /// What an object is cast by, if it is a tensor, or shards of one, that has more than so many bytes as the other
+    /// dtype; and the shape of the first of its local tensors, which all have as many dimensions.
     pub(crate) fn parts(
         &self,
         object: &Bound<'py, PyAny>,
         fqn: &str,
         limit: u64,
-    ) -> Result<Option<(Vec<u64>, Vec<Region>)>> {
-        let py = object.py();
+    ) -> Result<Option<(Vec<u64>, Vec<Part>)>> {
         let Some(local) = Local::of(object)? else { return Ok(None) };
-        let object = local.tensor();
-        let dtype = |object: &Bound<'py, PyAny>| object.getattr(intern!(py, "dtype"));
-        let dtype = match (Torch::imported(py)?, Numpy::imported(py)?) {
-            (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype(object)?),
-            (_, Some(numpy)) if numpy.is_array(object) => numpy.dtype_of(&dtype(object)?).ok(),
-            _ => return Ok(None),
-        };
-        let shape: Vec<u64> = object.getattr(intern!(py, "shape"))?.extract()?;
-        // What has no dimensions has no boxes: a part of it is a scalar, or it itself.
-        if shape.is_empty() {
-            return Ok(None);
-        }
-        let bytes = shape.iter().fold(self.dtype.itemsize(), |all, size| all.saturating_mul(*size));
-        if bytes <= limit || !self.is_cast(dtype, || fqn.to_owned())? {
-            return Ok(None);
-        }
-        // What is expanded is cast as it lies.
-        if let Some(storage) = object.getattr_opt(intern!(py, "untyped_storage"))? {
-            let stored: u64 = storage.call0()?.call_method0("nbytes")?.extract()?;
-            let itemsize = dtype.map_or(1, Dtype::itemsize);
-            if (stored / itemsize).saturating_mul(self.dtype.itemsize()) <= limit {
+        let mut shapes: Vec<Vec<u64>> = Vec::new();
+        let (mut bytes, mut stored) = (0_u64, 0_u64);
+        for tensor in local.tensors() {
+            let Some(dtype) = dtype_of(tensor)? else { return Ok(None) };
+            if !self.is_cast(Some(dtype), || fqn.to_owned())? {
                 return Ok(None);
             }
+            let shape: Vec<u64> = tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?;
+            let itemsize = self.dtype.itemsize();
+            let nbytes = shape.iter().fold(itemsize, |all, size| all.saturating_mul(*size));
+            bytes = bytes.saturating_add(nbytes);
+            // What is expanded is cast as it lies.
+            stored = stored.saturating_add(match storage_bytes(tensor)? {
+                Some(stored) => (stored / dtype.itemsize()).saturating_mul(itemsize),
+                None => nbytes,
+            });
+            shapes.push(shape);
         }
-        if !local.fits(&shape)? {
+        // What has no dimensions has no boxes: a part of it is a scalar, or it itself.
+        let Some(first) = shapes.first().filter(|shape| !shape.is_empty()).cloned() else {
+            return Ok(None);
+        };
+        if bytes.min(stored) <= limit || !local.fits(&first)? {
             return Ok(None);
         }
-        let parts = pieces(&shape, self.dtype, limit)?;
-        Ok(Some((shape, parts)))
+        let mut parts = Vec::new();
+        for (local, shape) in shapes.iter().enumerate() {
+            let regions = pieces(shape, self.dtype, limit)?.into_iter();
+            let regions = regions.filter(|region| !region.shape().contains(&0));
+            parts.extend(regions.map(|region| Part { local, region }));
+        }
+        Ok(Some((first, parts)))
     }
 
     fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
@@ -112,7 +122,7 @@ impl<'py> Transfer<'py> {
         let target = torch.dtype(self.dtype)?;
         let plain = tensor.call_method0("detach")?;
         if let Some(part) = &self.part {
-            return Ok(of_part(&plain, part)?.call_method1("to", (target,))?);
+            return Ok(of_part(&plain, &part.region)?.call_method1("to", (target,))?);
         }
         let storage = plain.call_method0("untyped_storage")?;
         let itemsize: u64 = plain.call_method0("element_size")?.extract()?;
@@ -137,6 +147,25 @@ impl<'py> Transfer<'py> {
         let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
         Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
     }
+}
+
+/// That of a tensor of torch or an array of numpy, if a store has it.
+fn dtype_of(object: &Bound<'_, PyAny>) -> Result<Option<Dtype>> {
+    let py = object.py();
+    let dtype = || object.getattr(intern!(py, "dtype"));
+    Ok(match (Torch::imported(py)?, Numpy::imported(py)?) {
+        (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype()?),
+        (_, Some(numpy)) if numpy.is_array(object) => numpy.dtype_of(&dtype()?).ok(),
+        _ => None,
+    })
+}
+
+/// The bytes of the storage of a tensor of torch.
+fn storage_bytes(object: &Bound<'_, PyAny>) -> Result<Option<u64>> {
+    let Some(storage) = object.getattr_opt(intern!(object.py(), "untyped_storage"))? else {
+        return Ok(None);
+    };
+    Ok(Some(storage.call0()?.call_method0("nbytes")?.extract()?))
 }
 
 /// A box of a tensor or an array, as a view.
@@ -180,8 +209,8 @@ impl<'py> Filling<'py> {
 }
 
 impl<'py> Purpose<'py> {
-    /// The box of each tensor that is wanted; none: all of it.
-    pub(crate) fn part(&self) -> Option<&Region> {
+    /// What is wanted of each object; none: all of it.
+    pub(crate) fn part(&self) -> Option<&Part> {
         match self {
             Self::Store(Some(transfer)) => transfer.part.as_ref(),
             Self::Store(None) | Self::Fill(_) => None,
@@ -275,7 +304,7 @@ impl<'py> Purpose<'py> {
                 }
                 let target = numpy.dtype(transfer.dtype)?;
                 if let Some(part) = &transfer.part {
-                    let cast = of_part(array, part)?.call_method1("astype", (target,))?;
+                    let cast = of_part(array, &part.region)?.call_method1("astype", (target,))?;
                     return numpy.take(&cast, flags);
                 }
                 let cast = || Ok(array.call_method1("astype", (target,))?);

@@ -9,7 +9,7 @@ use tssd_format::{
     Error, ErrorKind, Placement, Region, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
 };
 
-use crate::dtensor::{self, DTensor, Meshes, Parts};
+use crate::dtensor::{self, Chunks, DTensor, Meshes, Parts};
 use crate::error::{Failure, Refusal, Result};
 use crate::torch::Torch;
 
@@ -171,15 +171,17 @@ impl TensorShard {
     }
 }
 
-/// What has all elements of a tensor here in one piece: the tensor itself, or the local one of a shard.
+/// Where the elements of a tensor are that are here: in the tensor itself, or in the local ones of shards.
 pub(crate) enum Local<'py> {
     Whole(Bound<'py, PyAny>),
     Shard(Bound<'py, TensorShard>),
     DTensor(DTensor<'py>),
+    /// Each has its own place.
+    Chunks(Chunks<'py>),
 }
 
 impl<'py> Local<'py> {
-    /// None of what has several, or cannot be stored: whoever takes it says what is wrong with it.
+    /// None of what cannot be stored: whoever takes it says what is wrong with it.
     pub(crate) fn of(object: &Bound<'py, PyAny>) -> Result<Option<Self>> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return Ok(Some(Self::Shard(shard.clone())));
@@ -190,22 +192,24 @@ impl<'py> Local<'py> {
         }
         match dtensor::parts(object) {
             Ok(Parts::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
-            Ok(Parts::Chunks(_)) | Err(_) => Ok(None),
+            Ok(Parts::Chunks(chunks)) => Ok(Some(Self::Chunks(chunks))),
+            Err(_) => Ok(None),
         }
     }
 
-    pub(crate) fn tensor(&self) -> &Bound<'py, PyAny> {
+    pub(crate) fn tensors(&self) -> Vec<&Bound<'py, PyAny>> {
         match self {
-            Self::Whole(object) => object,
-            Self::Shard(shard) => shard.get().local.bind(shard.py()),
-            Self::DTensor(parts) => &parts.local,
+            Self::Whole(object) => vec![object],
+            Self::Shard(shard) => vec![shard.get().local.bind(shard.py())],
+            Self::DTensor(parts) => vec![&parts.local],
+            Self::Chunks(chunks) => chunks.locals.iter().map(|(local, _)| local).collect(),
         }
     }
 
-    /// Whether the tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
+    /// Whether the first tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
     pub(crate) fn fits(&self, shape: &[u64]) -> Result<bool> {
         let slices = match self {
-            Self::Whole(_) => return Ok(true),
+            Self::Whole(_) | Self::Chunks(_) => return Ok(true),
             Self::Shard(shard) => shard.get().slices(shard.py()),
             Self::DTensor(parts) => {
                 let mesh = Meshes::default().of(&parts.mesh)?;

@@ -373,13 +373,22 @@ impl<'py> Taker<'py> {
         }
         let shards = match dtensor::parts(&object)? {
             Parts::Chunks(chunks) => {
-                let shard = |(local, offsets): (Bound<'py, PyAny>, Vec<u64>)| {
+                let part = self.purpose.part();
+                let mut shards = Vec::new();
+                for (number, (local, mut offsets)) in chunks.locals.into_iter().enumerate() {
+                    if let Some(part) = part {
+                        if part.local != number {
+                            continue;
+                        }
+                        let inside = offsets.iter_mut().zip(part.region.offsets());
+                        inside.for_each(|(at, more)| *at = at.saturating_add(*more));
+                    }
                     let tensor = self.local(torch, &local, flags)?;
                     let shape = tensor.meta().shape();
                     let slice = TensorSlice::new(&offsets, shape, &chunks.global_shape)?;
-                    Ok(Shard::new(tensor, ShardPlace::new(slice))?)
-                };
-                chunks.locals.into_iter().map(shard).collect::<Result<_>>()?
+                    shards.push(Shard::new(tensor, ShardPlace::new(slice))?);
+                }
+                shards
             }
             Parts::DTensor(parts) => {
                 let places = parts.places(&self.meshes.of(&parts.mesh)?)?;
@@ -431,7 +440,7 @@ impl<'py> Taker<'py> {
     /// A local tensor, or what is wanted of it, as the boxes that it is.
     fn shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
         if let Some(part) = self.purpose.part() {
-            places = slice::parts(&places, part)?;
+            places = slice::parts(&places, &part.region)?;
         }
         let slices: Vec<TensorSlice> = places.iter().map(|place| place.slice().clone()).collect();
         let locals = slice::cut(local, &slices)?;

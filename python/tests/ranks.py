@@ -146,6 +146,12 @@ def chunks(mesh: DeviceMesh) -> None:
     assert [each.offsets for each in loaded.tensor_slice] == [(RANK * 3, 0), (RANK * 3 + 2, 0)]
     assert loaded.tensor_slice[0].global_shape == (12, 3)
     assert torch.equal(loaded.local, torch.cat(parts))
+    # A rank may have nothing of it.
+    nothing = DTensor.from_local(
+        LocalShardsWrapper([], []), mesh, [Shard(0)], run_check=False, shape=torch.Size((12,)), stride=(1,)
+    )
+    loaded = tssd.load(tssd.save({"w": nothing}))["w"]
+    assert loaded.local.shape == (0,) and loaded.tensor_slice.global_shape == (12,)
 
 
 main()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -43,6 +44,7 @@ def main() -> None:
     shards_without_dtensors(store)
     stages_of_a_pipeline(store)
     published_tensor_by_tensor(store, meshes)
+    tables_that_some_ranks_have(store)
     leaves_that_all_ranks_have(store)
     partial_is_refused(store, meshes["2x4"])
     two_that_overwrite_each_other(store)
@@ -264,6 +266,44 @@ def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
     head = store.head("published")
     assert head is not None and head.version == 5
     dist.barrier()
+
+
+def tables_that_some_ranks_have(store: tssd.Store) -> None:
+    """Embedding tables: local tensors that name their own offsets, several on some ranks, none on others."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    table, moment = whole((12, 3), 1), torch.arange(12.0)
+    starts = {0: [(6, 9), (0, 2)], 3: [(2, 6)], 7: [(9, 12)]}
+
+    def sharded(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> DTensor:
+        offsets = [(start,) + (0,) * (tensor.ndim - 1) for start, _ in rows]
+        local = LocalShardsWrapper([tensor[start:end].clone() for start, end in rows], offsets)
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def state(rows: list[tuple[int, int]], scale: int) -> dict[str, DTensor]:
+        return {"table": sharded(table * scale, rows), "moment": sharded(moment * scale, rows)}
+
+    def check(version: int, dtype: torch.dtype) -> None:
+        dist.barrier()
+        got = store.get_state_dict("tables", version=version)
+        assert torch.equal(got["table"], (table * version).to(dtype))
+        assert torch.equal(got["moment"], (moment * version).to(dtype))
+        rows = starts.get((RANK + 1) % RANKS, [])
+        into = store.get_state_dict("tables", state(rows, 0), version=version, cast=True)
+        for name, tensor in state(rows, version).items():
+            found, wanted = (each.to_local().local_shards() for each in (into[name], tensor))
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), name
+        dist.barrier()
+
+    rows = starts.get(RANK, [])
+    store.put_state_dict(state(rows, 1), "tables", writers=RANKS)
+    check(1, torch.float32)
+    # What is wider is cast in parts.
+    with store.publish("tables", writers=RANKS, bucket_bytes=16, transfer_dtype=torch.float64) as publisher:
+        for name, tensor in state(rows, 2).items():
+            publisher.put(name, tensor)
+    check(2, torch.float64)
 
 
 def leaves_that_all_ranks_have(store: tssd.Store) -> None:

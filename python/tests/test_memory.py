@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,28 @@ def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
                 publisher.put("layers", tssd.TensorShard(layers, boxes))
             """
         assert 0 < peak(url, cast) < ALLOWED
+        # Nor where they are local tensors that name their offsets.
+        cast = f"""
+            import torch
+            from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+            class Table(torch.Tensor):
+                def __create_chunk_list__(self):
+                    sizes = torch.Size((layers.shape[0] // 4, 4 << 20))
+                    return [ChunkStorageMetadata(torch.Size((at * sizes[0], 0)), sizes) for at in range(4)]
+
+                def local_shards(self):
+                    return list(layers.chunk(4))
+
+            layers = torch.ones({MODEL} // 16, 4 << 20)
+            table = torch.empty_like(layers, device="meta").as_subclass(Table)
+            with Peak(), store.publish(
+                "cast", writer=0, writers=1, job="run", version=99, bucket_bytes=32 << 20, transfer_dtype="float16"
+            ) as publisher:
+                publisher.put("layers", table)
+            """
+        if find_spec("torch"):
+            assert 0 < peak(url, cast) < ALLOWED
         # What the watch sees if there is a copy: else the rest would prove nothing.
         copy = "with Peak(): kept = store.get_state_dict('policy', copy=True)"
         assert peak(url, copy) > MODEL / 2

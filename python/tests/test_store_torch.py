@@ -18,6 +18,7 @@ from test_store import daemon
 from test_store import store as store
 from test_torch import DTYPES, QUANTIZED, made
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from tssd import _ranks
 
 pytestmark = [
@@ -163,6 +164,45 @@ def test_a_shard_of_several_boxes_is_cast_in_parts(store: tssd.Store) -> None:
     into.local.zero_()
     store.get_state_dict("x", {"w": into}, cast=True)
     assert torch.equal(into.local, torch.cat([wanted[3:9, 17:], wanted[3:9, :17]], 1))
+
+
+class Table(torch.Tensor):
+    """Rows of a tensor, in local tensors that name their own offsets."""
+
+    rows: list[tuple[int, torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, rows: list[tuple[int, torch.Tensor]]) -> Table:
+        table = torch.empty(shape, device="meta").as_subclass(cls)
+        table.rows = rows
+        return table
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size((at, 0)), local.shape) for at, local in self.rows]
+
+    def local_shards(self) -> list[torch.Tensor]:
+        return [local for _, local in self.rows]
+
+
+def test_local_tensors_that_name_their_offsets_are_cast_in_parts(store: tssd.Store) -> None:
+    wanted = torch.randn(12, 33)
+    for version, bucket_bytes in enumerate((16, 128, 1024, 3000, 1 << 20), 1):
+        for writer, rows in enumerate(([(6, 9), (0, 2)], [(9, 12), (4, 4), (2, 6)])):
+            table = Table(wanted.shape, [(at, wanted[at:end]) for at, end in rows])
+            with store.publish(
+                "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=bucket_bytes, transfer_dtype="float64"
+            ) as publisher:
+                publisher.put("w", table)
+        got = store.get_state_dict("x", version=version)["w"]
+        assert got.dtype == torch.float64 and torch.equal(got, wanted.double()), bucket_bytes
+
+
+def test_chunks_that_are_not_what_is_there_are_refused(store: tssd.Store) -> None:
+    table = Table(torch.Size((4, 2)), [(0, torch.ones(2, 2)), (2, torch.ones(2, 2))])
+    for local in ([torch.ones(2, 2)], [torch.ones(2, 2), torch.ones(1, 2)]):
+        table.local_shards = lambda local=local: local
+        with pytest.raises(TypeError, match="chunks.*Table.*in `w`.*TensorShard"):
+            store.put_state_dict({"w": table}, "x", writer=0, writers=1)
 
 
 def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:

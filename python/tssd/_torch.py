@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,9 +83,9 @@ def parts(tensor: torch.Tensor) -> DTensorParts | Chunks | Refused:
     return _refused(tensor, "a tensor of class")
 
 
-def _refused(tensor: torch.Tensor, what: str) -> Refused:
+def _refused(tensor: torch.Tensor, what: str, advice: str | None = None) -> Refused:
     cls = type(tensor)
-    advice = _ADVICE.get(cls.__name__)
+    advice = advice or _ADVICE.get(cls.__name__)
     if advice is None and cls.__module__.partition(".")[0] == "torchao":
         advice = "store the tensors that `__tensor_flatten__` names, or `.dequantize()`"
     if advice is None:
@@ -94,15 +95,23 @@ def _refused(tensor: torch.Tensor, what: str) -> Refused:
 
 def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
     chunks = local.__create_chunk_list__()
+    advice = "store its local tensors as `tssd.TensorShard`s"
     if hasattr(local, "local_shards"):
         tensors = [waited(shard) for shard in local.local_shards()]
     elif len(chunks) == 1:
         tensors = [local.as_subclass(torch.Tensor)]
     else:
-        return _refused(local, "a tensor with several chunks, of class")
+        return _refused(local, "a tensor with several chunks, of class", advice)
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
-        return _refused(local, "a tensor with chunks that are no plain tensors, of class")
+        return _refused(local, "a tensor with chunks that are no plain tensors, of class", advice)
     places = [list(chunk.offsets) for chunk in chunks]
+    sizes = [tuple(chunk.sizes) for chunk in chunks]
+    if not tensors and global_shape and not any(map(math.prod, sizes)):
+        # A rank that has nothing: its chunk has no elements, and dimensions that need not be the tensor's.
+        sizes, places = [(0,) * len(global_shape)], [[0] * len(global_shape)]
+        tensors = [torch.empty(sizes[0], dtype=local.dtype)]
+    if sizes != [tuple(tensor.shape) for tensor in tensors]:
+        return _refused(local, "a tensor whose chunks have other sizes than its local tensors, of class", advice)
     return Chunks(list(zip(tensors, places)), global_shape)
 
 

@@ -15,7 +15,7 @@ use super::report::put_report;
 use crate::device::Copies;
 use crate::error::Result;
 use crate::interrupt::Interrupt;
-use crate::local::Transfer;
+use crate::local::{Part, Transfer};
 use crate::object::METADATA_ATTR;
 use crate::value::{Taken, take};
 
@@ -126,12 +126,13 @@ impl Publishing {
         open: &mut Open,
         name: &str,
         (dict, transfer): (&Bound<'py, PyDict>, &Transfer<'py>),
-        (shape, parts): (&[u64], Vec<Region>),
+        (shape, parts): (&[u64], Vec<Part>),
     ) -> Result<()> {
         let py = dict.py();
         let take_part = |part| take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)));
         // One element of it says whose it is.
-        let one = Region::new(&vec![0; shape.len()], &vec![1; shape.len()])?;
+        let region = Region::new(parts[0].region.offsets(), &vec![1; shape.len()])?;
+        let one = Part { local: parts[0].local, region };
         let taken = take_part(one.clone())?;
         if let Some(ranks) = shards(&taken.dict) {
             identify(py, open)?;
@@ -150,15 +151,18 @@ impl Publishing {
         let mut written = self.own.run(py, None, open.publisher.parts(name))?;
         for part in parts {
             interrupt.check()?;
-            let slice = TensorSlice::new(part.offsets(), part.shape(), shape)?;
-            let taken = take_part(part)?;
+            let taken = take_part(part.clone())?;
             open.copies.push(taken.devices.copies().clone());
-            let part = match only(&taken) {
-                Some(Value::Tensor(local)) => vec![Shard::new(local, ShardPlace::new(slice))?],
+            let shards = match only(&taken) {
+                Some(Value::Tensor(local)) => {
+                    let slice =
+                        TensorSlice::new(part.region.offsets(), part.region.shape(), shape)?;
+                    vec![Shard::new(local, ShardPlace::new(slice))?]
+                }
                 Some(Value::Shards(shards)) => shards,
                 _ => unreachable!("a part of a tensor is one"),
             };
-            self.own.run(py, None, written.add(part))?;
+            self.own.run(py, None, written.add(shards))?;
         }
         Ok(())
     }

@@ -54,7 +54,7 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
             race(model, files(folder, model))
-            # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 1,500 tensors of 400 MB: not both at once.
+            # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 400 MB in 1,500 tensors: not both at once.
             for name, other in others:
                 with ExitStack() as stack:
                     race(model, stores(stack, model, name, other))

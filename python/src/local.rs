@@ -1,6 +1,7 @@
 //! Plain tensors and arrays: what becomes of them on their way into a store, or when they are filled.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -34,12 +35,21 @@ pub(crate) struct Transfer<'py> {
     cast: Copies<'py>,
 }
 
-/// A box of one of the local tensors that an object has.
+/// Some of the local tensors that an object has.
 #[derive(Clone)]
 pub(crate) struct Part {
     /// Which of them.
-    pub(crate) local: usize,
-    pub(crate) region: Region,
+    pub(crate) locals: Range<usize>,
+    /// The box that is wanted, where it is one of them; none: all of each.
+    pub(crate) region: Option<Region>,
+}
+
+impl Part {
+    /// The first element of a box; else the part itself.
+    pub(crate) fn least(&self) -> Result<Self> {
+        let one = |box_: &Region| Region::new(box_.offsets(), &vec![1; box_.shape().len()]);
+        Ok(Self { locals: self.locals.clone(), region: self.region.as_ref().map(one).transpose()? })
+    }
 }
 
 impl<'py> Transfer<'py> {
@@ -67,47 +77,75 @@ impl<'py> Transfer<'py> {
         Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
     }
 
-    /// What an object is cast by, if it is a tensor, or shards of one, that has more than so many bytes as the other
-    /// dtype; and the shape of the first of its local tensors, which all have as many dimensions.
+    /// The parts that an object is cast in, if it is a tensor, or shards of one, that has more than so many bytes as the
+    /// other dtype.
     pub(crate) fn parts(
         &self,
         object: &Bound<'py, PyAny>,
         fqn: &str,
         limit: u64,
-    ) -> Result<Option<(Vec<u64>, Vec<Part>)>> {
+    ) -> Result<Option<Vec<Part>>> {
+        let py = object.py();
         let Some(local) = Local::of(object)? else { return Ok(None) };
-        let mut shapes: Vec<Vec<u64>> = Vec::new();
-        let (mut bytes, mut stored) = (0_u64, 0_u64);
-        for tensor in local.tensors() {
-            let Some(dtype) = dtype_of(tensor)? else { return Ok(None) };
-            if !self.is_cast(Some(dtype), || fqn.to_owned())? {
+        let tensors = local.tensors();
+        let mut shapes: Vec<Vec<u64>> = Vec::with_capacity(tensors.len());
+        for tensor in &tensors {
+            // Whoever takes it says what is wrong with it.
+            let Ok(shape) = tensor.getattr(intern!(py, "shape")).and_then(|shape| shape.extract())
+            else {
                 return Ok(None);
-            }
-            let shape: Vec<u64> = tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?;
-            let itemsize = self.dtype.itemsize();
-            let nbytes = shape.iter().fold(itemsize, |all, size| all.saturating_mul(*size));
-            bytes = bytes.saturating_add(nbytes);
-            // What is expanded is cast as it lies.
-            stored = stored.saturating_add(match storage_bytes(tensor)? {
-                Some(stored) => (stored / dtype.itemsize()).saturating_mul(itemsize),
-                None => nbytes,
-            });
+            };
             shapes.push(shape);
         }
+        let itemsize = self.dtype.itemsize();
+        let bytes_of =
+            |shape: &Vec<u64>| shape.iter().fold(itemsize, |all, size| all.saturating_mul(*size));
+        if shapes.iter().map(bytes_of).fold(0, u64::saturating_add) <= limit {
+            return Ok(None);
+        }
+        let mut cast = Vec::with_capacity(tensors.len());
+        for (tensor, shape) in tensors.iter().zip(&shapes) {
+            let Some(stored) = elements_stored(tensor)? else { return Ok(None) };
+            if !self.is_cast(Some(stored.dtype), || fqn.to_owned())? {
+                return Ok(None);
+            }
+            // What is expanded is cast as it lies.
+            cast.push(bytes_of(shape).min(stored.elements.saturating_mul(itemsize)));
+        }
+        let is_small = cast.iter().fold(0, |all: u64, bytes| all.saturating_add(*bytes)) <= limit;
         // What has no dimensions has no boxes: a part of it is a scalar, or it itself.
-        let Some(first) = shapes.first().filter(|shape| !shape.is_empty()).cloned() else {
-            return Ok(None);
-        };
-        if bytes.min(stored) <= limit || !local.fits(&first)? {
+        if is_small || shapes.iter().any(Vec::is_empty) || !local.fits(&shapes[0])? {
             return Ok(None);
         }
+        self.pack(&shapes, &cast, limit).map(Some)
+    }
+
+    /// Local tensors of these shapes, and of so many bytes: what is small is in one part with what comes next.
+    fn pack(&self, shapes: &[Vec<u64>], bytes: &[u64], limit: u64) -> Result<Vec<Part>> {
         let mut parts = Vec::new();
-        for (local, shape) in shapes.iter().enumerate() {
-            let regions = pieces(shape, self.dtype, limit)?.into_iter();
-            let regions = regions.filter(|region| !region.shape().contains(&0));
-            parts.extend(regions.map(|region| Part { local, region }));
+        let (mut start, mut packed) = (0, 0_u64);
+        for (number, (shape, bytes)) in shapes.iter().zip(bytes).enumerate() {
+            if packed.saturating_add(*bytes) > limit && start < number {
+                parts.push(Part { locals: start..number, region: None });
+                (start, packed) = (number, 0);
+            }
+            if *bytes > limit {
+                let regions = pieces(shape, self.dtype, limit)?.into_iter();
+                let part = |region| Part { locals: number..number + 1, region: Some(region) };
+                parts.extend(regions.map(part));
+                (start, packed) = (number + 1, 0);
+            } else {
+                packed += *bytes;
+            }
         }
-        Ok(Some((first, parts)))
+        if start < shapes.len() {
+            parts.push(Part { locals: start..shapes.len(), region: None });
+        }
+        Ok(parts)
+    }
+
+    fn region(&self) -> Option<&Region> {
+        self.part.as_ref()?.region.as_ref()
     }
 
     fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
@@ -121,8 +159,8 @@ impl<'py> Transfer<'py> {
     fn torch(&self, torch: &Torch<'py>, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let target = torch.dtype(self.dtype)?;
         let plain = tensor.call_method0("detach")?;
-        if let Some(part) = &self.part {
-            return Ok(of_part(&plain, &part.region)?.call_method1("to", (target,))?);
+        if let Some(region) = self.region() {
+            return Ok(of_region(&plain, region)?.call_method1("to", (target,))?);
         }
         let storage = plain.call_method0("untyped_storage")?;
         let itemsize: u64 = plain.call_method0("element_size")?.extract()?;
@@ -149,28 +187,35 @@ impl<'py> Transfer<'py> {
     }
 }
 
-/// That of a tensor of torch or an array of numpy, if a store has it.
-fn dtype_of(object: &Bound<'_, PyAny>) -> Result<Option<Dtype>> {
+/// How many elements lie in memory where a tensor or an array does.
+struct Stored {
+    dtype: Dtype,
+    elements: u64,
+}
+
+/// None of what cannot be stored, and of arrays of other frameworks.
+fn elements_stored(object: &Bound<'_, PyAny>) -> Result<Option<Stored>> {
     let py = object.py();
-    let dtype = || object.getattr(intern!(py, "dtype"));
-    Ok(match (Torch::imported(py)?, Numpy::imported(py)?) {
-        (Some(torch), _) if torch.is_plain(object)? => torch.dtype_of(&dtype()?),
-        (_, Some(numpy)) if numpy.is_array(object) => numpy.dtype_of(&dtype()?).ok(),
+    if let Some(torch) = Torch::imported(py)?
+        && torch.is_plain(object)?
+    {
+        let Ok(object) = torch.storable(object) else { return Ok(None) };
+        let dtype = torch.dtype_of(&object.getattr(intern!(py, "dtype"))?);
+        let bytes = Torch::storage_bytes(&object)?;
+        return Ok(dtype.map(|dtype| Stored { dtype, elements: bytes / dtype.itemsize() }));
+    }
+    Ok(match Numpy::imported(py)? {
+        Some(numpy) if numpy.is_array(object) => {
+            let dtype = numpy.dtype_of(&object.getattr(intern!(py, "dtype"))?).ok();
+            dtype.map(|dtype| Stored { dtype, elements: u64::MAX })
+        }
         _ => None,
     })
 }
 
-/// The bytes of the storage of a tensor of torch.
-fn storage_bytes(object: &Bound<'_, PyAny>) -> Result<Option<u64>> {
-    let Some(storage) = object.getattr_opt(intern!(object.py(), "untyped_storage"))? else {
-        return Ok(None);
-    };
-    Ok(Some(storage.call0()?.call_method0("nbytes")?.extract()?))
-}
-
 /// A box of a tensor or an array, as a view.
-fn of_part<'py>(object: &Bound<'py, PyAny>, part: &Region) -> Result<Bound<'py, PyAny>> {
-    Ok(object.get_item(index_of(object.py(), part.offsets(), part.shape())?)?)
+fn of_region<'py>(object: &Bound<'py, PyAny>, region: &Region) -> Result<Bound<'py, PyAny>> {
+    Ok(object.get_item(index_of(object.py(), region.offsets(), region.shape())?)?)
 }
 
 /// Whether it is a real number with a fraction.
@@ -234,7 +279,8 @@ impl<'py> Purpose<'py> {
                 if !transfer.is_cast(dtype, fqn)? {
                     return torch.take(tensor, flags, devices);
                 }
-                torch.take(&transfer.torch(torch, tensor)?, flags, devices)
+                let tensor = torch.storable(tensor)?;
+                torch.take(&transfer.torch(torch, &tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
@@ -303,8 +349,8 @@ impl<'py> Purpose<'py> {
                     return numpy.take(array, flags);
                 }
                 let target = numpy.dtype(transfer.dtype)?;
-                if let Some(part) = &transfer.part {
-                    let cast = of_part(array, &part.region)?.call_method1("astype", (target,))?;
+                if let Some(region) = transfer.region() {
+                    let cast = of_region(array, region)?.call_method1("astype", (target,))?;
                     return numpy.take(&cast, flags);
                 }
                 let cast = || Ok(array.call_method1("astype", (target,))?);

@@ -58,7 +58,9 @@ impl TensorSlice {
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
         let Parts::DTensor(parts) = dtensor::parts(t)? else {
-            return Err(Error::new(ErrorKind::NotABox).note("it has several local tensors").into());
+            return Err(Error::new(ErrorKind::NotABox)
+                .note("its local tensors name their own offsets")
+                .into());
         };
         let mesh = Meshes::default().of(&parts.mesh)?;
         let (_, mut slices) = parts.slices(&mesh)?;
@@ -186,11 +188,17 @@ impl<'py> Local<'py> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return Ok(Some(Self::Shard(shard.clone())));
         }
-        match Torch::imported(object.py())? {
-            Some(torch) if torch.is_tensor(object)? && !torch.is_plain(object)? => {}
-            _ => return Ok(Some(Self::Whole(object.clone()))),
+        let Some(torch) = Torch::imported(object.py())? else {
+            return Ok(Some(Self::Whole(object.clone())));
+        };
+        if !torch.is_tensor(object)? || torch.is_plain(object)? {
+            return Ok(Some(Self::Whole(object.clone())));
         }
-        match dtensor::parts(object) {
+        let object = dtensor::waited(object)?;
+        if torch.is_plain(&object)? {
+            return Ok(Some(Self::Whole(object)));
+        }
+        match dtensor::parts(&object) {
             Ok(Parts::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
             Ok(Parts::Chunks(chunks)) => Ok(Some(Self::Chunks(chunks))),
             Err(_) => Ok(None),
@@ -206,7 +214,7 @@ impl<'py> Local<'py> {
         }
     }
 
-    /// Whether the first tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
+    /// Whether what is one tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
     pub(crate) fn fits(&self, shape: &[u64]) -> Result<bool> {
         let slices = match self {
             Self::Whole(_) | Self::Chunks(_) => return Ok(true),

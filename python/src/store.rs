@@ -580,7 +580,7 @@ impl Store {
     /// Args:
     ///     bucket_bytes: tensors are written when so many bytes of them have come, with `transfer_dtype` half as many;
     ///         larger ones are cast and written in parts, but for what is in a container.
-    ///         Ranks that have the same box, `replicas="all"`, say the same.
+    ///         Ranks that have the same box, with `replicas="all"` or in tensors that name their own offsets, say the same.
     ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
     ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
     ///

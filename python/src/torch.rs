@@ -117,6 +117,58 @@ impl<'py> Torch<'py> {
         flags: TensorFlags,
         devices: &Devices,
     ) -> Result<Tensor> {
+        self.prove_strided(tensor)?;
+        let mut tensor = tensor.clone();
+        for (has, without) in [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")] {
+            if tensor.call_method0(has)?.is_truthy()? {
+                tensor = tensor.call_method0("detach")?.call_method0(without)?;
+            }
+        }
+        let tensor = Self::present(&tensor)?;
+        match self.see(&tensor, flags, devices)? {
+            Ok(seen) => Ok(seen),
+            Err(why) => {
+                let copy = self.copy_to_host(&tensor)?;
+                devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
+                Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
+            }
+        }
+    }
+
+    /// A tensor that has its elements in memory, for whoever works on it before it is taken. Refuses what `take` would.
+    pub(crate) fn storable(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        self.prove_strided(tensor)?;
+        let tensor = Self::present(tensor)?;
+        let py = tensor.py();
+        let shape: Vec<u64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let strides: Vec<u64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        let itemsize: u64 = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
+        let steps = shape.iter().zip(&strides);
+        let steps = steps.map(|(size, stride)| size.saturating_sub(1).saturating_mul(*stride));
+        let last = steps.fold(offset, u64::saturating_add);
+        let end = last.saturating_add(1).saturating_mul(itemsize);
+        let len = Self::storage_bytes(&tensor)?;
+        if end > len && !shape.contains(&0) { Err(freed(end, len).into()) } else { Ok(tensor) }
+    }
+
+    /// Zeros that torch knows without having them, as ones that are there; any other tensor as it is.
+    fn present(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        if tensor.call_method0(intern!(tensor.py(), "_is_zerotensor"))?.is_truthy()? {
+            return Ok(tensor.call_method0("detach")?.call_method0("clone")?);
+        }
+        Ok(tensor.clone())
+    }
+
+    /// The bytes of the storage that a tensor is in.
+    pub(crate) fn storage_bytes(tensor: &Bound<'py, PyAny>) -> Result<u64> {
+        let py = tensor.py();
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        Ok(storage.call_method0(intern!(py, "nbytes"))?.extract()?)
+    }
+
+    /// Refuses what has no elements that lie in memory by strides.
+    fn prove_strided(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
         let py = tensor.py();
         let is = |name: &Bound<'py, _>| tensor.getattr(name)?.is_truthy();
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
@@ -148,23 +200,7 @@ impl<'py> Torch<'py> {
             )
             .into());
         }
-        let mut tensor = tensor.clone();
-        for (has, without) in [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")] {
-            if tensor.call_method0(has)?.is_truthy()? {
-                tensor = tensor.call_method0("detach")?.call_method0(without)?;
-            }
-        }
-        if tensor.call_method0(intern!(py, "_is_zerotensor"))?.is_truthy()? {
-            tensor = tensor.call_method0("detach")?.call_method0("clone")?;
-        }
-        match self.see(&tensor, flags, devices)? {
-            Ok(seen) => Ok(seen),
-            Err(why) => {
-                let copy = self.copy_to_host(&tensor)?;
-                devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
-                Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
-            }
-        }
+        Ok(())
     }
 
     /// A tensor whose memory can be reached as it is: the host's, and that of GPUs if there is a driver. Else why not.
@@ -191,11 +227,7 @@ impl<'py> Torch<'py> {
         let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let end = offset.saturating_mul(dtype.itemsize()).saturating_add(meta.span_bytes());
         if meta.numel() > 0 && end > len {
-            return Err(Refusal::leaf(
-                format!("the tensor spans {end} bytes and its storage has {len}"),
-                "its memory was freed or resized, as FSDP does: gather it first",
-            )
-            .into());
+            return Err(freed(end, len).into());
         }
         if meta.numel() == 0 {
             return Ok(Ok(Tensor::new(meta, Storage::default(), 0)?));
@@ -379,4 +411,12 @@ impl<'py> Torch<'py> {
         }
         Ok(tensor)
     }
+}
+
+/// A storage that has not what its tensor needs.
+fn freed(end: u64, len: u64) -> Refusal {
+    Refusal::leaf(
+        format!("the tensor spans {end} bytes and its storage has {len}"),
+        "its memory was freed or resized, as FSDP does: gather it first",
+    )
 }

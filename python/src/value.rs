@@ -10,8 +10,9 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Shard, ShardPlace,
-    StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Region, Shard,
+    ShardPlace, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
+    Value,
 };
 
 use crate::device::Devices;
@@ -20,7 +21,7 @@ use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Refusal, Result};
 use crate::local::{Filling, Purpose, Transfer};
 use crate::numpy::Numpy;
-use crate::slice::{self, TensorShard};
+use crate::slice::{self, Local, TensorShard};
 use crate::torch::Torch;
 
 /// The media tag of what pickle made.
@@ -84,8 +85,11 @@ impl<'py> Lender<'py> {
         Taker::new(py, false, Purpose::Store(None)).map(Self)
     }
 
-    /// The dtype of an object, and its shape as a whole. None if it is no tensor.
-    pub(crate) fn look(&self, object: &Bound<'py, PyAny>) -> Result<Option<(Dtype, Vec<u64>)>> {
+    /// The dtype of an object, if there is anything to fill, and its shape as a whole. None if it is no tensor.
+    pub(crate) fn look(
+        &self,
+        object: &Bound<'py, PyAny>,
+    ) -> Result<Option<(Option<Dtype>, Vec<u64>)>> {
         let own = &self.0;
         let (local, shape) = if let Ok(shard) = object.cast::<TensorShard>() {
             let slices = shard.get().slices(own.py);
@@ -97,12 +101,22 @@ impl<'py> Lender<'py> {
             };
             if !is_torch && !own.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object)) {
                 let other = own.borrow(object)?;
-                return Ok(other.map(|other| (other.meta.dtype(), other.meta.shape().to_vec())));
+                return Ok(
+                    other.map(|other| (Some(other.meta.dtype()), other.meta.shape().to_vec()))
+                );
             }
-            (object.clone(), object.getattr("shape")?.extract()?)
+            let shape = object.getattr("shape")?.extract()?;
+            match Local::of(object)? {
+                // What is around them has a dtype that need not be theirs.
+                Some(Local::Chunks(chunks)) => match chunks.locals.into_iter().next() {
+                    Some((first, _)) => (first, shape),
+                    None => return Ok(Some((None, shape))),
+                },
+                _ => (object.clone(), shape),
+            }
         };
         if let Some(other) = own.borrow(&local)? {
-            return Ok(Some((other.meta.dtype(), shape)));
+            return Ok(Some((Some(other.meta.dtype()), shape)));
         }
         let dtype = local.getattr("dtype")?;
         let known = match (&own.torch, &own.numpy) {
@@ -119,7 +133,7 @@ impl<'py> Lender<'py> {
         let known = known.ok_or_else(|| {
             Refusal::leaf(format!("the format has no {dtype}"), "fill a tensor of another dtype")
         })?;
-        Ok(Some((known, shape)))
+        Ok(Some((Some(known), shape)))
     }
 
     /// The tensors that an object is, which may be filled as this dtype. What cannot be filled as it is has
@@ -213,7 +227,7 @@ impl<'py> Taker<'py> {
             let values = object.cast::<PyTuple>()?;
             let mut dict = Dict::new();
             for (field, value) in fields.iter().zip(values.iter()) {
-                let value = self.child(Step::Key(Key::Str(field.clone())), &value)?;
+                let value = self.element(Step::Key(Key::Str(field.clone())), &value)?;
                 dict.insert(Key::Str(field.clone()), value);
             }
             Value::NamedTuple(text(class.name()?.as_any())?, dict)
@@ -232,11 +246,26 @@ impl<'py> Taker<'py> {
         Err(Error::new(ErrorKind::TooDeep).at(self.here().fqn()).note(note).into())
     }
 
-    fn child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Value> {
+    /// What lies in a container. None if it is a tensor of which this rank has nothing, as of tables that name their own
+    /// offsets: not even its dtype is known.
+    fn child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
         self.path.push(step);
         let value = self.value(object)?;
         self.path.pop();
-        Ok(value)
+        let is_nothing = matches!(&value, Value::Shards(shards) if shards.is_empty());
+        Ok((!is_nothing).then_some(value))
+    }
+
+    /// What lies in a container that has places for all.
+    fn element(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Value> {
+        let value = self.child(step.clone(), object)?;
+        value.ok_or_else(|| {
+            self.path.push(step);
+            let text = "a tensor of which this rank has nothing leaves a gap in what it lies in";
+            let refusal = Refusal::leaf(text, "put it into a dict").at(&self.here());
+            self.path.pop();
+            refusal.into()
+        })
     }
 
     fn dict(&mut self, items: &Bound<'py, PyList>) -> Result<Dict> {
@@ -244,14 +273,18 @@ impl<'py> Taker<'py> {
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
             let key = key_of(&key, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
-            let value = self.child(Step::Key(key.clone()), &value)?;
-            dict.insert(key, value);
+            if let Some(value) = self.child(Step::Key(key.clone()), &value)? {
+                dict.insert(key, value);
+            }
         }
         Ok(dict)
     }
 
     fn values(&mut self, objects: impl Iterator<Item = Bound<'py, PyAny>>) -> Result<Vec<Value>> {
-        (0..).zip(objects).map(|(index, object)| self.child(Step::Index(index), &object)).collect()
+        (0..)
+            .zip(objects)
+            .map(|(index, object)| self.element(Step::Index(index), &object))
+            .collect()
     }
 
     /// Keeps the `_metadata` that torch's modules hang on their state dicts.
@@ -377,11 +410,12 @@ impl<'py> Taker<'py> {
                 let mut shards = Vec::new();
                 for (number, (local, mut offsets)) in chunks.locals.into_iter().enumerate() {
                     if let Some(part) = part {
-                        if part.local != number {
+                        if !part.locals.contains(&number) {
                             continue;
                         }
-                        let inside = offsets.iter_mut().zip(part.region.offsets());
-                        inside.for_each(|(at, more)| *at = at.saturating_add(*more));
+                        let inside = part.region.iter().flat_map(Region::offsets);
+                        let offsets = offsets.iter_mut().zip(inside);
+                        offsets.for_each(|(at, more)| *at = at.saturating_add(*more));
                     }
                     let tensor = self.local(torch, &local, flags)?;
                     let shape = tensor.meta().shape();
@@ -439,8 +473,8 @@ impl<'py> Taker<'py> {
 
     /// A local tensor, or what is wanted of it, as the boxes that it is.
     fn shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
-        if let Some(part) = self.purpose.part() {
-            places = slice::parts(&places, &part.region)?;
+        if let Some(region) = self.purpose.part().and_then(|part| part.region.as_ref()) {
+            places = slice::parts(&places, region)?;
         }
         let slices: Vec<TensorSlice> = places.iter().map(|place| place.slice().clone()).collect();
         let locals = slice::cut(local, &slices)?;

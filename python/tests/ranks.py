@@ -150,8 +150,12 @@ def chunks(mesh: DeviceMesh) -> None:
     nothing = DTensor.from_local(
         LocalShardsWrapper([], []), mesh, [Shard(0)], run_check=False, shape=torch.Size((12,)), stride=(1,)
     )
-    loaded = tssd.load(tssd.save({"w": nothing}))["w"]
-    assert loaded.local.shape == (0,) and loaded.tensor_slice.global_shape == (12,)
+    assert tssd.load(tssd.save({"w": nothing, "a": 1})) == {"a": 1}
+    try:
+        tssd.save({"a": [1, nothing]})
+        raise AssertionError("a list has a gap")
+    except tssd.TssdTypeError as error:
+        assert error.fqn == "a.1" and "dict" in error.advice, error
 
 
 main()

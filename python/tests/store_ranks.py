@@ -271,8 +271,9 @@ def published_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
 def tables_that_some_ranks_have(store: tssd.Store) -> None:
     """Embedding tables: local tensors that name their own offsets, several on some ranks, none on others."""
     mesh = init_device_mesh("cpu", (RANKS,))
+    # All of them are what a float16 can be.
     table, moment = whole((12, 3), 1), torch.arange(12.0)
-    starts = {0: [(6, 9), (0, 2)], 3: [(2, 6)], 7: [(9, 12)]}
+    cuts = {0: [(6, 9), (0, 2)], 3: [(2, 6)], 7: [(9, 12)]}
 
     def sharded(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> DTensor:
         offsets = [(start,) + (0,) * (tensor.ndim - 1) for start, _ in rows]
@@ -281,29 +282,36 @@ def tables_that_some_ranks_have(store: tssd.Store) -> None:
             local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
-    def state(rows: list[tuple[int, int]], scale: int) -> dict[str, DTensor]:
-        return {"table": sharded(table * scale, rows), "moment": sharded(moment * scale, rows)}
+    def state(rows: list[tuple[int, int]], scale: int, dtype: torch.dtype) -> dict[str, DTensor]:
+        every = {"table": table, "moment": moment}
+        return {name: sharded((tensor * scale).to(dtype), rows) for name, tensor in every.items()}
 
-    def check(version: int, dtype: torch.dtype) -> None:
+    def check(version: int, dtype: torch.dtype, other: torch.dtype) -> None:
         dist.barrier()
-        got = store.get_state_dict("tables", version=version)
+        got = store.get_state_dict("tables")
         assert torch.equal(got["table"], (table * version).to(dtype))
         assert torch.equal(got["moment"], (moment * version).to(dtype))
-        rows = starts.get((RANK + 1) % RANKS, [])
-        into = store.get_state_dict("tables", state(rows, 0), version=version, cast=True)
-        for name, tensor in state(rows, version).items():
-            found, wanted = (each.to_local().local_shards() for each in (into[name], tensor))
-            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), name
+        rows = cuts.get((RANK + 1) % RANKS, [])
+        for own in (dtype, other):
+            into = store.get_state_dict("tables", state(rows, 0, own), cast=own != dtype)
+            for name, tensor in state(rows, version, own).items():
+                found, wanted = (each.to_local().local_shards() for each in (into[name], tensor))
+                assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), name
+        try:
+            store.get_state_dict("tables", state(rows, 0, other))
+            assert not rows, "what is of another dtype was filled"
+        except tssd.TssdTypeError as error:
+            assert rows and error.kind == "WrongType", error
         dist.barrier()
 
-    rows = starts.get(RANK, [])
-    store.put_state_dict(state(rows, 1), "tables", writers=RANKS)
-    check(1, torch.float32)
+    rows = cuts.get(RANK, [])
+    store.put_state_dict(state(rows, 1, torch.float16), "tables", writers=RANKS)
+    check(1, torch.float16, torch.float32)
     # What is wider is cast in parts.
     with store.publish("tables", writers=RANKS, bucket_bytes=16, transfer_dtype=torch.float64) as publisher:
-        for name, tensor in state(rows, 2).items():
+        for name, tensor in state(rows, 2, torch.float32).items():
             publisher.put(name, tensor)
-    check(2, torch.float64)
+    check(2, torch.float64, torch.float16)
 
 
 def leaves_that_all_ranks_have(store: tssd.Store) -> None:

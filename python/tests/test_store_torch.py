@@ -24,6 +24,8 @@ from tssd import _ranks
 pytestmark = [
     pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
@@ -166,6 +168,31 @@ def test_a_shard_of_several_boxes_is_cast_in_parts(store: tssd.Store) -> None:
     assert torch.equal(into.local, torch.cat([wanted[3:9, 17:], wanted[3:9, :17]], 1))
 
 
+def test_what_cannot_be_stored_is_refused_before_it_is_cast(store: tssd.Store) -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    refused = {
+        "to_dense": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()],
+        "unbind": [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])],
+        "materialize": [torch.ones(3, device="meta")],
+        "dequantize": [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)],
+        "gather it": [freed],
+    }
+    for advice, tensors in refused.items():
+        for tensor in tensors:
+            with pytest.raises(tssd.TssdError, match=f"in `a.w`.*{advice}") as whole:
+                store.put_state_dict({"a": {"w": tensor}}, "x", transfer_dtype="bfloat16")
+            assert whole.value.fqn == "a.w"
+            with pytest.raises(tssd.TssdError, match=f"in `w`.*{advice}"):
+                with store.publish("x", bucket_bytes=4, transfer_dtype="bfloat16") as publisher:
+                    publisher.put("w", tensor)
+    zeros = torch._efficientzerotensor(3)
+    for bucket_bytes in (4, 1 << 20):
+        with store.publish("x", bucket_bytes=bucket_bytes, transfer_dtype="float64") as publisher:
+            publisher.put("w", zeros)
+        assert torch.equal(store.get_state_dict("x")["w"], torch.zeros(3, dtype=torch.float64))
+
+
 class Table(torch.Tensor):
     """Rows of a tensor, in local tensors that name their own offsets."""
 
@@ -187,19 +214,24 @@ class Table(torch.Tensor):
 def test_local_tensors_that_name_their_offsets_are_cast_in_parts(store: tssd.Store) -> None:
     wanted = torch.randn(12, 33)
     for version, bucket_bytes in enumerate((16, 128, 1024, 3000, 1 << 20), 1):
+        sizes = []
         for writer, rows in enumerate(([(6, 9), (0, 2)], [(9, 12), (4, 4), (2, 6)])):
             table = Table(wanted.shape, [(at, wanted[at:end]) for at, end in rows])
             with store.publish(
                 "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=bucket_bytes, transfer_dtype="float64"
             ) as publisher:
                 publisher.put("w", table)
+            assert publisher.report is not None
+            sizes.append(publisher.report.bytes)
+        # Each part is an archive of 4 KB or more: 165 and 231 elements become some 1 or 2 KB.
+        assert [size > 20_000 for size in sizes] == [bucket_bytes <= 1024] * 2, (bucket_bytes, sizes)
         got = store.get_state_dict("x", version=version)["w"]
         assert got.dtype == torch.float64 and torch.equal(got, wanted.double()), bucket_bytes
 
 
 def test_chunks_that_are_not_what_is_there_are_refused(store: tssd.Store) -> None:
     table = Table(torch.Size((4, 2)), [(0, torch.ones(2, 2)), (2, torch.ones(2, 2))])
-    for local in ([torch.ones(2, 2)], [torch.ones(2, 2), torch.ones(1, 2)]):
+    for local in ([], [torch.ones(2, 2)], [torch.ones(2, 2), torch.ones(1, 2)], [torch.ones(2, 2)] * 3):
         table.local_shards = lambda local=local: local
         with pytest.raises(TypeError, match="chunks.*Table.*in `w`.*TensorShard"):
             store.put_state_dict({"w": table}, "x", writer=0, writers=1)

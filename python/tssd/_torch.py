@@ -27,7 +27,7 @@ class DTensorParts(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The local tensors of a checkpointable tensor, each with its offsets."""
+    """The local tensors of a checkpointable tensor, each with its offsets: none on a rank that has nothing of it."""
 
     locals: list[tuple[torch.Tensor, list[int]]]
     global_shape: tuple[int, ...]
@@ -103,16 +103,12 @@ def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
     else:
         return _refused(local, "a tensor with several chunks, of class", advice)
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
-        return _refused(local, "a tensor with chunks that are no plain tensors, of class", advice)
-    places = [list(chunk.offsets) for chunk in chunks]
-    sizes = [tuple(chunk.sizes) for chunk in chunks]
-    if not tensors and global_shape and not any(map(math.prod, sizes)):
-        # A rank that has nothing: its chunk has no elements, and dimensions that need not be the tensor's.
-        sizes, places = [(0,) * len(global_shape)], [[0] * len(global_shape)]
-        tensors = [torch.empty(sizes[0], dtype=local.dtype)]
+        return _refused(local, "a tensor with chunks that are no plain tensors, of class")
+    # A rank that has nothing names a chunk without elements, whose dimensions need not be the tensor's.
+    sizes = [tuple(chunk.sizes) for chunk in chunks if tensors or math.prod(chunk.sizes)]
     if sizes != [tuple(tensor.shape) for tensor in tensors]:
         return _refused(local, "a tensor whose chunks have other sizes than its local tensors, of class", advice)
-    return Chunks(list(zip(tensors, places)), global_shape)
+    return Chunks([(tensor, list(chunk.offsets)) for tensor, chunk in zip(tensors, chunks)], global_shape)
 
 
 def _spelled(placement: Placement, ndim: int) -> Spelled | None:

@@ -59,7 +59,8 @@ pub(crate) struct Filled {
 struct Leaf<'py> {
     fqn: String,
     object: Bound<'py, PyAny>,
-    dtype: Dtype,
+    /// None if there is nothing to fill.
+    dtype: Option<Dtype>,
     shape: Vec<u64>,
 }
 
@@ -274,10 +275,12 @@ fn compare<'py>(
         if shape != leaf.shape {
             let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
             wrong.push((&leaf.fqn, "SliceMismatch", text));
-        } else if dtype != leaf.dtype {
+        } else if let Some(own) = leaf.dtype
+            && own != dtype
+        {
             differences.cast.push(leaf.fqn.clone());
-            if !(allowed.cast && is_floating(dtype) && is_floating(leaf.dtype)) {
-                let text = format!("`{}` is {}, stored {dtype}", leaf.fqn, leaf.dtype);
+            if !(allowed.cast && is_floating(dtype) && is_floating(own)) {
+                let text = format!("`{}` is {own}, stored {dtype}", leaf.fqn);
                 wrong.push((&leaf.fqn, "WrongType", text));
             }
         }
@@ -429,8 +432,9 @@ fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<B
     let leaves = Leaves::of(lender, into)?;
     let mut batch = Batch::default();
     for leaf in leaves.found {
-        let dtype = leaf.dtype;
-        batch.add(lender, leaf, dtype)?;
+        if let Some(dtype) = leaf.dtype {
+            batch.add(lender, leaf, dtype)?;
+        }
     }
     Ok(batch)
 }
@@ -439,7 +443,9 @@ fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<B
 pub(crate) fn device_of(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
     let mut lender = Lender::new(into.py())?;
     let batch = lend_all(into, &mut lender)?;
-    let devices = batch.places.iter().map(|place| place.window.as_ref().map(Window::device));
+    // What has no elements is nowhere.
+    let places = batch.places.iter().filter(|place| place.meta.numel() > 0);
+    let devices = places.map(|place| place.window.as_ref().map(Window::device));
     let mut devices: Vec<Option<String>> = devices.collect();
     devices.sort_unstable();
     devices.dedup();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{AttrValue, Region, Shard, ShardPlace, TensorSlice, Value};
+use tssd_format::{AttrValue, Shard, ShardPlace, TensorSlice, Value};
 use tssd_store::{Copied, Key, Publisher, PutOptions};
 
 use super::connected::Connected;
@@ -92,9 +92,9 @@ impl Publishing {
         });
         let transfer = transfer.transpose()?;
         if let Some(transfer) = &transfer
-            && let Some((shape, parts)) = transfer.parts(value, name, self.taking.cast_bytes)?
+            && let Some(parts) = transfer.parts(value, name, self.taking.cast_bytes)?
         {
-            return self.add_parts(open, name, (&dict, transfer), (&shape, parts));
+            return self.add_parts(open, name, (&dict, transfer), parts);
         }
         let mut taken = take(&dict, self.taking.allow_pickle, transfer)?;
         let Some(value) = only(&taken) else { return Ok(()) };
@@ -126,13 +126,13 @@ impl Publishing {
         open: &mut Open,
         name: &str,
         (dict, transfer): (&Bound<'py, PyDict>, &Transfer<'py>),
-        (shape, parts): (&[u64], Vec<Part>),
+        parts: Vec<Part>,
     ) -> Result<()> {
         let py = dict.py();
+        let value = dict.as_any().get_item(name)?;
         let take_part = |part| take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)));
-        // One element of it says whose it is.
-        let region = Region::new(parts[0].region.offsets(), &vec![1; shape.len()])?;
-        let one = Part { local: parts[0].local, region };
+        // A little of it says whose it is.
+        let one = parts[0].least()?;
         let taken = take_part(one.clone())?;
         if let Some(ranks) = shards(&taken.dict) {
             identify(py, open)?;
@@ -153,13 +153,13 @@ impl Publishing {
             interrupt.check()?;
             let taken = take_part(part.clone())?;
             open.copies.push(taken.devices.copies().clone());
-            let shards = match only(&taken) {
-                Some(Value::Tensor(local)) => {
-                    let slice =
-                        TensorSlice::new(part.region.offsets(), part.region.shape(), shape)?;
+            let shards = match (only(&taken), &part.region) {
+                (Some(Value::Tensor(local)), Some(region)) => {
+                    let shape: Vec<u64> = value.getattr("shape")?.extract()?;
+                    let slice = TensorSlice::new(region.offsets(), region.shape(), &shape)?;
                     vec![Shard::new(local, ShardPlace::new(slice))?]
                 }
-                Some(Value::Shards(shards)) => shards,
+                (Some(Value::Shards(shards)), _) => shards,
                 _ => unreachable!("a part of a tensor is one"),
             };
             self.own.run(py, None, written.add(shards))?;

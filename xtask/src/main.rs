@@ -47,7 +47,9 @@ The project's own commands.
     cargo xtask test [-v]         every check that needs Rust, Python 3, and numpy under target/
     cargo xtask test --all [-v]   and those that need valgrind, and torch and cargo-deny: installs these under
                                   target/ (about 5 GB)
-    cargo xtask wheel [-v]        the Python package with the command, in target/wheels
+    cargo xtask wheel [--target TRIPLE] [-v]
+                                  the Python package with the command, in target/wheels; for another target if
+                                  rustc has its standard library and cargo is told its linker
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
                                   runs races; SUITE: format, store, counts, python or all (default)
@@ -74,12 +76,28 @@ The output of a step is shown if it fails, or with -v at once; target/xtask.log 
 #[derive(Debug, PartialEq, Eq)]
 enum Task<'a> {
     Help,
-    Test { all: bool, verbose: bool },
-    Wheel { verbose: bool },
-    Vectors { verbose: bool },
-    Reliability { minutes: u64, verbose: bool },
-    Sanitize { verbose: bool },
-    Coverage { verbose: bool },
+    Test {
+        all: bool,
+        verbose: bool,
+    },
+    /// None: for this machine.
+    Wheel {
+        target: Option<&'a str>,
+        verbose: bool,
+    },
+    Vectors {
+        verbose: bool,
+    },
+    Reliability {
+        minutes: u64,
+        verbose: bool,
+    },
+    Sanitize {
+        verbose: bool,
+    },
+    Coverage {
+        verbose: bool,
+    },
     Bench(bench::Task<'a>),
 }
 
@@ -97,7 +115,7 @@ fn main() -> ExitCode {
             Ok(true)
         }
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
-        Task::Wheel { verbose } => python::run(&workspace, verbose),
+        Task::Wheel { target, verbose } => python::run(&workspace, target, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Reliability { minutes, verbose } => reliability::run(&workspace, minutes, verbose),
         Task::Sanitize { verbose } => sanitize::run(&workspace, verbose),
@@ -130,7 +148,10 @@ impl<'a> Task<'a> {
             ("help" | "-h" | "--help", [], false) => Some(Self::Help),
             ("test", [], _) => Some(Self::Test { all: false, verbose }),
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
-            ("wheel", [], _) => Some(Self::Wheel { verbose }),
+            ("wheel", [], _) => Some(Self::Wheel { target: None, verbose }),
+            ("wheel", ["--target", target], _) => {
+                Some(Self::Wheel { target: Some(target), verbose })
+            }
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
             ("sanitize", [], _) => Some(Self::Sanitize { verbose }),
             ("coverage", [], _) => Some(Self::Coverage { verbose }),
@@ -156,7 +177,9 @@ mod tests {
             ("test", Some(Task::Test { all: false, verbose: false })),
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
-            ("wheel", Some(Task::Wheel { verbose: false })),
+            ("wheel", Some(Task::Wheel { target: None, verbose: false })),
+            ("wheel --target", None),
+            ("wheel -v --target a-b-c", Some(Task::Wheel { target: Some("a-b-c"), verbose: true })),
             ("reliability", Some(Task::Reliability { minutes: 0, verbose: false })),
             ("reliability --minutes 30 -v", Some(Task::Reliability { minutes: 30, verbose: true })),
             ("reliability --minutes", None),

@@ -45,10 +45,11 @@ fn staged(workspace: &Workspace, profile: &str, package: &Path) -> Step {
 }
 
 /// The extension module and the command, as users have them.
-fn release() -> Step {
+fn release(target: Option<&str>) -> Step {
     let packages = "build --release --package tssd --package tssd-python";
     let features = "--features tssd/etcd,tssd/object,tssd-python/object";
-    Step::cargo("release build", &format!("{packages} {features}")).worth(Worth::Nothing)
+    let target = target.map_or_else(String::new, |target| format!("--target {target}"));
+    Step::cargo("release build", &format!("{packages} {features} {target}")).worth(Worth::Nothing)
 }
 
 /// The wheel, installed beside torch: its types, and all tests.
@@ -62,9 +63,9 @@ pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Ste
 }
 
 /// Builds the wheel.
-pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
+pub(crate) fn run(workspace: &Workspace, target: Option<&str>, verbose: bool) -> io::Result<bool> {
     let mut steps = environment(workspace).steps(workspace)?;
-    steps.extend(wheel(workspace));
+    steps.extend(wheel(workspace, target));
     let is_built = runner::run(workspace, steps, Vec::new(), verbose)?.has_passed();
     if is_built {
         println!("the wheel is in {}", wheels(workspace).display());
@@ -95,7 +96,7 @@ pub(crate) fn bench(workspace: &Workspace) -> io::Result<Command> {
 fn installed(workspace: &Workspace, python: &Path) -> Vec<Step> {
     let install =
         "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
-    let mut steps = wheel(workspace);
+    let mut steps = wheel(workspace, None);
     steps.push(
         Step::program("wheel installed", python, install)
             .argument("--force-reinstall")
@@ -112,12 +113,9 @@ fn wheels(workspace: &Workspace) -> std::path::PathBuf {
 }
 
 /// The extension module, the package and the command in one file.
-fn wheel(workspace: &Workspace) -> Vec<Step> {
-    vec![
-        release(),
-        Step::python("command for the wheel", "python/stage.py command")
-            .argument(workspace.target.join("release/tssd"))
-            .worth(Worth::Nothing),
+fn wheel(workspace: &Workspace, target: Option<&str>) -> Vec<Step> {
+    let folder = target.map_or_else(|| workspace.target.clone(), |it| workspace.target.join(it));
+    let mut packed =
         Step::program("wheel", environment(workspace).python(), "-m maturin build --release")
             .argument("--manifest-path")
             .argument(workspace.root.join("python/Cargo.toml"))
@@ -125,6 +123,15 @@ fn wheel(workspace: &Workspace) -> Vec<Step> {
             .argument(&workspace.target)
             .argument("--out")
             .argument(wheels(workspace))
+            .worth(Worth::Nothing);
+    if let Some(target) = target {
+        packed = packed.argument("--target").argument(target);
+    }
+    vec![
+        release(target),
+        Step::python("command for the wheel", "python/stage.py command")
+            .argument(folder.join("release/tssd"))
             .worth(Worth::Nothing),
+        packed,
     ]
 }

@@ -39,9 +39,10 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
     """Puts, gets, saves and loads of few and many tensors, small and great."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
-    others = [(REUSED, near), *([(RPC, far)] if far else [])]
+    # By RPC a turn takes seconds.
+    others = [(REUSED, near, rounds), *([(RPC, far, rounds.at_most(1))] if far else [])]
 
-    def race(model: Model, every: list[Operation]) -> None:
+    def race(model: Model, every: list[Operation], rounds: Rounds) -> None:
         for operation, prepare, runners in every:
             prepare()
             times = measure(runners, rounds)
@@ -53,11 +54,11 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
     for count in COUNTS:
         for nbytes in BYTES:
             model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
-            race(model, files(folder, model))
+            race(model, files(folder, model), rounds)
             # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 400 MB in 1,500 tensors: not both at once.
-            for name, other in others:
+            for name, other, turns in others:
                 with ExitStack() as stack:
-                    race(model, stores(stack, model, name, other))
+                    race(model, stores(stack, model, name, other), turns)
             gc.collect()
     for operation, what in OPERATIONS.items():
         print(f"fit {operation}: {what} (medians in ms)")

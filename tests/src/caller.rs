@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "the caller's tensors are made here")]
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+use std::ffi::c_char;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -55,8 +56,8 @@ impl Caller {
 
     /// Memory of another process, by its handle, and as many bytes of it as that says.
     pub fn open(&self, handle: Handle, len: usize) -> Arc<Allocation> {
-        let bytes: Vec<i8> =
-            handle.iter().flat_map(|word| word.to_le_bytes()).map(u8::cast_signed).collect();
+        let bytes = handle.iter().flat_map(|word| word.to_le_bytes());
+        let bytes: Vec<c_char> = bytes.map(|byte| c_char::from_le_bytes([byte])).collect();
         let handle = sys::CUipcMemHandle { reserved: bytes.try_into().unwrap() };
         let (mut pointer, flags) =
             (0, sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32);
@@ -240,7 +241,7 @@ impl Allocation {
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: there is room for a handle.
         unsafe { sys::cuIpcGetMemHandle(&raw mut handle, self.pointer) }.result().unwrap();
-        let bytes = handle.reserved.map(i8::cast_unsigned);
+        let bytes = handle.reserved.map(|byte| byte.to_le_bytes()[0]);
         let (words, _) = bytes.as_chunks::<8>();
         std::array::from_fn(|at| u64::from_le_bytes(words[at]))
     }

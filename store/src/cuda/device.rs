@@ -56,7 +56,7 @@ impl Device {
         let uuid = result::device::get_uuid(raw).map_err(failed)?;
         Ok(Self(Arc::new(Inner {
             raw,
-            uuid: uuid.bytes.map(|byte| byte.to_ne_bytes()[0]),
+            uuid: uuid.bytes.map(|byte| byte.to_le_bytes()[0]),
             name: result::device::get_name(raw).map_err(failed)?,
             context: OnceLock::new(),
             lanes: Mutex::default(),

@@ -102,7 +102,7 @@ fn options(
 pub(crate) struct Planned {
     pub(crate) layout: Layout,
     pub(crate) interrupt: Interrupt,
-    _taken: Taken,
+    pub(crate) taken: Taken,
 }
 
 pub(crate) fn planned(
@@ -117,7 +117,7 @@ pub(crate) fn planned(
     let interrupt = Interrupt::new();
     let layout =
         state_dict.py().detach(|| file::plan(&taken.dict, &options, || interrupt.check()))?;
-    Ok(Planned { layout, interrupt, _taken: taken })
+    Ok(Planned { layout, interrupt, taken })
 }
 
 /// Saves a state dict as a file.

@@ -118,13 +118,7 @@ impl<'py> Torch<'py> {
         devices: &Devices,
     ) -> Result<Tensor> {
         self.prove_strided(tensor)?;
-        let mut tensor = tensor.clone();
-        for (has, without) in [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")] {
-            if tensor.call_method0(has)?.is_truthy()? {
-                tensor = tensor.call_method0("detach")?.call_method0(without)?;
-            }
-        }
-        let tensor = Self::present(&tensor)?;
+        let tensor = Self::present(tensor)?;
         match self.see(&tensor, flags, devices)? {
             Ok(seen) => Ok(seen),
             Err(why) => {
@@ -152,12 +146,18 @@ impl<'py> Torch<'py> {
         if end > len && !shape.contains(&0) { Err(freed(end, len).into()) } else { Ok(tensor) }
     }
 
-    /// Zeros that torch knows without having them, as ones that are there; any other tensor as it is.
+    /// What torch would conjugate, negate or make zeros of when it is read, as elements that are there; any other tensor
+    /// as it is.
     fn present(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        if tensor.call_method0(intern!(tensor.py(), "_is_zerotensor"))?.is_truthy()? {
-            return Ok(tensor.call_method0("detach")?.call_method0("clone")?);
+        let mut tensor = tensor.clone();
+        for (has, without) in
+            [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg"), ("_is_zerotensor", "clone")]
+        {
+            if tensor.call_method0(has)?.is_truthy()? {
+                tensor = tensor.call_method0("detach")?.call_method0(without)?;
+            }
         }
-        Ok(tensor.clone())
+        Ok(tensor)
     }
 
     /// The bytes of the storage that a tensor is in.

@@ -27,6 +27,8 @@ use crate::value::Taken;
 pub(crate) struct TorchStoreStateDict {
     encoded: Encoded,
     memory: Memory,
+    /// As `Taken` has it: bytes do not say so.
+    lacks: bool,
 }
 
 #[pymethods]
@@ -47,12 +49,13 @@ impl TorchStoreStateDict {
         allow_pickle: bool,
     ) -> Result<Self> {
         let options = Options::new().allow_opaque();
-        let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
-        let len = usize::try_from(layout.file_len()).map_err(io::Error::other)?;
+        let Planned { layout, interrupt, taken } = &planned(state_dict, options, allow_pickle)?;
+        let (len, lacks) = (layout.file_len(), taken.lacks);
+        let len = usize::try_from(len).map_err(io::Error::other)?;
         state_dict.py().detach(|| {
             let memory =
                 Memory::filled(len, |target| file::fill(layout, target, || interrupt.check()))?;
-            Self::of(memory)
+            Ok(Self { lacks, ..Self::of(memory)? })
         })
     }
 
@@ -208,7 +211,7 @@ impl TorchStoreStateDict {
 
 impl TorchStoreStateDict {
     fn of(memory: Memory) -> Result<Self> {
-        Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory })
+        Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory, lacks: false })
     }
 
     /// The state dict that it was made of: its tensors share the memory.
@@ -219,8 +222,8 @@ impl TorchStoreStateDict {
         };
         // As when it is read: what is no object says nothing.
         let metadata = metadata.unwrap_or_default();
-        let devices = Devices::default();
-        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices })
+        let (devices, lacks) = (Devices::default(), self.lacks);
+        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices, lacks })
     }
 
     /// Where element 0 of a tensor is in the tensor blob; none if it has no elements, or its storage is

@@ -37,6 +37,8 @@ pub(crate) struct Taken {
     pub(crate) metadata: serde_json::Map<String, Json>,
     /// The GPUs' memory among it.
     pub(crate) devices: Devices,
+    /// Whether shards were left out, as this rank has nothing of their tensors.
+    pub(crate) lacks: bool,
 }
 
 /// Takes a state dict over. Its tensors are shared, not copied; containers are looked at once, so that
@@ -55,7 +57,7 @@ pub(crate) fn take<'py>(
             "put it into a dict, or pass what its `.state_dict()` returns",
         )
     })?;
-    Ok(Taken { dict, metadata: taker.metadata, devices: taker.devices })
+    Ok(Taken { dict, metadata: taker.metadata, devices: taker.devices, lacks: taker.lacks })
 }
 
 impl Taken {
@@ -106,7 +108,11 @@ impl<'py> Lender<'py> {
                 );
             }
             let shape = object.getattr("shape")?.extract()?;
-            match Local::of(object)? {
+            let is_plain = match &own.torch {
+                Some(torch) => !is_torch || torch.is_plain(object)?,
+                None => true,
+            };
+            match if is_plain { None } else { Local::of(object)? } {
                 // What is around them has a dtype that need not be theirs.
                 Some(Local::Chunks(chunks)) => match chunks.locals.into_iter().next() {
                     Some((first, _)) => (first, shape),
@@ -169,6 +175,7 @@ struct Taker<'py> {
     meshes: Meshes<'py>,
     purpose: Purpose<'py>,
     devices: Devices,
+    lacks: bool,
 }
 
 impl<'py> Taker<'py> {
@@ -185,6 +192,7 @@ impl<'py> Taker<'py> {
             meshes: Meshes::default(),
             purpose,
             devices: Devices::default(),
+            lacks: false,
         })
     }
 
@@ -253,6 +261,7 @@ impl<'py> Taker<'py> {
         let value = self.value(object)?;
         self.path.pop();
         let is_nothing = matches!(&value, Value::Shards(shards) if shards.is_empty());
+        self.lacks |= is_nothing;
         Ok((!is_nothing).then_some(value))
     }
 

@@ -305,6 +305,22 @@ def tables_that_some_ranks_have(store: tssd.Store) -> None:
         dist.barrier()
 
     rows = cuts.get(RANK, [])
+    # Nor does one that has nothing put alone: where there are several, it is said who they are.
+    mine = state(rows, 1, torch.float16)
+    for name in mine:
+        try:
+            if name == "table":
+                encoded = tssd.TorchStoreStateDict.from_state_dict({name: mine[name], "bias": 1})
+                store.put("alone", encoded)
+            else:
+                with store.publish("alone") as publisher:
+                    publisher.put("bias", 1)
+                    publisher.put(name, mine[name])
+            raise AssertionError("it was put alone")
+        except tssd.TssdValueError as error:
+            assert "writers=" in str(error), error
+    dist.barrier()
+    assert not store.exists("alone")
     store.put_state_dict(state(rows, 1, torch.float16), "tables", writers=RANKS)
     check(1, torch.float16, torch.float32)
     # What is wider is cast in parts.

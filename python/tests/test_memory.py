@@ -115,6 +115,7 @@ def test_no_call_needs_the_model_once_more(tmp_path: Path) -> None:
         # Nor where they are local tensors that name their offsets.
         cast = f"""
             import torch
+            import tssd._torch  # It imports much of torch.
             from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
             class Table(torch.Tensor):

@@ -108,6 +108,8 @@ def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
     sizes = [tuple(chunk.sizes) for chunk in chunks if tensors or math.prod(chunk.sizes)]
     if sizes != [tuple(tensor.shape) for tensor in tensors]:
         return _refused(local, "a tensor whose chunks have other sizes than its local tensors, of class", advice)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return _refused(local, "a tensor whose local tensors have several dtypes, of class", advice)
     return Chunks([(tensor, list(chunk.offsets)) for tensor, chunk in zip(tensors, chunks)], global_shape)
 
 

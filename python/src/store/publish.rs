@@ -13,7 +13,7 @@ use super::connected::Connected;
 use super::put::{own_rank, prove_covered, shards};
 use super::report::put_report;
 use crate::device::Copies;
-use crate::error::Result;
+use crate::error::{Refusal, Result};
 use crate::interrupt::Interrupt;
 use crate::local::{Part, Transfer};
 use crate::object::METADATA_ATTR;
@@ -91,22 +91,27 @@ impl Publishing {
             Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
         });
         let transfer = transfer.transpose()?;
-        if let Some(transfer) = &transfer
-            && let Some(parts) = transfer.parts(value, name, self.taking.cast_bytes)?
-        {
-            return self.add_parts(open, name, (&dict, transfer), parts);
+        if let Some(transfer) = &transfer {
+            let parts = transfer.parts(value, name, self.taking.cast_bytes);
+            if let Some(parts) = parts.map_err(|error| error.of(name))? {
+                return self.add_parts(open, name, (&dict, transfer), parts);
+            }
         }
         let mut taken = take(&dict, self.taking.allow_pickle, transfer)?;
-        let Some(value) = only(&taken) else { return Ok(()) };
+        let ranks = shards(&taken);
+        if ranks.is_some() {
+            identify(py, open)?;
+        }
+        let Some(value) = only(&taken) else {
+            // Who has nothing of a tensor is one of several all the same.
+            open.ranks.get_or_insert_default().extend(ranks.unwrap_or_default());
+            return Ok(());
+        };
         open.copies.push(taken.devices.copies().clone());
         if !taken.metadata.is_empty() {
             open.modules.append(&mut taken.metadata);
             let modules = serde_json::Value::Object(open.modules.clone()).to_string();
             open.publisher.describe(METADATA_ATTR, AttrValue::Text(modules.into()));
-        }
-        let ranks = shards(&taken.dict);
-        if ranks.is_some() {
-            identify(py, open)?;
         }
         let has_begun = open.publisher.has_begun();
         self.own.run(py, None, open.publisher.add(name, value))?;
@@ -134,7 +139,7 @@ impl Publishing {
         // A little of it says whose it is.
         let one = parts[0].least()?;
         let taken = take_part(one.clone())?;
-        if let Some(ranks) = shards(&taken.dict) {
+        if let Some(ranks) = shards(&taken) {
             identify(py, open)?;
             open.ranks.get_or_insert_default().extend(ranks);
         }
@@ -160,7 +165,10 @@ impl Publishing {
                     vec![Shard::new(local, ShardPlace::new(slice))?]
                 }
                 (Some(Value::Shards(shards)), _) => shards,
-                _ => unreachable!("a part of a tensor is one"),
+                _ => {
+                    let text = "its local tensors are others each time that they are asked for";
+                    return Err(Refusal::new("invalid", text).of(name).into());
+                }
             };
             self.own.run(py, None, written.add(shards))?;
         }

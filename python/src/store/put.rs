@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tssd_format::{AttrValue, Attrs, StateDict, Value};
+use tssd_format::{AttrValue, Attrs, Value};
 use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
 
 use super::connected::seconds;
@@ -73,7 +73,7 @@ impl Put<'_> {
         taken: Option<&Taken>,
     ) -> Result<PutOptions> {
         let attrs = attrs(metadata, taken)?;
-        let shards = taken.and_then(|taken| shards(&taken.dict));
+        let shards = taken.and_then(shards);
         let wrong = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
         };
@@ -205,9 +205,9 @@ fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<
 }
 
 /// The ranks of the meshes that the shards of a state dict are on; none if it has no shards.
-pub(super) fn shards(dict: &StateDict) -> Option<BTreeSet<u32>> {
-    let mut ranks = None;
-    for (_, leaf) in dict.leaves() {
+pub(super) fn shards(taken: &Taken) -> Option<BTreeSet<u32>> {
+    let mut ranks = taken.lacks.then(BTreeSet::new);
+    for (_, leaf) in taken.dict.leaves() {
         let Value::Shards(shards) = leaf else { continue };
         let meshes = shards.iter().filter_map(|shard| shard.place().mesh());
         let ranks = ranks.get_or_insert_with(BTreeSet::new);

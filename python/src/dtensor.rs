@@ -42,6 +42,15 @@ pub(crate) fn waited<'py>(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny
     Ok(helper.call_method1(intern!(py, "waited"), (tensor,))?)
 }
 
+/// Whether its local tensors name their own offsets: asked without taking it apart.
+pub(crate) fn has_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
+    let py = tensor.py();
+    // A DTensor has the method too, and is no such tensor for it.
+    let local = tensor.getattr_opt(intern!(py, "_local_tensor"))?;
+    let local = local.as_ref().unwrap_or(tensor);
+    Ok(local.hasattr(intern!(py, "__create_chunk_list__"))?)
+}
+
 /// What a tensor is made of whose class is not torch's own.
 pub(crate) fn parts<'py>(tensor: &Bound<'py, PyAny>) -> Result<Parts<'py>> {
     let py = tensor.py();

@@ -282,7 +282,7 @@ impl<'py> Purpose<'py> {
                     return torch.take(tensor, flags, devices);
                 }
                 let tensor = torch.storable(tensor)?;
-                torch.take(&transfer.torch(torch, &tensor)?, flags, devices)
+                torch.share(&transfer.torch(torch, &tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);

@@ -118,11 +118,20 @@ impl<'py> Torch<'py> {
         devices: &Devices,
     ) -> Result<Tensor> {
         self.prove_strided(tensor)?;
-        let tensor = Self::present(tensor)?;
-        match self.see(&tensor, flags, devices)? {
+        self.share(&Self::present(tensor)?, flags, devices)
+    }
+
+    /// The same of one that is storable, or was made of one.
+    pub(crate) fn share(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+        devices: &Devices,
+    ) -> Result<Tensor> {
+        match self.see(tensor, flags, devices)? {
             Ok(seen) => Ok(seen),
             Err(why) => {
-                let copy = self.copy_to_host(&tensor)?;
+                let copy = self.copy_to_host(tensor)?;
                 devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
                 Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
             }

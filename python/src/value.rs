@@ -21,7 +21,7 @@ use crate::dtensor::{self, Meshes, Parts};
 use crate::error::{Refusal, Result};
 use crate::local::{Filling, Purpose, Transfer};
 use crate::numpy::Numpy;
-use crate::slice::{self, Local, TensorShard};
+use crate::slice::{self, TensorShard};
 use crate::torch::Torch;
 
 /// The media tag of what pickle made.
@@ -108,17 +108,17 @@ impl<'py> Lender<'py> {
                 );
             }
             let shape = object.getattr("shape")?.extract()?;
-            let is_plain = match &own.torch {
-                Some(torch) => !is_torch || torch.is_plain(object)?,
-                None => true,
-            };
-            match if is_plain { None } else { Local::of(object)? } {
+            if is_torch
+                && dtensor::has_chunks(object)?
+                && let Parts::Chunks(chunks) = dtensor::parts(object)?
+            {
                 // What is around them has a dtype that need not be theirs.
-                Some(Local::Chunks(chunks)) => match chunks.locals.into_iter().next() {
+                match chunks.locals.into_iter().next() {
                     Some((first, _)) => (first, shape),
                     None => return Ok(Some((None, shape))),
-                },
-                _ => (object.clone(), shape),
+                }
+            } else {
+                (object.clone(), shape)
             }
         };
         if let Some(other) = own.borrow(&local)? {

@@ -76,28 +76,12 @@ The output of a step is shown if it fails, or with -v at once; target/xtask.log 
 #[derive(Debug, PartialEq, Eq)]
 enum Task<'a> {
     Help,
-    Test {
-        all: bool,
-        verbose: bool,
-    },
-    /// None: for this machine.
-    Wheel {
-        target: Option<&'a str>,
-        verbose: bool,
-    },
-    Vectors {
-        verbose: bool,
-    },
-    Reliability {
-        minutes: u64,
-        verbose: bool,
-    },
-    Sanitize {
-        verbose: bool,
-    },
-    Coverage {
-        verbose: bool,
-    },
+    Test { all: bool, verbose: bool },
+    Wheel { target: Option<&'a str>, verbose: bool },
+    Vectors { verbose: bool },
+    Reliability { minutes: u64, verbose: bool },
+    Sanitize { verbose: bool },
+    Coverage { verbose: bool },
     Bench(bench::Task<'a>),
 }
 

@@ -33,7 +33,10 @@ use crate::status::DaemonStatus;
 use crate::volume::{Archived, Part};
 
 pub(crate) use contributed::Contributed;
-pub(crate) use folder::{archives, folder, folder_of};
+pub(crate) use folder::folder;
+#[cfg(target_os = "linux")]
+pub(crate) use folder::{archives, folder_of};
+#[cfg(target_os = "linux")]
 pub(crate) use keepers::{Keepers, Reached};
 pub(crate) use local::LocalController;
 pub(crate) use place::Place;

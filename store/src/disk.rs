@@ -8,6 +8,7 @@ mod files;
 mod lock;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod system;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -17,11 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use rustix::fs::OFlags;
-
 pub(crate) use files::{Files, Folder, Output, SystemFiles};
 pub(crate) use lock::Lock;
 
+use self::system::Access;
 use crate::volume::Near;
 
 /// The lock of a directory that a daemon serves, which says where the daemon listens.
@@ -85,7 +85,7 @@ impl Disk {
     /// A file of a store to give away, and its length; none if there is no such file.
     pub(crate) fn lend(&self, path: &Path) -> io::Result<Option<(File, u64)>> {
         self.inside(parent(path)?)?;
-        let Some(file) = optional(files::regular(path, OFlags::RDONLY))? else { return Ok(None) };
+        let Some(file) = optional(system::open(path, Access::Read))? else { return Ok(None) };
         let len = file.metadata()?.len();
         Ok(Some((file, len)))
     }
@@ -204,7 +204,7 @@ impl Disk {
     fn inside(&self, folder: &Path) -> io::Result<()> {
         let below = |path: &&Path| path.starts_with(&self.root) && **path != self.root;
         match folder.ancestors().take_while(below).find(|path| self.files.is_link(path)) {
-            Some(link) => Err(files::link_at(link)),
+            Some(link) => Err(system::link_at(link)),
             None => Ok(()),
         }
     }
@@ -439,7 +439,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
 
 /// Where the daemon listens that serves a directory, if one does.
 pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
-    let claim = files::regular(&root.join(CLAIM), OFlags::RDONLY);
+    let claim = system::open(&root.join(CLAIM), Access::Read);
     let Some(mut file) = optional(claim)? else { return Ok(None) };
     match file.try_lock_shared() {
         Ok(()) => Ok(None),

@@ -10,7 +10,7 @@ use std::thread;
 pub(crate) fn cores() -> usize {
     /// What was asked last: the cores that were allowed, and below that how many there are to use.
     static KNOWN: AtomicU64 = AtomicU64::new(u64::MAX);
-    let allowed = rustix::thread::sched_getaffinity(None).map_or(0, |set| u64::from(set.count()));
+    let allowed = allowed();
     let known = KNOWN.load(Ordering::Relaxed);
     if known >> 32 == allowed {
         return usize::try_from(known & u64::from(u32::MAX)).unwrap_or(1);
@@ -18,6 +18,18 @@ pub(crate) fn cores() -> usize {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     KNOWN.store(allowed << 32 | u64::try_from(cores).unwrap_or(1), Ordering::Relaxed);
     cores
+}
+
+/// The cores that this thread may run on.
+#[cfg(target_os = "linux")]
+fn allowed() -> u64 {
+    rustix::thread::sched_getaffinity(None).map_or(0, |set| u64::from(set.count()))
+}
+
+/// Elsewhere all: so it is asked once how many there are.
+#[cfg(not(target_os = "linux"))]
+fn allowed() -> u64 {
+    0
 }
 
 /// Runs `work` on every job, on as many threads as there are cores, and returns the results in the

@@ -1,13 +1,10 @@
 //! Locked files, by which processes hold each other off.
 
 use std::fs::{File, TryLockError};
-use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::io::{self, Seek, Write};
 use std::path::Path;
 
-use rustix::fs::OFlags;
-
-use super::files::regular;
+use super::system::{self, Access};
 
 /// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
 #[derive(Debug)]
@@ -29,10 +26,10 @@ impl Lock {
         lock: impl Fn(&File) -> Result<(), TryLockError>,
     ) -> io::Result<Option<Self>> {
         loop {
-            let file = regular(path, OFlags::WRONLY | OFlags::CREATE)?;
+            let file = system::open(path, Access::Lock)?;
             match lock(&file) {
                 // Somebody has removed it between the opening and the lock: it is nobody's.
-                Ok(()) if file.metadata()?.nlink() == 0 => {}
+                Ok(()) if system::names(&file)? == 0 => {}
                 Ok(()) => return Ok(Some(Self(file))),
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -43,7 +40,8 @@ impl Lock {
     /// Says something in the locked file, for those who find it locked.
     pub(crate) fn write(&self, text: &str) -> io::Result<()> {
         self.0.set_len(0)?;
-        self.0.write_all_at(text.as_bytes(), 0)
+        (&self.0).rewind()?;
+        (&self.0).write_all(text.as_bytes())
     }
 }
 

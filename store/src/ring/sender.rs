@@ -20,6 +20,7 @@ use crate::get::GetOptions;
 use crate::key::Key;
 use crate::ledger::{Durability, Refusal, WriterSet};
 use crate::put::{PutOptions, PutReport, Residency, Role};
+#[cfg(target_os = "linux")]
 use crate::route::Transport;
 use crate::store::Store;
 
@@ -354,13 +355,18 @@ impl Sender {
     }
 }
 
+#[cfg(target_os = "linux")]
+use crate::cuda::homes;
+
+/// Elsewhere all are in the host's memory.
+#[cfg(not(target_os = "linux"))]
+fn homes(_dict: &StateDict) -> BTreeSet<String> {
+    BTreeSet::new()
+}
+
 /// The GPU that the tensors of a state dict are on; none if they are in the host's memory.
 fn home(dict: &StateDict) -> Result<Option<String>> {
-    #[cfg(target_os = "linux")]
-    let homes = crate::cuda::homes(dict);
-    #[cfg(not(target_os = "linux"))]
-    let homes = std::collections::BTreeSet::<String>::new();
-    let mut homes = homes.into_iter();
+    let mut homes = homes(dict).into_iter();
     let home = homes.next();
     match homes.next() {
         None => Ok(home),

@@ -11,7 +11,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use memmap2::{MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_store::Private;
@@ -96,6 +98,7 @@ enum Kept {
 struct Part {
     memory: Memory,
     range: Range<usize>,
+    #[cfg_attr(not(unix), expect(dead_code, reason = "pages go with their memory there"))]
     is_alone: bool,
 }
 
@@ -121,7 +124,9 @@ impl From<Private> for Block {
     }
 }
 
-/// Pages that nobody can reach any more go back at once, though other blocks keep their memory.
+/// Pages that nobody can reach any more go back at once, though other blocks keep their memory. On Windows they go with
+/// the memory.
+#[cfg(unix)]
 impl Drop for Part {
     fn drop(&mut self) {
         let from = self.range.start.next_multiple_of(PAGE);

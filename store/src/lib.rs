@@ -21,8 +21,7 @@ mod arena;
 #[cfg(feature = "object")]
 mod bucket;
 mod credentials;
-#[cfg(target_os = "linux")]
-#[cfg_attr(not(feature = "cuda"), path = "cuda/absent.rs")]
+#[cfg_attr(not(all(target_os = "linux", feature = "cuda")), path = "cuda/absent.rs")]
 mod cuda;
 mod disk;
 mod environment;
@@ -73,7 +72,6 @@ mod sync;
 
 pub use controller::VersionInfo;
 pub use credentials::Credentials;
-#[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use cuda::{Copied, Device, DeviceMemory, Moments, Stream};
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};

@@ -1,97 +1,157 @@
-//! In place of GPUs, in a library that is built without the feature `cuda`.
+//! In place of GPUs, in a library that is built without the feature `cuda`, or for another system than Linux.
+#![expect(unsafe_code, reason = "with GPUs it is for the caller to prove what these are given")]
 
+mod copied;
+mod stream;
+#[cfg(target_os = "linux")]
+mod unshared;
+
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::convert::Infallible;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Mutex};
 
-use tssd_format::{Fill, Filled, Layout, StateDict};
+use bytes::Bytes;
+use tssd_format::{Blob, StateDict};
 
+pub use self::copied::Copied;
+pub use self::stream::Stream;
+#[cfg(target_os = "linux")]
+pub(crate) use self::unshared::{Arriving, DeviceSegment, Filling, Landing, home, lend};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ring::Loan;
+use crate::get::BlobMut;
 
-const ABSENT: &str = "this library is built without its feature `cuda`";
+const ABSENT: &str = if cfg!(target_os = "linux") {
+    "this library is built without its feature `cuda`"
+} else {
+    "this library knows GPUs on Linux alone"
+};
 
-/// Memory of a GPU that processes share: there is none.
-pub(crate) struct DeviceSegment(Infallible);
-
-/// An archive that is written there.
-pub(crate) struct Filling(Infallible);
-
-/// What of an archive is on its way from GPUs: nothing.
-#[derive(Default)]
-pub(crate) struct Arriving(());
-
-/// The memory of a part, to which they write nothing.
-pub(crate) struct Landing<'a>(&'a mut [u8]);
-
-/// Why nothing of an archive is put to the memory of a GPU.
-pub(crate) fn home(_layout: &Layout) -> std::result::Result<String, String> {
-    Err(ABSENT.to_owned())
+fn absent() -> Error {
+    Error::new(ErrorKind::Unsupported, format_args!("no CUDA: {ABSENT}"))
 }
 
-/// Why nothing of an archive is lent.
-#[expect(clippy::unnecessary_wraps, reason = "with the feature it can fail")]
-pub(crate) fn lend(_layout: &Layout) -> Result<std::result::Result<Loan, String>> {
-    Ok(Err(ABSENT.to_owned()))
-}
+/// A GPU that this process sees: there is none.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device(Infallible);
+
+/// Memory of a device, such as that of a tensor's storage: there is none.
+#[derive(Debug)]
+pub struct DeviceMemory(Infallible);
+
+/// The moments that the tensors of one call wait for: there are none.
+#[derive(Debug, Default)]
+pub struct Moments(());
 
 /// The devices that tensors of a state dict are on: none.
 pub(crate) fn homes(_dict: &StateDict) -> BTreeSet<String> {
     BTreeSet::new()
 }
 
-fn absent() -> Error {
-    Error::new(ErrorKind::Unsupported, format_args!("no CUDA: {ABSENT}"))
-}
-
-impl DeviceSegment {
-    pub(crate) fn create(_uuid: &str, _len: u64) -> Result<(Arc<Self>, OwnedFd)> {
+impl Device {
+    /// All that this process sees.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported`.
+    pub fn all() -> Result<Vec<Self>> {
         Err(absent())
     }
 
-    pub(crate) fn import(_uuid: &str, _memory: &OwnedFd, _len: u64) -> Result<Arc<Self>> {
-        Err(absent())
+    /// What it is known by, in all processes and whatever they call it.
+    pub fn uuid(&self) -> String {
+        match self.0 {}
     }
 
-    pub(crate) fn borrow(_uuid: &str, _loan: &Loan, _len: u64) -> Result<Arc<Self>> {
-        Err(absent())
-    }
-
-    pub(crate) fn read(&self, _target: &mut [u8], _offset: u64) -> Result<()> {
+    /// What its maker calls it.
+    pub fn name(&self) -> &str {
         match self.0 {}
     }
 }
 
-#[expect(
-    clippy::unnecessary_wraps,
-    clippy::unused_self,
-    reason = "with the feature it does something"
-)]
-impl<'a> Landing<'a> {
-    pub(crate) fn new(part: &'a mut [u8]) -> Self {
-        Self(part)
+impl DeviceMemory {
+    /// So many bytes from a pointer on.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported`.
+    ///
+    /// # Safety
+    ///
+    /// With GPUs, what this is given must be true.
+    pub unsafe fn new(
+        pointer: u64,
+        len: u64,
+        stream: Stream,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Self> {
+        // SAFETY: as the caller says.
+        unsafe { Moments::default().memory(pointer, len, stream, owner) }
     }
 
-    pub(crate) fn begin(&mut self, _job: &Fill, Arriving(()): &Arriving) -> Result<()> {
-        Ok(())
-    }
-
-    pub(crate) fn land(&mut self) -> Result<(&mut [u8], bool)> {
-        Ok((self.0, false))
-    }
-}
-
-impl Filling {
-    pub(crate) fn new(segment: &Arc<DeviceSegment>) -> Result<Self> {
-        match segment.0 {}
-    }
-
-    pub(crate) fn fill(&self, _job: &Fill, _head: Option<&mut [u8]>) -> Result<Filled> {
+    /// The device.
+    pub fn device(&self) -> &Device {
         match self.0 {}
     }
 
-    pub(crate) fn finish(&self) -> Result<()> {
+    /// The same, whose bytes are counted with those of others.
+    #[must_use]
+    pub fn counted(self, _copied: &Arc<Mutex<Copied>>) -> Self {
+        match self.0 {}
+    }
+
+    /// How its bytes have come, or gone there, until now.
+    pub fn copied(&self) -> Copied {
+        match self.0 {}
+    }
+}
+
+impl Moments {
+    /// So many bytes from a pointer on.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported`.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceMemory::new`].
+    pub unsafe fn memory(
+        &self,
+        _pointer: u64,
+        _len: u64,
+        _stream: Stream,
+        _owner: impl Send + Sync + 'static,
+    ) -> Result<DeviceMemory> {
+        Err(absent())
+    }
+}
+
+impl Blob for DeviceMemory {
+    fn size(&self) -> io::Result<u64> {
+        match self.0 {}
+    }
+
+    fn read_exact_at(&self, _target: &mut [u8], _offset: u64) -> io::Result<()> {
+        match self.0 {}
+    }
+
+    fn bytes(&self) -> Option<&Bytes> {
+        match self.0 {}
+    }
+
+    fn kind(&self) -> Option<&dyn Any> {
+        match self.0 {}
+    }
+}
+
+impl BlobMut for DeviceMemory {
+    fn size(&self) -> u64 {
+        match self.0 {}
+    }
+
+    fn write_all_at(&self, _bytes: &[u8], _offset: u64) -> io::Result<()> {
         match self.0 {}
     }
 }

@@ -8,6 +8,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{CUdevice, CUstream};
 
 use super::driver::{self, Context, Lane, failed};
+use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A GPU that this process sees.
@@ -22,10 +23,6 @@ struct Inner {
     /// Streams that are not used.
     lanes: Mutex<Vec<Lane>>,
 }
-
-/// A stream of the caller's, by the driver's handle; `Stream::default()` is the device's default stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stream(pub usize);
 
 impl Stream {
     pub(super) fn raw(self) -> CUstream {

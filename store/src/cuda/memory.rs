@@ -2,18 +2,20 @@
 #![expect(unsafe_code, reason = "the memory of tensors belongs to whoever has made them")]
 
 use std::any::Any;
-use std::ops::{AddAssign, Range};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{fmt, io};
 
 use bytes::Bytes;
 use tssd_format::Blob;
 
-use super::device::{Device, OwnLane, Stream};
+use super::copied::Copied;
+use super::device::{Device, OwnLane};
 use super::driver::{Event, Lane, Source};
 use super::moments::Moments;
 use super::pinned;
 use super::segment::DeviceSegment;
+use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::get::{BlobCopy, BlobMut, Coming, UnderWay};
 use crate::volume::HollowBlob;
@@ -31,40 +33,6 @@ pub struct DeviceMemory {
     ready: Arc<Event>,
     copied: Arc<Mutex<Copied>>,
     _owner: Box<dyn Send + Sync>,
-}
-
-/// How bytes of a device have come, or gone.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Copied {
-    /// How many bytes were copied from or to memory of the host that is pinned: at the speed of the bus.
-    pub pinned: u64,
-    /// How many bytes were copied once more.
-    pub pageable: u64,
-    /// How many bytes stayed on the device: they were copied from its memory to its memory.
-    pub device: u64,
-    /// Why, the last time.
-    pub why: Option<String>,
-}
-
-impl Copied {
-    /// So many bytes went through memory that is not pinned.
-    pub fn paged(&mut self, bytes: u64, why: impl Into<String>) {
-        self.pageable += bytes;
-        self.why = Some(why.into());
-    }
-}
-
-/// These and those.
-impl AddAssign<&Self> for Copied {
-    fn add_assign(&mut self, other: &Self) {
-        self.pinned += other.pinned;
-        self.pageable += other.pageable;
-        self.device += other.device;
-        if other.why.is_some() {
-            self.why.clone_from(&other.why);
-        }
-    }
 }
 
 impl DeviceMemory {

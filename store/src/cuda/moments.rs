@@ -4,9 +4,10 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::ThreadId;
 
-use super::device::{Device, Stream};
+use super::device::Device;
 use super::driver::Event;
 use super::memory::DeviceMemory;
+use super::stream::Stream;
 use crate::error::Result;
 
 /// The moments that the tensors of one call wait for: one for each stream, however many tensors there are.

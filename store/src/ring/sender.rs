@@ -14,6 +14,7 @@ use super::bucket::Filling;
 use super::lender;
 use super::{MARK, Mark, Ring, channel};
 use crate::controller::digest;
+use crate::cuda;
 use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::get::GetOptions;
@@ -355,18 +356,9 @@ impl Sender {
     }
 }
 
-#[cfg(target_os = "linux")]
-use crate::cuda::homes;
-
-/// Elsewhere all are in the host's memory.
-#[cfg(not(target_os = "linux"))]
-fn homes(_dict: &StateDict) -> BTreeSet<String> {
-    BTreeSet::new()
-}
-
 /// The GPU that the tensors of a state dict are on; none if they are in the host's memory.
 fn home(dict: &StateDict) -> Result<Option<String>> {
-    let mut homes = homes(dict).into_iter();
+    let mut homes = cuda::homes(dict).into_iter();
     let home = homes.next();
     match homes.next() {
         None => Ok(home),

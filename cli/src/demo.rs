@@ -3,17 +3,18 @@
 //! Trainers shard a model one way and put it; generators shard it another way and pull it; every byte
 //! that is read is compared with the source.
 
+#[cfg(target_os = "linux")]
+mod daemon;
 mod machine;
 mod model;
 mod round;
 mod shard;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Value as Json, json};
 use tssd_format::StateDict;
-use tssd_store::DaemonOptions;
-use tssd_store::blocking::{Daemon, Store};
+use tssd_store::blocking::Store;
 
 use crate::console::{Console, print, print_json};
 use crate::demo::model::Model;
@@ -70,34 +71,13 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         {
             let socket = directory.path().join("socket");
             let round = |store: &Store| Round::new(store, &sources, &spinner).run();
-            results.push(("daemon", with_daemon(&socket, model.bytes(), round)?));
+            results.push(("daemon", daemon::with_daemon(&socket, model.bytes(), round)?));
         }
     }
     let store = Store::memory().map_err(|error| failure(&error))?;
     results.push(("memory", Round::new(&store, &sources, &spinner).run()?));
     spinner.finish_and_clear();
     report(console, &model, &memcpy, &results)
-}
-
-/// Does something with the store of a daemon on threads of its own.
-#[cfg(target_os = "linux")]
-fn with_daemon<T>(
-    socket: &Path,
-    model_bytes: u64,
-    work: impl FnOnce(&Store) -> Result<T>,
-) -> Result<T> {
-    // Two versions at once, and as much again for what surrounds them.
-    let limit = model_bytes.saturating_mul(4).saturating_add(1 << 28);
-    let daemon = Daemon::bind(DaemonOptions::at(socket, limit)).map_err(|error| failure(&error))?;
-    let (stop, stopped) = tokio::sync::oneshot::channel();
-    let serving = std::thread::spawn(move || daemon.serve(stopped));
-    let worked = Store::connect(&format!("unix:{}", socket.display()))
-        .map_err(|error| failure(&error))
-        .and_then(|store| work(&store));
-    drop(stop);
-    // It has ended, well or not; what it did was compared.
-    let _ = serving.join();
-    worked
 }
 
 fn intro(model: &Model, memcpy: &machine::Memcpy) -> String {

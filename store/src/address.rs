@@ -28,7 +28,12 @@ pub(crate) enum Address<'a> {
 
 impl<'a> Address<'a> {
     pub(crate) fn of(url: &'a str) -> Result<Self> {
-        let path = |path: &'a str| Path::new(path.strip_prefix("//").unwrap_or(path));
+        let path = |path: &'a str| {
+            let path = path.strip_prefix("//").unwrap_or(path);
+            // On Windows `file:///C:/store` is `C:/store`.
+            let drive = path.strip_prefix('/').filter(|path| path.as_bytes().get(1) == Some(&b':'));
+            Path::new(drive.filter(|_| cfg!(windows)).unwrap_or(path))
+        };
         match url.split_once(':') {
             _ if url.is_empty() => {
                 Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))

@@ -47,28 +47,35 @@ impl Key {
         &self.0
     }
 
-    /// The key as a relative path: everything but `A-Za-z0-9_-` and inner dots percent-encoded, in
-    /// folders of at most 200 bytes; one that goes on in the next folder ends with `%`.
+    /// The key as a relative path, the same on every system, of which some have one folder for `A` and `a`, drop a dot at
+    /// the end, or open a device by name: everything but `a-z0-9_-` and inner dots percent-encoded, in folders of about 200
+    /// bytes; one that goes on in the next folder ends with `%`.
     pub(crate) fn to_path(&self) -> String {
+        if self.0.is_empty() {
+            return "%%".to_owned();
+        }
         let mut parts = vec![String::new()];
-        for byte in self.0.bytes() {
+        for (index, byte) in self.0.bytes().enumerate() {
             if let Some(last) = parts.last_mut().filter(|last| last.len() + 3 > PART) {
                 last.push('%');
                 parts.push(String::new());
             }
             let last = parts.last_mut().expect("there is one part at least");
             // No folder of a key begins with a dot: those are the store's own.
-            let plain = byte.is_ascii_alphanumeric()
+            let is_inner = !last.is_empty() && index + 1 < self.0.len();
+            let plain = byte.is_ascii_lowercase()
+                || byte.is_ascii_digit()
                 || matches!(byte, b'_' | b'-')
-                || byte == b'.' && !last.is_empty();
+                || byte == b'.' && is_inner;
             if plain {
                 last.push(char::from(byte));
             } else {
                 write!(last, "%{byte:02X}").expect("writing to a String does not fail");
             }
         }
-        if self.0.is_empty() {
-            return "%%".to_owned();
+        for part in parts.iter_mut().filter(|part| is_device(part)) {
+            let first = part.remove(0);
+            *part = format!("%{:02X}{part}", u32::from(first));
         }
         parts.join("/")
     }
@@ -94,6 +101,16 @@ impl Key {
         let key = Self::new(String::from_utf8(bytes).ok()?).ok()?;
         (key.to_path() == path).then_some(key)
     }
+}
+
+/// Whether Windows has a device of this name, whatever comes after a dot.
+fn is_device(name: &str) -> bool {
+    let name = name.split('.').next().unwrap_or_default();
+    let is_numbered = |name: &str| {
+        let number = name.strip_prefix("com").or_else(|| name.strip_prefix("lpt"));
+        number.is_some_and(|number| matches!(number.as_bytes(), [b'0'..=b'9']))
+    };
+    matches!(name, "con" | "prn" | "aux" | "nul") || is_numbered(name)
 }
 
 impl fmt::Display for Key {
@@ -156,14 +173,32 @@ mod tests {
     fn keys_are_paths_and_back() {
         let long = "é/".repeat(300);
         let dots = [198, 199, 200, 201].map(|len| "a".repeat(len) + "..");
-        let texts = ["", "a", "a.b", ".", "..", "../../etc", "a/b c", "%", "策略", "CON", &long];
+        let device = "con.".repeat(250);
+        let texts = [
+            "",
+            "a",
+            "a.b",
+            ".",
+            "..",
+            "../../etc",
+            "a/b c",
+            "%",
+            "策略",
+            "CON",
+            "nul.txt",
+            &device,
+            &long,
+        ];
         for text in texts.into_iter().chain(dots.iter().map(String::as_str)) {
             let key = Key::new(text).unwrap();
             let path = key.to_path();
-            assert!(
-                path.split('/').all(|part| part.len() <= 203 && !part.starts_with('.')),
-                "{path}"
-            );
+            let is_portable = |part: &str| {
+                part.len() <= 205
+                    && !part.starts_with('.')
+                    && !part.ends_with('.')
+                    && !is_device(part)
+            };
+            assert!(path.split('/').all(is_portable), "{path}");
             assert_eq!(Key::from_path(&path), Some(key), "{path}");
         }
         assert_eq!(Key::from_path("a%2"), None);
@@ -171,5 +206,16 @@ mod tests {
         assert!(Key::new("a\0").is_err());
         assert!(Key::new("a\n").is_err());
         assert!(Key::new("x".repeat(1025)).is_err());
+    }
+
+    /// On macOS and Windows files have one name in capitals and without.
+    #[test]
+    fn keys_that_differ_in_case_have_different_folders() {
+        let folder = |text: &str| Key::new(text).unwrap().to_path();
+        assert_eq!(folder("Qwen3-0.6B"), "%51wen3-0.6%42");
+        assert_ne!(folder("Policy").to_lowercase(), folder("policy").to_lowercase());
+        // What Windows takes for `a`, and for a device.
+        assert_eq!([folder("a."), folder("con"), folder("lpt1.x")], ["a%2E", "%63on", "%6Cpt1.x"]);
+        assert_eq!([folder("cone"), folder("com"), folder("com10")], ["cone", "com", "com10"]);
     }
 }

@@ -8,6 +8,11 @@
 //! decides is pure ([`ledger`], the merge of contributions, [`plan`]); files are touched in one
 //! module. [`blocking::Store`] is the same for programs without an async runtime.
 
+#![cfg_attr(
+    not(target_os = "linux"),
+    allow(dead_code, reason = "daemons use it, and there are daemons on Linux alone")
+)]
+
 // What is decided.
 mod key;
 pub mod ledger;

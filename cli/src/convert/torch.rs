@@ -59,11 +59,16 @@ fn file_len(input: &Path) -> Result<Option<u64>> {
 
 /// The Python that this command was installed with; else that of the environment.
 fn interpreter() -> PathBuf {
-    let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join("python3")));
+    // As environments have it, and people call it.
+    const NAMES: (&str, &str) =
+        if cfg!(windows) { ("Scripts/python.exe", "python") } else { ("bin/python3", "python3") };
+    let (in_environment, name) = NAMES;
+    let beside = Path::new(in_environment).file_name().unwrap_or_default();
+    let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(beside)));
     let active = std::env::var_os("VIRTUAL_ENV").filter(|root| !root.is_empty());
-    let active = active.map(|root| Path::new(&root).join("bin/python3"));
+    let active = active.map(|root| Path::new(&root).join(in_environment));
     let mut known = beside.into_iter().chain(active);
-    known.find(|path| path.is_file()).unwrap_or_else(|| "python3".into())
+    known.find(|path| path.is_file()).unwrap_or_else(|| name.into())
 }
 
 /// The current directory is no place to look for modules: it may hold what others have written.

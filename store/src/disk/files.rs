@@ -105,7 +105,7 @@ impl Files for SystemFiles {
 
     fn remove(&self, path: &Path) -> io::Result<()> {
         let _removed = system::kept(path);
-        fs::remove_file(path)
+        system::remove(path)
     }
 
     fn make_folder(&self, path: &Path) -> io::Result<()> {

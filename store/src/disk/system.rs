@@ -9,9 +9,13 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 #[cfg(unix)]
-pub(crate) use unix::{expect, identity, kept, list, names, open, send, sync_folder, write_at};
+pub(crate) use unix::{
+    expect, identity, kept, list, names, open, remove, send, sync_folder, write_at,
+};
 #[cfg(windows)]
-pub(crate) use windows::{expect, identity, kept, list, names, open, send, sync_folder, write_at};
+pub(crate) use windows::{
+    expect, identity, kept, list, names, open, remove, send, sync_folder, write_at,
+};
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -198,15 +198,12 @@ impl Store {
 
     #[cfg(not(target_os = "linux"))]
     async fn host(url: &str, _options: &ConnectOptions) -> Result<Self> {
-        let text = format_args!("`{url}`: only Linux reaches daemons of other hosts so far");
-        Err(Error::new(ErrorKind::Invalid, text))
+        Err(no_daemons(url))
     }
 
     #[cfg(not(target_os = "linux"))]
     async fn daemon(socket: &Path) -> Result<Self> {
-        let socket = socket.display();
-        let text = format_args!("`{socket}`: daemons share memory in a way that only Linux has");
-        Err(Error::new(ErrorKind::Invalid, text))
+        Err(no_daemons(&format!("unix:{}", socket.display())))
     }
 
     /// As [`Store::connect`], but makes the directory if it is not there.
@@ -229,4 +226,13 @@ impl Store {
             _ => Self::connect_with(url, options).await,
         }
     }
+}
+
+/// Daemons share memory, and are reached, in ways that only Linux has so far.
+#[cfg(not(target_os = "linux"))]
+fn no_daemons(url: &str) -> Error {
+    let text = format_args!(
+        "`{url}`: there are daemons on Linux alone; use a store in a directory (file:DIR), in a bucket, or in memory"
+    );
+    Error::new(ErrorKind::Unsupported, text)
 }

@@ -66,6 +66,11 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     File::from(rustix::fs::open(path, flags, Mode::empty())?).sync_all()
 }
 
+/// Removes a file. Who has it open or mapped keeps it.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    std::fs::remove_file(path)
+}
+
 /// How many names a file has.
 pub(crate) fn names(file: &File) -> io::Result<u64> {
     Ok(file.metadata()?.nlink())

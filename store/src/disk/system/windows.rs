@@ -5,8 +5,10 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::windows::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Access, irregular, link_at};
+use crate::disk::TEMPORARY;
 use crate::parting::Parting;
 
 /// Folders can be opened with this: `FILE_FLAG_BACKUP_SEMANTICS`.
@@ -55,6 +57,25 @@ pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
 /// Names are in the file system's journal: no call makes them more durable.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     if path.metadata()?.is_dir() { Ok(()) } else { Err(ErrorKind::NotADirectory.into()) }
+}
+
+/// Removes a file. Who has it open or mapped keeps it: a file system that does not remove what is mapped gives it a
+/// temporary name, which is swept with the folder.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let is_temporary = |name: &str| name.starts_with(TEMPORARY);
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound && path.is_file() => {
+            // Swept before, and still mapped.
+            if path.file_name().and_then(|name| name.to_str()).is_some_and(is_temporary) {
+                return Ok(());
+            }
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("{TEMPORARY}{}-removed-{number}", std::process::id());
+            fs::rename(path, path.with_file_name(name)).map_err(|_| error)
+        }
+        done => done,
+    }
 }
 
 /// How many names a file has.

@@ -17,11 +17,15 @@ def main() -> int:
             package = Path(folder) / "tssd"
             shutil.rmtree(package, ignore_errors=True)
             shutil.copytree(HERE / "tssd", package, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copy(library, package / "_tssd.abi3.so")
+            # As Python looks for it: on Windows it is a `.pyd`.
+            name = "_tssd.pyd" if library.endswith(".dll") else "_tssd.abi3.so"
+            shutil.copy(library, package / name)
         case ["command", binary]:
             scripts = HERE / "tssd.data" / "scripts"
-            scripts.mkdir(parents=True, exist_ok=True)
-            shutil.copy(binary, scripts / "tssd")
+            # That of another system has another name.
+            shutil.rmtree(scripts, ignore_errors=True)
+            scripts.mkdir(parents=True)
+            shutil.copy(binary, scripts)
         case _:
             print(__doc__, file=sys.stderr)
             return 2

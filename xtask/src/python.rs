@@ -115,6 +115,8 @@ fn wheels(workspace: &Workspace) -> std::path::PathBuf {
 /// The extension module, the package and the command in one file.
 fn wheel(workspace: &Workspace, target: Option<&str>) -> Vec<Step> {
     let folder = target.map_or_else(|| workspace.target.clone(), |it| workspace.target.join(it));
+    let is_windows = target.map_or(cfg!(windows), |target| target.contains("-windows-"));
+    let command = if is_windows { "release/tssd.exe" } else { "release/tssd" };
     let mut packed =
         Step::program("wheel", environment(workspace).python(), "-m maturin build --release")
             .argument("--manifest-path")
@@ -130,7 +132,7 @@ fn wheel(workspace: &Workspace, target: Option<&str>) -> Vec<Step> {
     vec![
         release(target),
         Step::python("command for the wheel", "python/stage.py command")
-            .argument(folder.join("release/tssd"))
+            .argument(folder.join(command))
             .worth(Worth::Nothing),
         packed,
     ]

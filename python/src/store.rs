@@ -72,6 +72,7 @@ use crate::tssd::TorchStoreStateDict;
 /// Raises:
 ///     TssdConnectionError: the store cannot be reached.
 ///     TssdValueError: there is no such kind of address, or a file is not what it should be.
+///     TssdUnsupportedError: the address of a daemon, off Linux.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct Store {
     url: String,

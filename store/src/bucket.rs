@@ -134,7 +134,8 @@ impl Bucket {
         let len = whole.len();
         if len > MAX_PATH_BYTES {
             let text = format_args!(
-                "`{name}`: {len} bytes are more than the {MAX_PATH_BYTES} of a name in a bucket"
+                "`{name}`: {len} bytes are more than the {MAX_PATH_BYTES} of a name in a bucket, where what is not \
+                 `a-z 0-9 _ - .` in a key takes three"
             );
             return Err(Error::new(ErrorKind::Invalid, text));
         }

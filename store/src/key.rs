@@ -210,6 +210,27 @@ mod tests {
 
     /// On macOS and Windows files have one name in capitals and without.
     #[test]
+    fn these_are_the_folders_of_these_keys() {
+        let long = "a".repeat(193);
+        let cases = [
+            ("", "%%".to_owned()),
+            ("policy", "policy".to_owned()),
+            ("Qwen3/step 7.", "%51wen3%2Fstep%207%2E".to_owned()),
+            ("..", "%2E%2E".to_owned()),
+            ("aux.head", "%61ux.head".to_owned()),
+            ("com1", "%63om1".to_owned()),
+            ("com10", "com10".to_owned()),
+            (&"b".repeat(200), format!("{}%/bb", "b".repeat(198))),
+            // It is divided first: a device is two bytes longer then.
+            (&format!("con.{long}bc"), format!("%63on.{long}b%/c")),
+            (&format!("{}con.d", "b".repeat(198)), format!("{}%/%63on.d", "b".repeat(198))),
+        ];
+        for (key, folder) in cases {
+            assert_eq!(Key::new(key).unwrap().to_path(), folder);
+        }
+    }
+
+    #[test]
     fn keys_that_differ_in_case_have_different_folders() {
         let folder = |text: &str| Key::new(text).unwrap().to_path();
         assert_eq!(folder("Qwen3-0.6B"), "%51wen3-0.6%42");

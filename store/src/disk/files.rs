@@ -124,7 +124,7 @@ impl Files for SystemFiles {
         let metadata = path.metadata().ok().filter(Metadata::is_dir)?;
         // Where nobody knows when it was made, it is another one each time.
         let created = metadata.created().unwrap_or_else(|_| SystemTime::now());
-        let (device, inode) = system::identity(path).ok()?;
+        let (device, inode) = system::identity(path, &metadata).ok()?;
         Some(Folder { device, inode, created })
     }
 

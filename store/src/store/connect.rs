@@ -108,7 +108,8 @@ impl Store {
     /// # Errors
     ///
     /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address, or credentials that
-    /// cannot be read; `Refused` for a way in the open that leads off this host.
+    /// cannot be read; `Refused` for a way in the open that leads off this host; `Unsupported` for a daemon where
+    /// there are none: off Linux.
     pub async fn connect(url: &str) -> Result<Self> {
         Self::connect_with(url, &ConnectOptions::from_environment()).await
     }

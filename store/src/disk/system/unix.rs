@@ -1,8 +1,6 @@
 //! Linux, macOS and their relatives.
 
-use std::fs::File;
-#[cfg(target_os = "linux")]
-use std::fs::Metadata;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 #[cfg(target_os = "linux")]
@@ -18,9 +16,9 @@ use super::{Access, irregular, link_at};
 use crate::parting;
 use crate::parting::Parting;
 
-/// The device of a folder, and its number there.
-pub(crate) fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let metadata = path.metadata()?;
+/// A folder that is there: its device, and its number there.
+#[expect(clippy::unnecessary_wraps, reason = "another system has to be asked")]
+pub(crate) fn identity(_folder: &Path, metadata: &Metadata) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
@@ -35,8 +33,10 @@ pub(crate) fn open(path: &Path, access: Access) -> io::Result<File> {
     let file = match rustix::fs::open(path, flags, mode) {
         Ok(file) => File::from(file),
         Err(Errno::LOOP) => return Err(link_at(path)),
-        // A pipe that nobody reads, a socket, a device without a driver; a folder, to write.
-        Err(Errno::NXIO | Errno::NODEV | Errno::ISDIR) => return Err(irregular(path)),
+        // A pipe that nobody reads, a socket (on Linux, on macOS), a device without a driver; a folder, to write.
+        Err(Errno::NXIO | Errno::OPNOTSUPP | Errno::NODEV | Errno::ISDIR) => {
+            return Err(irregular(path));
+        }
         Err(error) => return Err(error.into()),
     };
     if file.metadata()?.is_file() { Ok(file) } else { Err(irregular(path)) }

@@ -1,10 +1,11 @@
 //! Windows.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind};
 use std::ops::Range;
-use std::os::windows::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::os::windows::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Access, irregular, link_at};
@@ -15,10 +16,13 @@ use crate::parting::Parting;
 const FOLDERS: u32 = 0x0200_0000;
 /// A link itself is opened with this, not what it leads to: `FILE_FLAG_OPEN_REPARSE_POINT`.
 const LINKS: u32 = 0x0020_0000;
+/// What has this is a link, or has its bytes somewhere else, such as a file without duplicates:
+/// `FILE_ATTRIBUTE_REPARSE_POINT`.
+const REPARSED: u32 = 0x400;
 
-/// The device of a folder, and its number there.
-pub(crate) fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let folder = File::options().access_mode(0).custom_flags(FOLDERS).open(path)?;
+/// A folder that is there: its device, and its number there.
+pub(crate) fn identity(folder: &Path, _metadata: &Metadata) -> io::Result<(u64, u64)> {
+    let folder = File::options().access_mode(0).custom_flags(FOLDERS).open(folder)?;
     let known = winapi_util::file::information(&folder)?;
     Ok((known.volume_serial_number(), known.file_index()))
 }
@@ -34,11 +38,13 @@ pub(crate) fn open(path: &Path, access: Access) -> io::Result<File> {
         Err(_) if path.is_dir() => return Err(irregular(path)),
         Err(error) => return Err(error),
     };
-    let kind = file.metadata()?.file_type();
-    match (kind.is_file(), kind.is_symlink()) {
-        (true, _) => Ok(file),
-        (_, true) => Err(link_at(path)),
-        _ => Err(irregular(path)),
+    let metadata = file.metadata()?;
+    match metadata.file_type() {
+        kind if kind.is_symlink() => Err(link_at(path)),
+        kind if !kind.is_file() => Err(irregular(path)),
+        // No link: without the flag its bytes are got from where they are.
+        _ if metadata.file_attributes() & REPARSED != 0 => options.custom_flags(FOLDERS).open(path),
+        _ => Ok(file),
     }
 }
 
@@ -54,25 +60,47 @@ pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Names are in the file system's journal: no call makes them more durable.
+/// Makes the names in a folder durable: it is flushed as a file is, which takes a right to write.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
-    if path.metadata()?.is_dir() { Ok(()) } else { Err(ErrorKind::NotADirectory.into()) }
+    if !path.metadata()?.is_dir() {
+        return Err(ErrorKind::NotADirectory.into());
+    }
+    match File::options().write(true).custom_flags(FOLDERS).open(path).and_then(|it| it.sync_all()) {
+        // A file system that has no such call or denies it: its journal has the names, in their order.
+        Err(error) if error.raw_os_error().is_some_and(|code| NO_SYNC.contains(&code)) => Ok(()),
+        done => done,
+    }
 }
 
-/// Removes a file. Who has it open or mapped keeps it: a file system that does not remove what is mapped gives it a
-/// temporary name, which is swept with the folder.
+/// `ERROR_INVALID_FUNCTION`, `ERROR_ACCESS_DENIED` and `ERROR_NOT_SUPPORTED`.
+const NO_SYNC: [i32; 3] = [1, 5, 50];
+
+/// Removes a file. Who has it open or mapped keeps it: where a file system does not remove what is mapped, it gets a
+/// temporary name and is removed with one of the next, or when its folder is swept.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    static MAPPED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let is_temporary = |name: &str| name.starts_with(TEMPORARY);
+
+    let mut mapped = MAPPED.lock().expect("nobody panics while holding it");
+    mapped.retain(|path| {
+        fs::remove_file(path).is_err_and(|error| error.kind() != ErrorKind::NotFound)
+    });
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound && path.is_file() => {
-            // Swept before, and still mapped.
+            let is_temporary = |name: &str| name.starts_with(TEMPORARY);
             if path.file_name().and_then(|name| name.to_str()).is_some_and(is_temporary) {
+                // It has its name already, of this process or one before it.
+                if !mapped.iter().any(|known| known == path) {
+                    mapped.push(path.to_owned());
+                }
                 return Ok(());
             }
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
             let name = format!("{TEMPORARY}{}-removed-{number}", std::process::id());
-            fs::rename(path, path.with_file_name(name)).map_err(|_| error)
+            let renamed = path.with_file_name(name);
+            fs::rename(path, &renamed).map_err(|_| error)?;
+            mapped.push(renamed);
+            Ok(())
         }
         done => done,
     }

@@ -65,7 +65,8 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     if !path.metadata()?.is_dir() {
         return Err(ErrorKind::NotADirectory.into());
     }
-    match File::options().write(true).custom_flags(FOLDERS).open(path).and_then(|it| it.sync_all()) {
+    match File::options().write(true).custom_flags(FOLDERS).open(path).and_then(|it| it.sync_all())
+    {
         // A file system that has no such call or denies it: its journal has the names, in their order.
         Err(error) if error.raw_os_error().is_some_and(|code| NO_SYNC.contains(&code)) => Ok(()),
         done => done,

@@ -17,6 +17,7 @@ use crate::fill::length;
 use crate::frame::{FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
+use crate::lookup::{find, find_fqn};
 use crate::memory::zeroed;
 use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
@@ -202,7 +203,7 @@ impl Archive {
     /// `BlobElsewhere` for a manifest; `Io` if the file cannot be read; `NotText` for a long str that
     /// is none.
     pub fn to_state_dict(&self) -> Result<StateDict> {
-        StateDict::from_value(self.load(0)?)
+        StateDict::from_value(self.load(&self.index.views(), 0)?)
     }
 
     /// The value at an exact path.
@@ -211,7 +212,8 @@ impl Archive {
     ///
     /// `NotFound`; else as [`Archive::to_state_dict`].
     pub fn value(&self, path: &ObjectPath) -> Result<Value> {
-        self.load(self.index.find(path)?)
+        let views = self.index.views();
+        self.load(&views, find(&views, path)?)
     }
 
     /// The leaf with an fqn.
@@ -220,7 +222,8 @@ impl Archive {
     ///
     /// `NotFound`; `AmbiguousFqn` if two leaves have it; else as [`Archive::to_state_dict`].
     pub fn leaf(&self, fqn: &str) -> Result<Value> {
-        self.load(self.index.find_fqn(fqn)?).map_err(|error| error.at(fqn))
+        let views = self.index.views();
+        self.load(&views, find_fqn(&views, fqn)?).map_err(|error| error.at(fqn))
     }
 
     /// The leaf with an fqn, with references in place of bytes.
@@ -229,7 +232,8 @@ impl Archive {
     ///
     /// `NotFound`; `AmbiguousFqn` if two leaves have it.
     pub fn node(&self, fqn: &str) -> Result<Node> {
-        Ok(self.index.node(self.index.find_fqn(fqn)?))
+        let views = self.index.views();
+        Ok(self.index.node(&views, find_fqn(&views, fqn)?))
     }
 
     /// The plain tensor with an fqn.
@@ -256,18 +260,18 @@ impl Archive {
         Tensor::new(reference.meta.clone(), bytes.unwrap_or_default().into(), 0)
     }
 
-    fn load(&self, node: usize) -> Result<Value> {
-        let views = self.index.views();
+    /// The value of a node; `views` are the tables of this index.
+    fn load(&self, views: &Views<'_>, node: usize) -> Result<Value> {
         if views.nodes[node].kind == kind::TENSOR
-            && let Node::Tensors(run) = self.index.node(node)
+            && let Node::Tensors(run) = self.index.node(views, node)
             && let [reference @ TensorReference { place: None, .. }] = run.as_slice()
         {
             return self.tensor_of(reference).map(Value::Tensor);
         }
         // Tensors that share a storage share its memory, so it is read once.
         let mut read = BTreeMap::new();
-        self.index.value(node, &mut |number| {
-            if let Some(bytes) = self.view(&views, number) {
+        self.index.value(views, node, &mut |number| {
+            if let Some(bytes) = self.view(views, number) {
                 return Ok(bytes);
             }
             if let Some(bytes) = read.get(&number) {

@@ -11,14 +11,13 @@ use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::IndexPlace;
 use crate::key::ObjectPath;
-use crate::lookup::leaves_named;
 use crate::record::{self, STORED, kind};
 use crate::state_dict::Value;
 use crate::storage::{PackedChunk, Packing, StorageReference};
 use crate::structure::Node;
 use crate::table::{self, TableMap};
 use crate::validate::validate;
-use crate::views::{Views, native, path_of};
+use crate::views::{Views, native};
 
 /// The tables of one archive, proven: every rule of the spec up to F-082 holds.
 #[derive(Debug)]
@@ -58,14 +57,14 @@ impl Index {
 
     /// The whole tree.
     pub(crate) fn structure(&self) -> Node {
-        self.node(0)
+        self.node(&self.views(), 0)
     }
 
     /// By storage the path of the first leaf in it. Found once for all errors: a file may be damaged
     /// everywhere.
     pub(crate) fn first_leaves(&self) -> &[ObjectPath] {
         self.first_leaves.get_or_init(|| {
-            let mut first = vec![None; self.views().storages.len()];
+            let mut first = vec![None; self.storages().len()];
             for (path, node) in self.structure().into_leaves() {
                 for number in node.storages() {
                     first[native(number)].get_or_insert_with(|| path.clone());
@@ -76,22 +75,27 @@ impl Index {
         })
     }
 
-    /// Everything below one node.
-    pub(crate) fn node(&self, number: usize) -> Node {
-        decode(&self.views(), self.bytes.slice(self.map.heap()), number)
+    /// Everything below one node; `views` are these tables.
+    pub(crate) fn node(&self, views: &Views<'_>, number: usize) -> Node {
+        decode(views, self.bytes.slice(self.map.heap.clone()), number)
     }
 
     /// As [`Index::node`], with bytes in place of references to storages.
     pub(crate) fn value(
         &self,
+        views: &Views<'_>,
         number: usize,
         storage: &mut impl FnMut(u32) -> Result<Bytes>,
     ) -> Result<Value> {
-        value(&self.views(), self.bytes.slice(self.map.heap()), number, storage)
+        value(views, self.bytes.slice(self.map.heap.clone()), number, storage)
+    }
+
+    fn storages(&self) -> &[record::Storage] {
+        table::records(&self.bytes, &self.map.storages)
     }
 
     pub(crate) fn storage_count(&self) -> u32 {
-        u32::try_from(self.views().storages.len()).expect("tables have fewer than 2^32 records")
+        u32::try_from(self.storages().len()).expect("tables have fewer than 2^32 records")
     }
 
     /// A storage by number.
@@ -127,12 +131,12 @@ impl Index {
 
     /// How many raw bytes a storage has.
     pub(crate) fn storage_len(&self, number: u32) -> u64 {
-        self.views().storages[native(number)].raw_len.to_native()
+        self.storages()[native(number)].raw_len.to_native()
     }
 
     /// Shard and offset of a storage that is stored as it is.
     pub(crate) fn raw_place(&self, number: u32) -> Option<(u32, u64)> {
-        let storage = &self.views().storages[native(number)];
+        let storage = &self.storages()[native(number)];
         (storage.codec == 0).then(|| (storage.shard.to_native(), storage.offset.to_native()))
     }
 
@@ -170,28 +174,5 @@ impl Index {
             digest: (shard.digest != [0; 32]).then_some(shard.digest),
         };
         views.shards.iter().map(shard).collect()
-    }
-
-    /// The number of the node at an exact path, by one binary search per level.
-    pub(crate) fn find(&self, path: &ObjectPath) -> Result<usize> {
-        let views = self.views();
-        let mut node = 0;
-        for step in path.steps() {
-            node =
-                views.child(node, step).ok_or_else(|| Error::new(ErrorKind::NotFound).at(path))?;
-        }
-        Ok(node)
-    }
-
-    /// The number of the leaf with an fqn.
-    pub(crate) fn find_fqn(&self, fqn: &str) -> Result<usize> {
-        let views = self.views();
-        match leaves_named(&views, fqn) {
-            [None, _] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
-            [Some(leaf), None] => Ok(leaf),
-            [Some(one), Some(other)] => Err(Error::new(ErrorKind::AmbiguousFqn)
-                .at(fqn)
-                .note(format_args!("{} and {}", path_of(&views, one), path_of(&views, other)))),
-        }
     }
 }

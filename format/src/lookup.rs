@@ -1,13 +1,34 @@
-//! Finding a leaf by its fqn.
+//! Finding a node by its path, a leaf by its fqn.
 
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::kind::{FLOAT, NONE, STR};
-use crate::key::{Key, Step};
+use crate::key::{Key, ObjectPath, Step};
 use crate::number::Int;
 use crate::record::kind;
-use crate::views::{Views, native};
+use crate::views::{Views, native, path_of};
+
+/// The number of the node at an exact path, by one binary search per level.
+pub(crate) fn find(views: &Views<'_>, path: &ObjectPath) -> Result<usize> {
+    let mut node = 0;
+    for step in path.steps() {
+        node = views.child(node, step).ok_or_else(|| Error::new(ErrorKind::NotFound).at(path))?;
+    }
+    Ok(node)
+}
+
+/// The number of the leaf with an fqn.
+pub(crate) fn find_fqn(views: &Views<'_>, fqn: &str) -> Result<usize> {
+    match leaves_named(views, fqn) {
+        [None, _] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
+        [Some(leaf), None] => Ok(leaf),
+        [Some(one), Some(other)] => Err(Error::new(ErrorKind::AmbiguousFqn)
+            .at(fqn)
+            .note(format_args!("{} and {}", path_of(views, one), path_of(views, other)))),
+    }
+}
 
 /// The leaves that an fqn may mean: two at most, as two are one too many.
-pub(crate) fn leaves_named(views: &Views<'_>, fqn: &str) -> [Option<usize>; 2] {
+fn leaves_named(views: &Views<'_>, fqn: &str) -> [Option<usize>; 2] {
     let mut search = FqnSearch { views, fqn, found: [None; 2] };
     search.descend(0, 0);
     search.found

@@ -78,12 +78,19 @@ macro_rules! tables {
             ];
         }
 
+        /// Where the tables of an index are, proven: in bounds and aligned.
+        #[derive(Clone, Debug)]
+        pub(crate) struct TableMap { $(pub(crate) $name: Range<usize>,)* }
+
         impl TableMap {
+            fn new(ranges: [Range<usize>; TABLES]) -> Self {
+                let [$($name,)*] = ranges;
+                Self { $($name,)* }
+            }
+
             /// The tables of the index that this map was proven for.
             pub(crate) fn views<'a>(&self, index: &'a [u8]) -> Views<'a> {
-                let mut ranges = self.0.iter().cloned();
-                let mut next = || &index[ranges.next().expect("one range for each table")];
-                Views { $($name: bytemuck::cast_slice(next()),)* }
+                Views { $($name: records(index, &self.$name),)* }
             }
         }
     };
@@ -202,16 +209,9 @@ fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
     Some((starts, end))
 }
 
-/// Where the tables of an index are, proven: in bounds and aligned.
-#[derive(Clone, Debug)]
-pub(crate) struct TableMap([Range<usize>; TABLES]);
-
-impl TableMap {
-    /// Where the heap is in the index.
-    pub(crate) fn heap(&self) -> Range<usize> {
-        let [heap, ..] = &self.0;
-        heap.clone()
-    }
+/// One table of the index that its range was proven for: less work than all of them.
+pub(crate) fn records<'a, T: Pod>(index: &'a [u8], range: &Range<usize>) -> &'a [T] {
+    bytemuck::cast_slice(&index[range.clone()])
 }
 
 /// Proves that the root and the tables of an index are where they must be (F-020, F-021), and that
@@ -260,7 +260,7 @@ pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     }
     let ends = starts.iter().zip(counts).zip(Tables::RECORDS);
     let mut ranges = ends.map(|((start, count), (size, _))| *start..start + count * size);
-    let map = TableMap(std::array::from_fn(|_| ranges.next().expect("one range for each table")));
+    let map = TableMap::new(std::array::from_fn(|_| ranges.next().expect("one range for each")));
     #[cfg(feature = "rkyv")]
     prove_archive(index, root.start, &map.views(index))?;
     Ok(map)

@@ -76,18 +76,15 @@ impl FqnSearch<'_> {
 
     /// Tries the strs that the rest of the fqn may begin with, from the longest on: its parts up to
     /// each dot. A shorter one that is there comes before a longer one in key order, and whatever lies
-    /// between begins with it. So what the key before a longer one shares with it bounds the next.
+    /// between begins with it. So what the key before a longer one shares with it bounds the next, and
+    /// mostly is it.
     fn descend_by_str(&mut self, node: usize, from: usize) {
         let views = self.views;
         let rest = &self.fqn.as_bytes()[from..];
         let mut order = &views.by_key[views.children(node)];
         let mut len = rest.len();
-        while let Some(first) = order.first() {
-            let key = (STR, &rest[..len], 0);
-            if views.key_proven(native(first.to_native())) > key {
-                return;
-            }
-            let found = views.search(order, key);
+        let mut found = views.search(order, (STR, rest, 0));
+        loop {
             if let Ok(at) = found {
                 self.reach(native(order[at].to_native()), from + len);
             }
@@ -98,11 +95,17 @@ impl FqnSearch<'_> {
             let (Ok(at) | Err(at)) = found;
             order = &order[..at];
             let Some(last) = order.last() else { return };
-            let (_, before, _) = views.key_proven(native(last.to_native()));
+            let (kind, before, _) = views.key_proven(native(last.to_native()));
             let shared = before.iter().zip(&rest[..len]).take_while(|(one, other)| one == other);
-            let bound = len.min(shared.count() + 1);
+            let shared = shared.count();
+            let bound = len.min(shared + 1);
             let Some(dot) = rest[..bound].iter().rposition(|byte| *byte == b'.') else { return };
             len = dot;
+            found = if kind == STR && before.len() == len && shared == len {
+                Ok(at - 1)
+            } else {
+                views.search(order, (STR, &rest[..len], 0))
+            };
         }
     }
 

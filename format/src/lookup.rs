@@ -5,7 +5,7 @@ use crate::key::kind::{FLOAT, NONE, STR};
 use crate::key::{Key, ObjectPath, Step};
 use crate::number::Int;
 use crate::record::kind;
-use crate::views::{Views, native, path_of};
+use crate::views::{FEW, Views, native, path_of};
 
 /// The number of the node at an exact path, by one binary search per level.
 pub(crate) fn find(views: &Views<'_>, path: &ObjectPath) -> Result<usize> {
@@ -58,7 +58,19 @@ impl FqnSearch<'_> {
             }
             return;
         }
-        let last = views.by_key[views.children(node)].last();
+        let children = views.children(node);
+        let is_str = |child: usize| views.nodes[child].key_kind == STR;
+        if children.len() <= FEW && children.clone().all(is_str) {
+            for child in children {
+                let (_, key, _) = views.key_proven(child);
+                let behind = rest.as_bytes().strip_prefix(key);
+                if behind.is_some_and(|behind| behind.first().is_none_or(|byte| *byte == b'.')) {
+                    self.reach(child, from + key.len());
+                }
+            }
+            return;
+        }
+        let last = views.by_key[children].last();
         if last.is_some_and(|last| views.nodes[native(last.to_native())].key_kind > STR) {
             let key = spelled_key(part).map(Step::Key);
             if let Some(child) = key.and_then(|key| views.child(node, &key)) {

@@ -13,6 +13,9 @@ use crate::text::Text;
 
 pub(crate) use crate::table::Views;
 
+/// So few children are looked at one by one: they lie side by side, and their order lies elsewhere.
+pub(crate) const FEW: usize = 4;
+
 /// Looks at tables that are in bounds, or says what is not.
 impl<'a> Views<'a> {
     #[inline]
@@ -71,6 +74,9 @@ impl<'a> Views<'a> {
 
     /// The one of these children of a keyed container that has this key.
     pub(crate) fn child_with(&self, children: Range<usize>, key: &FileKey<'_>) -> Option<usize> {
+        if children.len() <= FEW {
+            return children.into_iter().find(|child| self.key_proven(*child) == key.order());
+        }
         let order = &self.by_key[children];
         let found = self.search(order, key.order());
         found.ok().map(|place| native(order[place].to_native()))

@@ -21,9 +21,10 @@ pub(crate) fn find_fqn(views: &Views<'_>, fqn: &str) -> Result<usize> {
     match leaves_named(views, fqn) {
         [None, _] => Err(Error::new(ErrorKind::NotFound).at(fqn)),
         [Some(leaf), None] => Ok(leaf),
-        [Some(one), Some(other)] => Err(Error::new(ErrorKind::AmbiguousFqn)
-            .at(fqn)
-            .note(format_args!("{} and {}", path_of(views, one), path_of(views, other)))),
+        [Some(one), Some(other)] => {
+            let [one, other] = [one.min(other), one.max(other)].map(|leaf| path_of(views, leaf));
+            Err(Error::new(ErrorKind::AmbiguousFqn).at(fqn).note(format_args!("{one} and {other}")))
+        }
     }
 }
 

@@ -6,6 +6,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from files import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
 from pair import Pair
-from peer import REUSED, RPC, Peer
+from peer import NEW, REUSED, RPC, Peer
 from race import Role, Rounds, Runner, measure, ours, timed
 from store import COPY
 
@@ -29,6 +30,20 @@ OPERATIONS = {
     "save": "A new file, nobody waits for the disk",
     "load": "All of a file, each page touched",
 }
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A way of torchstore's to put and get, beside which ours does."""
+
+    name: str
+    peer: Peer | None
+    put: Callable[[Peer], float]
+    get: Callable[[Peer], float]
+    rounds: Rounds
+    counts: tuple[int, ...] = COUNTS
+
+
 #: Its name, what is done before, and who does it.
 Operation = tuple[str, Callable[[], object], list[Runner]]
 #: The seconds that an operation took somebody, by tensors and bytes.
@@ -39,8 +54,13 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
     """Puts, gets, saves and loads of few and many tensors, small and great."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
-    # By RPC a turn takes seconds.
-    others = [(REUSED, near, rounds), *([(RPC, far, rounds.at_most(1))] if far else [])]
+    others = [Beside(REUSED, near, Peer.put_same, Peer.get_same, rounds)]
+    if near:
+        # A put of 400 MB in 1,500 tensors takes 11 GB of memory that is new, which takes 10 s.
+        others.append(Beside(NEW, near, Peer.put_new, Peer.get_new, rounds, (100, 400)))
+    if far:
+        # By RPC a turn takes seconds.
+        others.append(Beside(RPC, far, Peer.put_same, Peer.get_same, rounds.at_most(1)))
 
     def race(model: Model, every: list[Operation], rounds: Rounds) -> None:
         for operation, prepare, runners in every:
@@ -51,14 +71,17 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
                 own = points[operation].setdefault(runner.name, {})
                 own.setdefault((model.count, model.nbytes), []).extend(times[runner.name])
 
-    for count in COUNTS:
-        for nbytes in BYTES:
-            model = named(f"uniform:{count}:{min(nbytes, size or nbytes)}")
-            race(model, files(folder, model), rounds)
+    sizes = [min(nbytes, size or nbytes) for nbytes in BYTES]
+    for count in sorted({count for other in others for count in other.counts}):
+        for nbytes in sizes:
+            model = named(f"uniform:{count}:{nbytes}")
+            if count in COUNTS:
+                race(model, files(folder, model), rounds)
             # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 400 MB in 1,500 tensors: not both at once.
-            for name, other, turns in others:
-                with ExitStack() as stack:
-                    race(model, stores(stack, model, name, other), turns)
+            for other in others:
+                if count in other.counts:
+                    with ExitStack() as stack:
+                        race(model, stores(stack, model, other), other.rounds)
             gc.collect()
     for operation, what in OPERATIONS.items():
         print(f"fit {operation}: {what} (medians in ms)")
@@ -78,7 +101,7 @@ def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size
         records.write("fit", {"operation": operation, "what": what, "runners": runners_of})
 
 
-def stores(stack: ExitStack, model: Model, name: str, other: Peer | None) -> list[Operation]:
+def stores(stack: ExitStack, model: Model, other: Beside) -> list[Operation]:
     """Puts and gets, ours beside those of a torchstore."""
     own = stack.enter_context(Pair(model, like(model.state)))
 
@@ -86,18 +109,18 @@ def stores(stack: ExitStack, model: Model, name: str, other: Peer | None) -> lis
         for name, tensor in model.state.items():
             own.into[name].copy_(tensor)
 
-    if other is not None:
-        stack.callback(other.end)
-        other.use(model, None)
+    if other.peer is not None:
+        stack.callback(other.peer.end)
+        other.peer.use(model, None)
     limit = Runner(COPY, timed(copy, before=copy), "limit")
     puts = [
         ours(timed(own.put), own.expect_put),
-        *peer.runners(other, Peer.expect_put, (name, lambda own: own("put"), None)),
+        *peer.runners(other.peer, Peer.expect_put, (other.name, other.put, None)),
         limit,
     ]
     gets = [
         ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
-        *peer.runners(other, Peer.expect_got, (name, Peer.get_same, None)),
+        *peer.runners(other.peer, Peer.expect_got, (other.name, other.get, None)),
         limit,
     ]
     return [("put", own.warm, puts), ("get", own.warm, gets)]

@@ -77,6 +77,9 @@ class Peer:
         self.put_new()
         return self("first", self.key)
 
+    def put_same(self) -> float:
+        return self("put")
+
     def get_same(self) -> float:
         self("put")
         return self("get")
@@ -85,7 +88,7 @@ class Peer:
         return self.put_new() + self("get", self.key)
 
     def both_same(self) -> float:
-        return self("put") + self("get")
+        return self.put_same() + self("get")
 
     def expect_got(self) -> None:
         """Fails unless the last get has brought what was put."""

@@ -50,9 +50,9 @@ class Stores:
             "a new version, checksums included",
             ours(timed(self.pair.put), self.pair.expect_put),
             *peer.runners(
-                self.peer, Peer.expect_put, (REUSED, lambda own: own("put"), 2), (NEW, Peer.put_new, 4)
+                self.peer, Peer.expect_put, (REUSED, Peer.put_same, 2), (NEW, Peer.put_new, 4)
             ),
-            *peer.runners(self.far, Peer.expect_put, (RPC, lambda own: own("put"), None)),
+            *peer.runners(self.far, Peer.expect_put, (RPC, Peer.put_same, None)),
             self.copy_warm(0.8),
         )
 

@@ -7,7 +7,7 @@ use crate::number::Int;
 use crate::record::kind;
 use crate::views::{FEW, Views, native, path_of};
 
-/// The number of the node at an exact path, by one binary search per level.
+/// The number of the node at an exact path, by one search per level.
 pub(crate) fn find(views: &Views<'_>, path: &ObjectPath) -> Result<usize> {
     let mut node = 0;
     for step in path.steps() {

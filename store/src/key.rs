@@ -208,7 +208,6 @@ mod tests {
         assert!(Key::new("x".repeat(1025)).is_err());
     }
 
-    /// On macOS and Windows files have one name in capitals and without.
     #[test]
     fn these_are_the_folders_of_these_keys() {
         let long = "a".repeat(193);
@@ -230,6 +229,7 @@ mod tests {
         }
     }
 
+    /// On macOS and Windows files have one name in capitals and without.
     #[test]
     fn keys_that_differ_in_case_have_different_folders() {
         let folder = |text: &str| Key::new(text).unwrap().to_path();

@@ -1,7 +1,7 @@
 """Puts things where they belong before the package is tested or packed.
 
 Usage: stage.py package LIBRARY FOLDER    the package in FOLDER, with the extension module LIBRARY
-       stage.py command BINARY            the command `tssd` among what a wheel installs
+       stage.py command BINARY            BINARY as the command `tssd` of a wheel
 """
 
 import shutil
@@ -25,7 +25,7 @@ def main() -> int:
             # That of another system has another name.
             shutil.rmtree(scripts, ignore_errors=True)
             scripts.mkdir(parents=True)
-            shutil.copy(binary, scripts)
+            shutil.copy(binary, scripts / f"tssd{Path(binary).suffix}")
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -3,9 +3,12 @@
 use std::error::Error;
 use std::fmt;
 use std::io::{self, Write};
+use std::iter;
 use std::path::Path;
 
-use miette::{Diagnostic, JSONReportHandler, MietteHandlerOpts};
+use anstream::AutoStream;
+use anstyle::{AnsiColor, Style};
+use serde_json::json;
 use tssd_format::ErrorKind;
 
 use crate::exit::Exit;
@@ -80,18 +83,43 @@ impl Failure {
         self
     }
 
-    /// Prints it to stderr, as JSON if results are.
-    pub(crate) fn print(self, json: bool) {
-        let hook = miette::set_hook(Box::new(move |_| {
-            if json {
-                return Box::new(JSONReportHandler::new());
-            }
-            // Paths are to be found and copied whole.
-            Box::new(MietteHandlerOpts::new().wrap_lines(false).terminal_links(false).build())
-        }));
-        hook.expect("nothing else sets it");
-        // If nobody reads stderr, the exit code still tells.
-        let _unread = writeln!(io::stderr(), "{:?}", miette::Report::new(self));
+    /// Prints it to stderr: as JSON, or as text, in color on a terminal.
+    pub(crate) fn print(&self, json: bool) {
+        let mut stderr = AutoStream::auto(io::stderr());
+        let text = if json { format!("{}\n", self.json()) } else { self.text() };
+        // If stderr is closed, the exit code still tells.
+        let _unread = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+    }
+
+    /// `error[CODE]: message: cause`, and a line with advice.
+    fn text(&self) -> String {
+        const ERROR: Style = AnsiColor::Red.on_default().bold();
+        const HELP: Style = AnsiColor::Cyan.on_default().bold();
+        let code = self.0.code.as_ref().map(|code| format!("[{code}]")).unwrap_or_default();
+        let mut parts = vec![format!("{ERROR}error{code}{ERROR:#}: {self}")];
+        parts.extend(self.causes());
+        let mut text = parts.join(": ");
+        if let Some(help) = &self.0.help {
+            text = format!("{text}\n{HELP}help{HELP:#}: {help}");
+        }
+        text + "\n"
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let mut object = json!({ "message": self.0.message, "severity": "error" });
+        object["causes"] = self.causes().collect();
+        if let Some(code) = &self.0.code {
+            object["code"] = json!(code);
+        }
+        if let Some(help) = &self.0.help {
+            object["help"] = json!(help);
+        }
+        object
+    }
+
+    /// The texts of the errors below this one.
+    fn causes(&self) -> impl Iterator<Item = String> {
+        iter::successors(self.source(), |cause| (*cause).source()).map(ToString::to_string)
     }
 
     /// What the process ends with.
@@ -173,15 +201,5 @@ impl fmt::Display for Failure {
 impl Error for Failure {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.0.source.as_ref().map(|source| &**source as _)
-    }
-}
-
-impl Diagnostic for Failure {
-    fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        self.0.code.as_ref().map(|code| Box::new(code) as _)
-    }
-
-    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        self.0.help.as_ref().map(|help| Box::new(help) as _)
     }
 }

@@ -10,6 +10,7 @@ import struct
 import sys
 import zlib
 from collections import namedtuple
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -501,6 +502,8 @@ def block(kind, size, content, last=False):
     return struct.pack("<I", size << 3 | kind << 1 | last)[:3] + content
 
 
+# A regular expression over a MiB is slow, and many vectors have the same content.
+@lru_cache(maxsize=16)
 def blocks(content):
     """Blocks of a frame: those of runs of a byte, and raw ones between them."""
     parts, end = [], 0

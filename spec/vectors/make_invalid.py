@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Makes the archives in invalid/ that a reader must refuse, and lists them in manifest.json.
+"""Makes the invalid archives, which a reader must refuse, and lists them in manifest.json.
 
-    make_invalid.py            rewrites invalid/ and the "invalid" list of manifest.json
-    make_invalid.py --check    tells whether they are what it would write
+    make_invalid.py                rewrites invalid/, generated/ and the "invalid" list of manifest.json
+    make_invalid.py --check        checks that invalid/ and manifest.json are what it would write
+    make_invalid.py --generated    writes generated/ only, which is not under version control
 
 Each vector is a legal archive in which one rule of format.md is broken and every checksum is right
 again, unless the checksum is the point. Its name begins with the number of the rule. A name that ends
-with a slash is a directory, with a manifest and its shards. Those that lie systematically, by each field
-of each table, are in lies.py; builder.py makes the archives.
+with a slash is a directory, with a manifest and its shards. lies.py derives the archives in generated/:
+one for each field of each table. builder.py makes the archives.
 """
 
 import hashlib
@@ -1124,6 +1125,21 @@ def read_file(path):
     return Link(os.readlink(path)) if path.is_symlink() else path.read_bytes()
 
 
+def update_generated(files):
+    """Writes the files of generated/ that are not there yet, and removes others. Each file appears in
+    one rename, because test processes that run at once may all do this."""
+    folder = HERE / "generated"
+    folder.mkdir(exist_ok=True)
+    present = read_folder(folder)
+    for name in present.keys() - files.keys():
+        (folder / f"{name}.tssd").unlink(missing_ok=True)
+    for name, content in files.items():
+        if present.get(name) != content:
+            staged = folder / f".{name}.{os.getpid()}"
+            staged.write_bytes(content)
+            staged.replace(folder / f"{name}.tssd")
+
+
 def write_vector(folder, name, content):
     if not isinstance(content, dict):
         (folder / f"{name}.tssd").write_bytes(content)
@@ -1169,19 +1185,30 @@ def invalid_entries(listed, files):
     entries = []
     for each in listed:
         name = each["name"]
-        file = f"invalid/{name if name.endswith('/') else name + '.tssd'}"
+        folder = "generated" if is_generated(each) else "invalid"
+        file = f"{folder}/{name if name.endswith('/') else name + '.tssd'}"
         told = {"file": file, "sha256": digest(files[name]), "verdict": "invalid"}
         entries.append({**each, "name": name.removesuffix("/"), **told})
     return entries
 
 
+def is_generated(entry):
+    return "table" in entry
+
+
 def main(arguments):
-    if arguments not in ([], ["--check"]):
+    if arguments not in ([], ["--check"], ["--generated"]):
         sys.exit(__doc__)
     files, listed = make_vectors()
+    generated = {each["name"]: files.pop(each["name"]) for each in listed if is_generated(each)}
+    if arguments != ["--check"]:
+        update_generated(generated)
+    if arguments == ["--generated"]:
+        return 0
     path = HERE / "manifest.json"
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"valid": []}
-    wanted = {"valid": valid_entries(written["valid"]), "invalid": invalid_entries(listed, files)}
+    invalid = invalid_entries(listed, files | generated)
+    wanted = {"valid": valid_entries(written["valid"]), "invalid": invalid}
     folder = HERE / "invalid"
     if arguments:
         present = read_folder(folder)

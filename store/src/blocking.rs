@@ -17,6 +17,7 @@ use crate::put::{PutOptions, PutReport};
 use crate::ring::ReceiveReport;
 use crate::status::DaemonStatus;
 use crate::store::{ConnectOptions, PrefetchReport};
+use crate::work::block_on;
 
 /// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
 ///
@@ -106,7 +107,7 @@ impl Store {
     fn opened(store: impl Future<Output = Result<crate::Store>>) -> Result<Self> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
-        let store = runtime.block_on(store)?;
+        let store = block_on(&runtime, store)?;
         Ok(Self { store, runtime: Arc::new(runtime) })
     }
 
@@ -126,7 +127,7 @@ macro_rules! blocking {
                 ///
                 /// See there.
                 pub fn $name(&self, $($argument: $ty),*) -> Result<$result> {
-                    self.runtime.block_on(self.store.$name($($argument),*))
+                    block_on(&self.runtime, self.store.$name($($argument),*))
                 }
             )*
         }
@@ -167,7 +168,7 @@ impl PendingPut {
     ///
     /// See there.
     pub fn wait(self) -> Result<PutReport> {
-        self.runtime.block_on(self.pending.wait())
+        block_on(&self.runtime, self.pending.wait())
     }
 
     /// See [`crate::PendingPut::committed`].
@@ -176,7 +177,7 @@ impl PendingPut {
     ///
     /// See there.
     pub fn committed(&mut self) -> Result<PutReport> {
-        self.runtime.block_on(self.pending.committed())
+        block_on(&self.runtime, self.pending.committed())
     }
 }
 
@@ -193,23 +194,23 @@ pub struct Publisher {
 impl Publisher {
     /// See [`crate::Publisher::add`].
     pub fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
-        self.runtime.block_on(self.publisher.add(name, value))
+        block_on(&self.runtime, self.publisher.add(name, value))
     }
 
     /// See [`crate::Publisher::parts`].
     pub fn parts(&mut self, name: impl Into<String>) -> Result<Parts<'_>> {
-        let parts = self.runtime.block_on(self.publisher.parts(name))?;
+        let parts = block_on(&self.runtime, self.publisher.parts(name))?;
         Ok(Parts { parts, runtime: &self.runtime })
     }
 
     /// See [`crate::Publisher::flush`].
     pub fn flush(&mut self) -> Result<()> {
-        self.runtime.block_on(self.publisher.flush())
+        block_on(&self.runtime, self.publisher.flush())
     }
 
     /// See [`crate::Publisher::finish`].
     pub fn finish(self) -> Result<PutReport> {
-        self.runtime.block_on(self.publisher.finish())
+        block_on(&self.runtime, self.publisher.finish())
     }
 }
 
@@ -227,7 +228,7 @@ impl Parts<'_> {
     ///
     /// See there.
     pub fn add(&mut self, part: impl IntoIterator<Item = Shard>) -> Result<()> {
-        self.runtime.block_on(self.parts.add(part))
+        block_on(self.runtime, self.parts.add(part))
     }
 }
 
@@ -250,7 +251,7 @@ impl Opened {
     ///
     /// See there.
     pub fn tensor(&self, fqn: &str, region: Option<&Region>) -> Result<Tensor> {
-        self.runtime.block_on(self.opened.tensor(fqn, region))
+        block_on(&self.runtime, self.opened.tensor(fqn, region))
     }
 }
 
@@ -258,7 +259,7 @@ impl Iterator for Opened {
     type Item = Result<(ObjectPath, Value)>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.runtime.block_on(self.opened.next()).transpose()
+        block_on(&self.runtime, self.opened.next()).transpose()
     }
 }
 
@@ -283,7 +284,7 @@ impl Store {
         options: &PutOptions,
     ) -> Result<PendingPut> {
         let put = self.store.put_state_dict_later(key, dict, options);
-        let pending = self.runtime.block_on(put)?;
+        let pending = block_on(&self.runtime, put)?;
         Ok(PendingPut { pending, runtime: self.runtime.clone() })
     }
 
@@ -308,7 +309,7 @@ impl Store {
     ///
     /// See there.
     pub fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
-        let opened = self.runtime.block_on(self.store.open(key, options))?;
+        let opened = block_on(&self.runtime, self.store.open(key, options))?;
         Ok(Opened { opened, runtime: self.runtime.clone() })
     }
 
@@ -325,7 +326,7 @@ impl Store {
     ///
     /// See there.
     pub fn follow(&self, key: &Key) -> Result<Follower> {
-        let follower = self.runtime.block_on(self.store.follow(key))?;
+        let follower = block_on(&self.runtime, self.store.follow(key))?;
         Ok(Follower { follower, runtime: self.runtime.clone() })
     }
 
@@ -335,7 +336,7 @@ impl Store {
     ///
     /// See there.
     pub fn receiver(&self, key: &Key, device: Option<&str>) -> Result<Receiver> {
-        let receiver = self.runtime.block_on(self.store.receiver(key, device))?;
+        let receiver = block_on(&self.runtime, self.store.receiver(key, device))?;
         Ok(Receiver { receiver, runtime: self.runtime.clone() })
     }
 }
@@ -354,7 +355,7 @@ impl Follower {
     ///
     /// See there.
     pub fn next(&mut self, options: &GetOptions, timeout: Duration) -> Result<Option<Opened>> {
-        let opened = self.runtime.block_on(self.follower.next(options, timeout))?;
+        let opened = block_on(&self.runtime, self.follower.next(options, timeout))?;
         Ok(opened.map(|opened| Opened { opened, runtime: self.runtime.clone() }))
     }
 }
@@ -378,7 +379,7 @@ impl Receiver {
         options: &GetOptions,
         timeout: Duration,
     ) -> Result<ReceiveReport> {
-        self.runtime.block_on(self.receiver.receive(targets, options, timeout))
+        block_on(&self.runtime, self.receiver.receive(targets, options, timeout))
     }
 }
 
@@ -387,7 +388,7 @@ impl Iterator for Subscription {
     type Item = Result<VersionInfo>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        Some(self.runtime.block_on(self.subscription.next()))
+        Some(block_on(&self.runtime, self.subscription.next()))
     }
 }
 
@@ -435,6 +436,6 @@ impl Daemon {
     /// See [`crate::Daemon::serve`].
     pub fn serve(self, stop: tokio::sync::oneshot::Receiver<()>) -> Result<()> {
         let stop = async { drop(stop.await) };
-        self.runtime.block_on(self.daemon.serve(stop))
+        block_on(&self.runtime, self.daemon.serve(stop))
     }
 }

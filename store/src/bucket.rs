@@ -19,6 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::error::{Error, ErrorKind, Result, causes};
+use crate::sync::boxed;
 use crate::work::pause;
 
 /// A request may take so long, its bytes included: many share a line that may be slow.
@@ -151,7 +152,7 @@ impl Bucket {
     /// Lets the bucket's threads do something, whether it is waited for or not.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.0.runtime.0 {
-            drop(runtime.spawn(work));
+            drop(runtime.spawn(boxed(work)));
         }
     }
 

@@ -39,6 +39,7 @@ use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Endpoint, Identity};
 use crate::socket::{beside, socket_of};
+use crate::sync::boxed;
 
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;
@@ -241,7 +242,7 @@ impl Daemon {
         // It ends with this: that the daemon is ending is told until it has.
         let mut watched = JoinSet::new();
         if let Some(listener) = self.metrics {
-            watched.spawn(http::serve(listener, self.house.clone()));
+            watched.spawn(boxed(http::serve(listener, self.house.clone())));
         }
         let (mut sessions, mut far_sessions) = (JoinSet::new(), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
@@ -257,7 +258,7 @@ impl Daemon {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {
                         let (house, options) = (self.house.clone(), self.options.clone());
                         if let Some(guest) = Guest::near(stream) {
-                            sessions.spawn(session::run(house, guest, options));
+                            sessions.spawn(boxed(session::run(house, guest, options)));
                         }
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
@@ -270,12 +271,12 @@ impl Daemon {
                     Ok((stream, address)) if far_sessions.len() < MAX_PEERS => {
                         let (house, options) = (self.house.clone(), self.options.clone());
                         let identity = self.identity.clone();
-                        far_sessions.spawn(async move {
+                        far_sessions.spawn(boxed(async move {
                             match Guest::far(stream, address, &identity).await {
                                 Some(guest) => session::run(house, guest, options).await,
                                 None => house.counters.count().turned_away += 1,
                             }
-                        });
+                        }));
                     }
                     Ok(_) => self.house.counters.count().turned_away += 1,
                     Err(_) => {

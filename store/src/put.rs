@@ -31,6 +31,7 @@ use crate::ledger::{Digest, Durability, JobId, VersionId, WriterSet};
 use crate::merge::Divergent;
 use crate::parallel;
 use crate::route::{Route, Transport};
+use crate::sync::boxed;
 use crate::volume::{Part, split};
 use crate::work::{BRIEF, at_once, wait};
 
@@ -351,13 +352,13 @@ impl PendingPut {
             drop(held);
             report
         };
-        Self { task: tokio::spawn(commit.instrument(span)), committed }
+        Self { task: tokio::spawn(boxed(commit.instrument(span))), committed }
     }
 
     /// One that has ended.
     pub(crate) fn ended(report: PutReport) -> Self {
         let (_, committed) = watch::channel(Some(report.clone()));
-        Self { task: tokio::spawn(async { Ok(report) }), committed }
+        Self { task: tokio::spawn(boxed(async { Ok(report) })), committed }
     }
 
     /// Waits until the contribution is committed, which may be before it is where it is to last; gives the report so

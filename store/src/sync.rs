@@ -1,6 +1,8 @@
 //! What tasks wait for each other with: the standard library's and tokio's, or, for `schedules`, the same by
 //! shuttle, which decides at each of them who goes on.
 
+use std::pin::Pin;
+
 #[cfg(not(feature = "shuttle"))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
 #[cfg(all(target_os = "linux", not(feature = "shuttle")))]
@@ -24,3 +26,11 @@ pub(crate) use shuttle_tokio::{
     task::spawn_blocking,
     time::{sleep, timeout},
 };
+
+/// A future whose type says only its output: code of the runtime that takes it is compiled once for each output.
+pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Boxes a future.
+pub(crate) fn boxed<T>(future: impl Future<Output = T> + Send + 'static) -> BoxFuture<T> {
+    Box::pin(future)
+}

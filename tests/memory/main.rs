@@ -11,7 +11,9 @@ use tssd_format::safetensors::{Export, FILES_KEY};
 use tssd_format::{
     Archive, ArchiveWriter, Compression, Options, StateDict, Tensor, TorchStoreStateDict,
 };
+use tssd_tests::corpus::{self, Input};
 use tssd_tests::fuzz::expanded;
+use tssd_tests::vectors;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -43,10 +45,12 @@ fn files(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 fn memory_is_bounded_by_the_file() {
     let mut inputs = files(&folder("spec/vectors/valid"));
     inputs.extend(files(&folder("spec/vectors/invalid")));
-    inputs.extend(files(&folder("fuzz/corpus/parse")));
-    for target in ["index", "readers"] {
-        let found = files(&folder("fuzz/corpus").join(target)).into_iter();
-        inputs.extend(found.map(|(path, input)| (path, expanded(&input))));
+    inputs.extend(files(vectors::generated()));
+    for target in ["parse", "index", "readers"] {
+        for Input { name, bytes } in corpus::inputs(target).unwrap() {
+            let file = if target == "parse" { bytes } else { expanded(&bytes) };
+            inputs.push((Path::new(target).join(name), file));
+        }
     }
     let mut opened = 0;
     for (path, file) in inputs {

@@ -8,6 +8,7 @@ pub mod bench;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub mod caller;
 pub mod command;
+pub mod corpus;
 pub mod damage;
 pub mod dice;
 #[cfg(target_os = "linux")]

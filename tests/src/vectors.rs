@@ -8,6 +8,10 @@ mod shards;
 mod tensors;
 mod values;
 
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::sync::LazyLock;
+
 use tssd_format::{Dict, Dtype, Key, Layout, Options, StateDict, Tensor, TensorMeta, Value};
 
 /// One vector.
@@ -41,6 +45,23 @@ pub fn vectors() -> Vec<Vector> {
     vectors.extend(limits::vectors());
     vectors.sort_by_key(|vector| vector.name);
     vectors
+}
+
+/// The folder of the invalid vectors that are not under version control: writes them on the first call.
+///
+/// # Panics
+///
+/// If `spec/vectors/make_invalid.py` fails.
+pub fn generated() -> &'static Path {
+    static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
+        let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
+        let python = if cfg!(windows) { "python" } else { "python3" };
+        let mut command = Command::new(python);
+        let status = command.arg(vectors.join("make_invalid.py")).arg("--generated").status();
+        assert!(status.as_ref().is_ok_and(ExitStatus::success), "{command:?}: {status:?}");
+        vectors.join("generated")
+    });
+    &FOLDER
 }
 
 fn file(name: &'static str, about: &'static str, bytes: Vec<u8>) -> Vector {

@@ -681,7 +681,7 @@ fn check_dump(name: &str, dump: &str, file: &[u8]) {
 #[test]
 fn a_dump_leaves_no_byte_out() {
     let place = Place::new();
-    let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
+    let vectors = tssd_tests::vectors::generated().parent().unwrap();
     let archives = |folder: &str| {
         let entries = std::fs::read_dir(vectors.join(folder)).unwrap();
         let paths = entries.map(|entry| entry.unwrap().path());
@@ -690,7 +690,7 @@ fn a_dump_leaves_no_byte_out() {
     let mut files: Vec<_> = archives("valid").collect();
     // What is padding by its place is shown as it is, too.
     let is_padded = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with("092");
-    files.extend(archives("invalid").filter(is_padded));
+    files.extend(archives("invalid").chain(archives("generated")).filter(is_padded));
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
     place.write("packed.tssd", &encoded(&model(), &options.attr("n", AttrValue::Int(-1))));
     files.push(place.path("packed.tssd"));

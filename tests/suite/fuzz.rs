@@ -1,21 +1,14 @@
 //! The inputs that fuzzing has found: every target takes all of them, in every build.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tssd_format::{Archive, Chunks, Layout, Options};
+use tssd_tests::corpus::{self, Input};
 use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
-use tssd_tests::vectors::{Content, vectors};
+use tssd_tests::vectors::{self, Content, vectors};
 
-fn corpus(target: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
-}
-
-/// The inputs of a target, by name.
-fn inputs(target: &str) -> Vec<(PathBuf, Vec<u8>)> {
-    let entries = corpus(target).read_dir().unwrap().map(|entry| entry.unwrap().path());
-    let mut paths: Vec<PathBuf> = entries.collect();
-    paths.sort();
-    paths.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+fn inputs(target: &str) -> Vec<Input> {
+    corpus::inputs(target).unwrap()
 }
 
 #[test]
@@ -23,9 +16,9 @@ fn every_target_takes_its_corpus() {
     for (name, run) in TARGETS {
         let inputs = inputs(name);
         assert!(inputs.len() > 10, "{name} has {} inputs", inputs.len());
-        for (path, input) in inputs {
-            let caught = std::panic::catch_unwind(|| run(&input));
-            assert!(caught.is_ok(), "{} makes {name} panic", path.display());
+        for input in inputs {
+            let caught = std::panic::catch_unwind(|| run(&input.bytes));
+            assert!(caught.is_ok(), "{} makes {name} panic", input.name);
         }
     }
 }
@@ -35,10 +28,10 @@ fn every_target_takes_its_corpus() {
 fn reader_py_says_the_same_of_the_corpora() {
     let mut differences = Vec::new();
     let mut count = 0;
-    for (path, input) in inputs("index").into_iter().chain(inputs("readers")) {
+    for input in inputs("index").into_iter().chain(inputs("readers")) {
         count += 1;
-        if let Some(difference) = python_differs(&expanded(&input)) {
-            differences.push(format!("{}: {difference}", path.display()));
+        if let Some(difference) = python_differs(&expanded(&input.bytes)) {
+            differences.push(format!("{}: {difference}", input.name));
         }
     }
     assert!(
@@ -49,9 +42,26 @@ fn reader_py_says_the_same_of_the_corpora() {
     );
 }
 
+/// `cargo fuzz` works on folders.
+#[test]
+#[ignore = "writes fuzz/corpus/TARGET/"]
+fn corpora_to_folders() {
+    for (target, _) in TARGETS {
+        corpus::unpack(target).unwrap();
+    }
+}
+
+#[test]
+#[ignore = "writes fuzz/corpus/TARGET.tar.zst"]
+fn corpora_to_archives() {
+    for (target, _) in TARGETS {
+        corpus::pack(target).unwrap();
+    }
+}
+
 /// What fuzzing begins with: the vectors.
 #[test]
-#[ignore = "writes fuzz/corpus"]
+#[ignore = "writes fuzz/corpus/TARGET/"]
 fn write_seeds() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
     let mut files: Vec<(String, Vec<u8>)> = Vec::new();
@@ -60,7 +70,8 @@ fn write_seeds() {
             files.push((vector.name.to_owned(), bytes));
         }
     }
-    for entry in folder.join("invalid").read_dir().unwrap().map(Result::unwrap) {
+    let invalid = [folder.join("invalid"), vectors::generated().to_owned()];
+    for entry in invalid.iter().flat_map(|folder| folder.read_dir().unwrap()).map(Result::unwrap) {
         if entry.path().is_file() {
             let name = entry.file_name().into_string().unwrap();
             files.push((name, std::fs::read(entry.path()).unwrap()));
@@ -109,7 +120,7 @@ fn fine(bytes: &[u8]) -> Option<Vec<u8>> {
 }
 
 fn write(target: &str, name: &str, bytes: &[u8]) {
-    let folder = corpus(target);
+    let folder = corpus::folder(target);
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join(name), bytes).unwrap();
 }

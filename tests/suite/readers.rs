@@ -29,8 +29,9 @@ macro_rules! verdict {
 fn vectors() -> Vec<PathBuf> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
     let mut found = Vec::new();
-    for part in ["valid", "invalid"] {
-        for entry in folder.join(part).read_dir().unwrap().map(Result::unwrap) {
+    let generated = tssd_tests::vectors::generated().to_owned();
+    for part in [folder.join("valid"), folder.join("invalid"), generated] {
+        for entry in part.read_dir().unwrap().map(Result::unwrap) {
             let path = entry.path();
             if path.is_dir() || path.extension() == Some("tssd".as_ref()) {
                 found.push(path);

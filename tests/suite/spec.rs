@@ -76,6 +76,7 @@ fn dtypes_are_those_of_the_table() {
 
 /// Opens a vector: a file, or the shard set of a directory.
 fn open(file: &str) -> Result<Archive, tssd_format::Error> {
+    tssd_tests::vectors::generated();
     let path = spec(&format!("vectors/{file}"));
     if file.ends_with('/') {
         return tssd_format::open_shard_set(path);
@@ -125,11 +126,11 @@ fn bad_vectors_are_refused_for_their_reason() {
 #[test]
 fn refusals_name_the_leaf() {
     for (name, path) in [
-        ("053-lie-tensors-shape", r#"["1"]"#),
-        ("054-empty-with-storage", r#"["3"]"#),
-        ("054-storage-of-second", r#"["1"]"#),
+        ("generated/053-lie-tensors-shape", r#"["1"]"#),
+        ("invalid/054-empty-with-storage", r#"["3"]"#),
+        ("invalid/054-storage-of-second", r#"["1"]"#),
     ] {
-        let error = open(&format!("invalid/{name}.tssd")).unwrap_err();
+        let error = open(&format!("{name}.tssd")).unwrap_err();
         assert_eq!(error.path(), Some(path), "{name}: {error}");
     }
 }

@@ -57,7 +57,7 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     if profiles.exists() {
         fs::remove_dir_all(&profiles)?;
     }
-    let mut all = Vec::from_iter(etcd::installation(workspace));
+    let mut all = Vec::from_iter(etcd::installation());
     all.extend(steps(&folder));
     let report = runner::run(workspace, all, Vec::new(), verbose)?;
     if !report.has_passed() {

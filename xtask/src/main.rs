@@ -6,6 +6,10 @@ use crate::workspace::Workspace;
 
 /// `bench`: what tests/benches and python/bench measure, and the page about it.
 mod bench;
+/// The folder that all checkouts share.
+mod cache;
+/// `corpus`: the inputs that fuzzing has found, as folders and as archives.
+mod corpus;
 /// `coverage`: how much of what decides the tests run.
 mod coverage;
 /// What comes from others: licences, versions, sources.
@@ -21,7 +25,6 @@ mod reliability;
 mod report;
 /// Runs steps in order, up to the first that fails.
 mod runner;
-mod s3;
 /// `sanitize`: the suites with checks of every access to memory.
 mod sanitize;
 /// One command that is run.
@@ -51,12 +54,14 @@ The project's own commands.
                                   the Python package with the command, in target/wheels; for another target if
                                   rustc has its standard library and cargo is told its linker
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
+    cargo xtask corpus unpack     writes the corpora of fuzzing as folders, for `cargo fuzz`
+    cargo xtask corpus pack       replaces the archives of the corpora by what is in these folders
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
                                   runs races; SUITE: format, store, counts, python or all (default)
     cargo xtask bench page        writes docs/performance.md anew, from what is kept
-    cargo xtask reliability [--minutes N] [-v]
-                                  proves what docs/guarantees.md promises under faults, for so many minutes or
-                                  as much as CI does; needs strace
+    cargo xtask reliability [-v]  tests the promises of docs/guarantees.md under faults, as much as CI does; needs strace
+    cargo xtask reliability --long [--minutes N] [-v]
+                                  the same with larger campaigns, for at least N minutes, and with sanitizers
     cargo xtask sanitize [-v]     the suites with the address and the thread sanitizer
     cargo xtask coverage [-v]     which part of the lines that decode, validate, plan and commit the tests run
     cargo xtask help              this text
@@ -79,7 +84,8 @@ enum Task<'a> {
     Test { all: bool, verbose: bool },
     Wheel { target: Option<&'a str>, verbose: bool },
     Vectors { verbose: bool },
-    Reliability { minutes: u64, verbose: bool },
+    Corpus { direction: corpus::Direction },
+    Reliability { long: Option<u64>, verbose: bool },
     Sanitize { verbose: bool },
     Coverage { verbose: bool },
     Bench(bench::Task<'a>),
@@ -101,7 +107,8 @@ fn main() -> ExitCode {
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Wheel { target, verbose } => python::run(&workspace, target, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
-        Task::Reliability { minutes, verbose } => reliability::run(&workspace, minutes, verbose),
+        Task::Corpus { direction } => corpus::run(&workspace, direction),
+        Task::Reliability { long, verbose } => reliability::run(&workspace, long, verbose),
         Task::Sanitize { verbose } => sanitize::run(&workspace, verbose),
         Task::Coverage { verbose } => coverage::run(&workspace, verbose),
         Task::Bench(task) => task.run(&workspace),
@@ -137,12 +144,20 @@ impl<'a> Task<'a> {
                 Some(Self::Wheel { target: Some(target), verbose })
             }
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
+            ("corpus", ["unpack"], false) => {
+                Some(Self::Corpus { direction: corpus::Direction::Unpack })
+            }
+            ("corpus", ["pack"], false) => {
+                Some(Self::Corpus { direction: corpus::Direction::Pack })
+            }
             ("sanitize", [], _) => Some(Self::Sanitize { verbose }),
             ("coverage", [], _) => Some(Self::Coverage { verbose }),
-            ("reliability", [], _) => Some(Self::Reliability { minutes: 0, verbose }),
-            ("reliability", ["--minutes", minutes], _) => {
-                minutes.parse().ok().map(|minutes| Self::Reliability { minutes, verbose })
-            }
+            ("reliability", [], _) => Some(Self::Reliability { long: None, verbose }),
+            ("reliability", ["--long"], _) => Some(Self::Reliability { long: Some(0), verbose }),
+            ("reliability", ["--long", "--minutes", minutes], _) => minutes
+                .parse()
+                .ok()
+                .map(|minutes| Self::Reliability { long: Some(minutes), verbose }),
             _ => None,
         }
     }
@@ -164,10 +179,15 @@ mod tests {
             ("wheel", Some(Task::Wheel { target: None, verbose: false })),
             ("wheel --target", None),
             ("wheel -v --target a-b-c", Some(Task::Wheel { target: Some("a-b-c"), verbose: true })),
-            ("reliability", Some(Task::Reliability { minutes: 0, verbose: false })),
-            ("reliability --minutes 30 -v", Some(Task::Reliability { minutes: 30, verbose: true })),
-            ("reliability --minutes", None),
-            ("reliability --minutes ten", None),
+            ("reliability", Some(Task::Reliability { long: None, verbose: false })),
+            ("reliability --long", Some(Task::Reliability { long: Some(0), verbose: false })),
+            (
+                "reliability --long --minutes 30 -v",
+                Some(Task::Reliability { long: Some(30), verbose: true }),
+            ),
+            ("reliability --minutes 30", None),
+            ("reliability --long --minutes", None),
+            ("reliability --long --minutes ten", None),
             ("sanitize -v", Some(Task::Sanitize { verbose: true })),
             ("coverage", Some(Task::Coverage { verbose: false })),
             ("bench page", Some(Task::Bench(bench::Task::Page))),

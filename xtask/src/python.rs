@@ -6,33 +6,33 @@ use std::process::Command;
 use crate::runner;
 use crate::step::{Step, Worth};
 use crate::torch;
-use crate::virtual_environment::VirtualEnvironment;
+use crate::virtual_environment::{Requirements, VirtualEnvironment};
 use crate::workspace::Workspace;
 
 const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml python/tests";
 
-/// Where maturin and the tests without torch are.
-fn environment(workspace: &Workspace) -> VirtualEnvironment {
-    VirtualEnvironment {
-        folder: workspace.target.join("venv-python"),
-        requirements: "python/requirements.txt",
-        alone: None,
-        name: "numpy and maturin from PyPI",
-    }
+/// Packs wheels, runs the tests without torch, and serves S3 to the reliability suite.
+pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironment> {
+    let requirements = Requirements {
+        name: "python",
+        file: "python/requirements.txt",
+        imports: "maturin, ml_dtypes, moto, numpy, pytest",
+        without_dependencies: None,
+    };
+    VirtualEnvironment::of(workspace, requirements)
 }
 
 /// The package without torch, from the extension module that was built with everything else.
 pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
-    let environment = environment(workspace);
+    let environment = environment(workspace)?;
     let package = workspace.target.join("python");
-    let mut steps = environment.steps(workspace)?;
-    steps.extend([
+    Ok(vec![
+        environment.step(),
         staged(workspace, "debug", &package),
         Step::program("Python tests", environment.python(), TESTS)
             .env("PYTHONPATH", package)
             .env("TSSD_BIN", workspace.tssd()),
-    ]);
-    Ok(steps)
+    ])
 }
 
 /// The package in a folder, with the extension module of a profile.
@@ -46,26 +46,29 @@ fn staged(workspace: &Workspace, profile: &str, package: &Path) -> Step {
 
 /// The extension module and the command, as users have them.
 fn release(target: Option<&str>) -> Step {
-    let packages = "build --release --package tssd --package tssd-python";
-    let features = "--features tssd/etcd,tssd/object,tssd-python/object";
+    let build = "build --release --package tssd-python --features command --lib --bins";
     let target = target.map_or_else(String::new, |target| format!("--target {target}"));
-    Step::cargo("release build", &format!("{packages} {features} {target}")).worth(Worth::Nothing)
+    Step::cargo("release build", &format!("{build} {target}")).worth(Worth::Nothing)
 }
 
-/// The wheel, installed beside torch: its types, and all tests.
-pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> Vec<Step> {
-    let mut steps = installed(workspace, python);
+/// The installed wheel beside torch: its types, and all tests.
+pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> io::Result<Vec<Step>> {
+    let folder = workspace.target.join("wheel-installed");
+    let mut steps = wheel(workspace, None)?;
+    steps.push(installed(workspace, python, &folder));
     steps.extend([
-        Step::program("Python types", python, "python/check_types.py"),
-        Step::program("Python tests with torch", python, TESTS).env("TSSD_BIN", workspace.tssd()),
+        Step::program("Python types", python, "python/check_types.py").env("MYPYPATH", &folder),
+        Step::program("Python tests with torch", python, TESTS)
+            .env("PYTHONPATH", &folder)
+            .env("TSSD_BIN", workspace.tssd()),
     ]);
-    steps
+    Ok(steps)
 }
 
 /// Builds the wheel.
 pub(crate) fn run(workspace: &Workspace, target: Option<&str>, verbose: bool) -> io::Result<bool> {
-    let mut steps = environment(workspace).steps(workspace)?;
-    steps.extend(wheel(workspace, target));
+    let mut steps = vec![environment(workspace)?.step()];
+    steps.extend(wheel(workspace, target)?);
     let is_built = runner::run(workspace, steps, Vec::new(), verbose)?.has_passed();
     if is_built {
         println!("the wheel is in {}", wheels(workspace).display());
@@ -73,10 +76,10 @@ pub(crate) fn run(workspace: &Workspace, target: Option<&str>, verbose: bool) ->
     Ok(is_built)
 }
 
-/// Installs what the package is raced with, if it is not there; says whether that went well.
+/// Makes the environment of the benchmarks.
 pub(crate) fn install(workspace: &Workspace) -> io::Result<bool> {
-    let steps = torch::environment(workspace).steps(workspace)?;
-    Ok(steps.is_empty() || runner::run(workspace, steps, Vec::new(), false)?.has_passed())
+    let steps = vec![torch::environment(workspace)?.step()];
+    Ok(runner::run(workspace, steps, Vec::new(), false)?.has_passed())
 }
 
 /// What races the package, which is built, with what users would have without it.
@@ -86,26 +89,23 @@ pub(crate) fn bench(workspace: &Workspace) -> io::Result<Command> {
     if !staged.success() {
         return Err(io::Error::other(format!("python/stage.py: {staged}")));
     }
-    let mut command = Command::new(torch::environment(workspace).python());
+    let mut command = Command::new(torch::environment(workspace)?.python());
     command.arg("python/bench/main.py").env("PYTHONPATH", package);
     command.env("TSSD_BIN", workspace.target.join("release/tssd"));
     Ok(command)
 }
 
-/// The wheel in the virtual environment of this Python.
-fn installed(workspace: &Workspace, python: &Path) -> Vec<Step> {
+/// The wheel in a folder of this checkout: other checkouts share the environment of this Python.
+fn installed(workspace: &Workspace, python: &Path, folder: &Path) -> Step {
     let install =
         "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
-    let mut steps = wheel(workspace, None);
-    steps.push(
-        Step::program("wheel installed", python, install)
-            .argument("--force-reinstall")
-            .argument("--find-links")
-            .argument(wheels(workspace))
-            .argument("tssd")
-            .worth(Worth::Nothing),
-    );
-    steps
+    Step::program("wheel installed", python, install)
+        .arguments(["--upgrade", "--target"])
+        .argument(folder)
+        .argument("--find-links")
+        .argument(wheels(workspace))
+        .argument("tssd")
+        .worth(Worth::Nothing)
 }
 
 fn wheels(workspace: &Workspace) -> std::path::PathBuf {
@@ -113,27 +113,30 @@ fn wheels(workspace: &Workspace) -> std::path::PathBuf {
 }
 
 /// The extension module, the package and the command in one file.
-fn wheel(workspace: &Workspace, target: Option<&str>) -> Vec<Step> {
+fn wheel(workspace: &Workspace, target: Option<&str>) -> io::Result<Vec<Step>> {
     let folder = target.map_or_else(|| workspace.target.clone(), |it| workspace.target.join(it));
     let is_windows = target.map_or(cfg!(windows), |target| target.contains("-windows-"));
-    let command = if is_windows { "release/tssd.exe" } else { "release/tssd" };
-    let mut packed =
-        Step::program("wheel", environment(workspace).python(), "-m maturin build --release")
-            .argument("--manifest-path")
-            .argument(workspace.root.join("python/Cargo.toml"))
-            .argument("--target-dir")
-            .argument(&workspace.target)
-            .argument("--out")
-            .argument(wheels(workspace))
-            .worth(Worth::Nothing);
+    let command = if is_windows { "release/tssd-wheel.exe" } else { "release/tssd-wheel" };
+    let mut packed = Step::program(
+        "wheel",
+        environment(workspace)?.python(),
+        "-m maturin build --release --features command",
+    )
+    .argument("--manifest-path")
+    .argument(workspace.root.join("python/Cargo.toml"))
+    .argument("--target-dir")
+    .argument(&workspace.target)
+    .argument("--out")
+    .argument(wheels(workspace))
+    .worth(Worth::Nothing);
     if let Some(target) = target {
         packed = packed.argument("--target").argument(target);
     }
-    vec![
+    Ok(vec![
         release(target),
         Step::python("command for the wheel", "python/stage.py command")
             .argument(folder.join(command))
             .worth(Worth::Nothing),
         packed,
-    ]
+    ])
 }

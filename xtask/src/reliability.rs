@@ -3,27 +3,35 @@ use std::io;
 
 use crate::etcd;
 use crate::figures;
+use crate::python;
 use crate::runner;
-use crate::s3;
 use crate::sanitize::{self, Sanitizer};
 use crate::step::{Step, Worth};
 use crate::workspace::Workspace;
 
-/// How many states of the disk after a power cut are looked at, at least.
-const CRASH_STATES: &str = "1000000";
+/// How many states of the disk after a power cut are checked, at least: in CI, and in the long campaign.
+const CRASH_STATES: [&str; 2] = ["100000", "1000000"];
 
-/// How many orders of events are tried, at least.
-const SCHEDULES: &str = "200000";
+/// How many orders of events are tried, at least: in CI, and in the long campaign.
+const SCHEDULES: [&str; 2] = ["50000", "200000"];
+
+/// Set for the tests of the long campaign.
+const LONG: &str = "TSSD_RELIABILITY_LONG";
+
+/// Names a Python with moto for the tests.
+const S3: &str = "TSSD_S3_PYTHON";
 
 /// Names for how many seconds each proof goes on, if it has enough sooner.
 const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 
-/// Proves what `docs/guarantees.md` promises, for as long as CI has time or for so many minutes, and keeps the
+/// Checks what `docs/guarantees.md` promises, as much as CI has time for or in a long campaign, and keeps the
 /// figures in `target/reliability.json`.
-pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Result<bool> {
-    let mut steps = steps(workspace, minutes)?;
+///
+/// The long campaign takes at least this many minutes, and runs the suites with sanitizers too.
+pub(crate) fn run(workspace: &Workspace, long: Option<u64>, verbose: bool) -> io::Result<bool> {
+    let mut steps = steps(workspace, long)?;
     let mut left_out = Vec::new();
-    if minutes > 0 {
+    if long.is_some() {
         // To build all once more takes as long as everything else.
         steps.extend(Sanitizer::Address.steps(workspace)?);
         left_out.extend(sanitize::add_thread(workspace, &mut steps)?);
@@ -35,34 +43,40 @@ pub(crate) fn run(workspace: &Workspace, minutes: u64, verbose: bool) -> io::Res
     Ok(report.has_passed())
 }
 
-fn steps(workspace: &Workspace, minutes: u64) -> io::Result<Vec<Step>> {
-    let s3 = s3::environment(workspace);
+fn steps(workspace: &Workspace, long: Option<u64>) -> io::Result<Vec<Step>> {
+    let size = usize::from(long.is_some());
+    let python = python::environment(workspace)?;
     let proofs = [
         Step::cargo(
             "power cuts",
             "test --workspace --all-features --tests -- crash:: --nocapture --test-threads=1",
         )
-        .env("TSSD_CRASH_STATES", CRASH_STATES),
+        .env("TSSD_CRASH_STATES", CRASH_STATES[size]),
         Step::cargo(
             "orders of events",
             "test --workspace --all-features --test schedules -- --nocapture --test-threads=1",
         )
-        .env("TSSD_SCHEDULES", SCHEDULES),
+        .env("TSSD_SCHEDULES", SCHEDULES[size]),
         Step::cargo(
             "faults",
             "test --workspace --all-features --test reliability -- --ignored --nocapture --test-threads=1",
         )
         .env("TSSD_BIN", workspace.tssd())
-        .env(s3::VARIABLE, s3.python()),
+        .env(S3, python.python()),
     ];
     // The last step has several proofs, which share its time.
-    let seconds = (minutes * 60 / 15).to_string();
-    let mut steps = Vec::from_iter(etcd::installation(workspace));
-    steps.extend(s3.steps(workspace)?);
+    let seconds = (long.unwrap_or(0) * 60 / 15).to_string();
+    let mut steps = Vec::from_iter(etcd::installation());
+    steps.push(python.step());
     steps.push(
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),
     );
-    steps.extend(proofs.map(|step| step.env(SECONDS, &seconds).worth(Worth::Tests)));
+    let proofs = proofs.map(|step| step.env(SECONDS, &seconds).worth(Worth::Tests));
+    if long.is_some() {
+        steps.extend(proofs.map(|step| step.env(LONG, "1")));
+    } else {
+        steps.extend(proofs);
+    }
     Ok(steps)
 }

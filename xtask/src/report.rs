@@ -5,6 +5,8 @@ use std::time::Duration;
 pub(crate) struct Done {
     pub(crate) name: &'static str,
     pub(crate) time: Duration,
+    /// The processor time of its processes, where the system tells.
+    pub(crate) cpu: Option<Duration>,
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     /// How many tests it ran, or how it failed.
@@ -48,13 +50,15 @@ impl Report {
         let names = self.done.iter().map(|done| done.name);
         let width = names.map(str::len).max().unwrap_or_default().max("total".len());
         println!();
-        for Done { name, time, failed, note, .. } in &self.done {
-            let time = seconds(*time);
+        println!("  {:width$}  {:>9}  {:>9}", "", "time", "CPU time");
+        for Done { name, time, cpu, failed, note, .. } in &self.done {
+            let (time, cpu) = (seconds(*time), cpu.map(seconds).unwrap_or_default());
             let mark = if *failed > 0 { style.red("✗") } else { style.green("✓") };
-            println!("{}", format!("{mark} {name:width$}  {time:>9}  {note}").trim_end());
+            println!("{}", format!("{mark} {name:width$}  {time:>9}  {cpu:>9}  {note}").trim_end());
         }
         let total = seconds(self.done.iter().map(|done| done.time).sum());
-        println!("  {:width$}  {total:>9}", "total");
+        let cpu = seconds(self.done.iter().filter_map(|done| done.cpu).sum());
+        println!("  {:width$}  {total:>9}  {cpu:>9}", "total");
         for group in self.left_out.chunk_by(|one, next| one.why == next.why) {
             let names: Vec<&str> = group.iter().map(|left_out| left_out.name).collect();
             println!("left out: {} ({})", names.join(", "), group[0].why);

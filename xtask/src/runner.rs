@@ -53,14 +53,13 @@ impl Runner<'_> {
         io::stdout().flush()?;
         writeln!(self.log, "$ {}", step.spelled())?;
 
-        let start = Instant::now();
+        let (start, cpu_before) = (Instant::now(), children_cpu());
         let mut output = Vec::new();
         let outcome = self.stream(&mut step, &mut output);
         let output = String::from_utf8_lossy(&output);
-        let done = judge(&step, &outcome, &output, start.elapsed());
-        if let (0, Some((path, text))) = (done.failed, &step.record) {
-            std::fs::write(path, text)?;
-        }
+        let cpu =
+            children_cpu().zip(cpu_before).map(|(after, before)| after.saturating_sub(before));
+        let done = Done { cpu, ..judge(&step, &outcome, &output, start.elapsed()) };
 
         let again = if self.verbose { format!("{} … ", step.name) } else { String::new() };
         println!("{again}{}", done.line(self.style));
@@ -77,10 +76,18 @@ impl Runner<'_> {
         let (reader, writer) = io::pipe()?;
         let command = &mut step.command;
         command.current_dir(&self.workspace.root).env("CARGO_TERM_COLOR", "never");
-        command.env(etcd::VARIABLE, etcd::program(self.workspace));
+        command.env(etcd::VARIABLE, etcd::program());
         // What speaks to etcd is built with it.
         if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
             command.env("PROTOC", protoc);
+        }
+        // Cargo sets these for the program that it runs. Build scripts that look at them would run again.
+        let own = std::env::vars_os().map(|(name, _)| name).filter(|name| {
+            let name = name.to_string_lossy();
+            name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+        });
+        for name in own {
+            command.env_remove(name);
         }
         command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
@@ -100,9 +107,22 @@ impl Runner<'_> {
     }
 }
 
+/// The processor time of all processes that have ended below this one, where the system tells.
+fn children_cpu() -> Option<Duration> {
+    /// `USER_HZ`, the same on all Linux systems of today.
+    const TICKS_PER_SECOND: u32 = 100;
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // The second field, a name in parentheses, may contain spaces; user and system time of children are 16 and 17.
+    let (_, fields) = stat.rsplit_once(')')?;
+    let times = fields.split_whitespace().skip(13).take(2);
+    let ticks: u64 = times.map(str::parse::<u64>).sum::<Result<_, _>>().ok()?;
+    Some(Duration::from_millis(ticks * 1000) / TICKS_PER_SECOND)
+}
+
 /// What has come of a step.
 fn judge(step: &Step, outcome: &io::Result<ExitStatus>, output: &str, time: Duration) -> Done {
-    let done = |passed, failed, note| Done { name: step.name, time, passed, failed, note };
+    let done =
+        |passed, failed, note| Done { name: step.name, time, cpu: None, passed, failed, note };
     let tally = Tally::of(output);
     match outcome {
         Err(error) => {
@@ -116,7 +136,10 @@ fn judge(step: &Step, outcome: &io::Result<ExitStatus>, output: &str, time: Dura
         // Cargo is content with a name that no test has.
         Ok(_) if tally.is_some_and(|tally| tally.passed == 0) => done(0, 1, "no test ran".into()),
         Ok(_) => match (step.worth, tally) {
-            (Worth::Nothing, _) => done(0, 0, String::new()),
+            (Worth::Nothing, _) => {
+                let last = output.lines().last().filter(|_| step.shows_last_line);
+                done(0, 0, last.unwrap_or_default().into())
+            }
             (Worth::One, _) => done(1, 0, own_count(output).unwrap_or_default()),
             (Worth::Tests, Some(tally)) => done(tally.passed, 0, tally.to_string()),
             (Worth::Tests, None) => done(0, 1, "no test was reported".into()),

@@ -41,7 +41,7 @@ pub(crate) enum Sanitizer {
 
 /// Runs the suites with both, as far as they are there.
 pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
-    let mut steps = Vec::from_iter(etcd::installation(workspace));
+    let mut steps = Vec::from_iter(etcd::installation());
     steps.extend(Sanitizer::Address.steps(workspace)?);
     let left_out = add_thread(workspace, &mut steps)?;
     let report = runner::run(workspace, steps, left_out.into_iter().collect(), verbose)?;

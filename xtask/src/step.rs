@@ -1,5 +1,4 @@
 use std::ffi::OsStr;
-use std::path::PathBuf;
 use std::process::Command;
 
 /// The Python that is on every machine with Python 3.
@@ -10,9 +9,8 @@ pub(crate) struct Step {
     pub(crate) name: &'static str,
     pub(crate) command: Command,
     pub(crate) worth: Worth,
-    /// A file and its text, written once the command has succeeded, by which a later run sees that
-    /// the step need not be repeated.
-    pub(crate) record: Option<(PathBuf, String)>,
+    /// Whether the last line of its output stands in the summary.
+    pub(crate) shows_last_line: bool,
 }
 
 /// What the success of a step adds to the number of what passed.
@@ -41,12 +39,18 @@ impl Step {
     pub(crate) fn program(name: &'static str, program: impl AsRef<OsStr>, arguments: &str) -> Self {
         let mut command = Command::new(program);
         command.args(arguments.split_whitespace());
-        Self { name, command, worth: Worth::One, record: None }
+        Self { name, command, worth: Worth::One, shows_last_line: false }
     }
 
     /// Adds an argument as it is.
     pub(crate) fn argument(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.command.arg(argument);
+        self
+    }
+
+    /// Adds arguments as they are.
+    pub(crate) fn arguments(mut self, arguments: impl IntoIterator<Item: AsRef<OsStr>>) -> Self {
+        self.command.args(arguments);
         self
     }
 
@@ -60,8 +64,8 @@ impl Step {
         self
     }
 
-    pub(crate) fn record(mut self, path: PathBuf, text: String) -> Self {
-        self.record = Some((path, text));
+    pub(crate) fn shows_last_line(mut self) -> Self {
+        self.shows_last_line = true;
         self
     }
 

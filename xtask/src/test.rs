@@ -12,24 +12,24 @@ use crate::workspace::Workspace;
 /// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch, valgrind or what has to be
 /// built first.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
-    let mut steps = Vec::from_iter(etcd::installation(workspace));
+    let mut steps = Vec::from_iter(etcd::installation());
     steps.extend(checks(workspace));
     if cfg!(target_os = "linux") {
         steps.extend(gpus(workspace));
     }
     steps.extend(python::checks(workspace)?);
-    let environment = torch::environment(workspace);
+    let environment = torch::environment(workspace)?;
     let mut more = vec![instructions()];
-    more.extend(dependencies::checks(workspace));
-    more.extend(torch::checks(workspace));
-    more.extend(python::checks_with_torch(workspace, &environment.python()));
+    more.extend(dependencies::checks());
+    more.push(environment.step());
+    more.extend(torch::checks(workspace, &environment.python()));
+    more.extend(python::checks_with_torch(workspace, &environment.python())?);
     // Its database of advisories is not on crates.io; those that are known stand in deny.toml.
     let mut left_out = vec![LeftOut {
         name: "new advisories",
         why: "cargo deny check advisories, where it can fetch them",
     }];
     if all {
-        steps.extend(environment.steps(workspace)?);
         steps.extend(more);
     } else {
         let named = more.into_iter().filter(|step| step.worth == Worth::One);
@@ -41,7 +41,8 @@ pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result
 
 /// That no hot path has become longer: as fast machines and slow ones see it alike.
 fn instructions() -> Step {
-    let arguments = "bench --package tssd-tests --bench counts -- instructions";
+    // In the profile and with the features of all other tests, so that nothing else is built.
+    let arguments = "test --workspace --all-features --bench counts -- instructions";
     Step::cargo("instructions of hot paths", arguments)
 }
 

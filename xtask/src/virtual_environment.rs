@@ -1,48 +1,56 @@
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::cache;
 use crate::step::{PYTHON, Step, Worth};
 use crate::workspace::Workspace;
 
-/// A Python with packages of its own, made once.
-pub(crate) struct VirtualEnvironment {
-    pub(crate) folder: PathBuf,
-    /// The file that names its packages.
-    pub(crate) requirements: &'static str,
-    /// A package that is installed without those that it asks for, which are older ones.
-    pub(crate) alone: Option<&'static str>,
-    /// The step that installs them.
+/// A set of Python packages that can be installed together.
+pub(crate) struct Requirements {
+    /// The name of the environment, and of the step that makes it.
     pub(crate) name: &'static str,
+    /// The requirements file, below the root of the repository.
+    pub(crate) file: &'static str,
+    /// Modules that an intact environment can import, separated by commas.
+    pub(crate) imports: &'static str,
+    /// A package that is installed without its dependencies, which pin older versions of the packages in the file.
+    pub(crate) without_dependencies: Option<&'static str>,
+}
+
+/// A Python with these packages, in a folder that all checkouts share.
+pub(crate) struct VirtualEnvironment {
+    requirements: Requirements,
+    folder: PathBuf,
 }
 
 impl VirtualEnvironment {
+    /// The environment of these requirements: its folder is named after their hash.
+    pub(crate) fn of(workspace: &Workspace, requirements: Requirements) -> io::Result<Self> {
+        let Requirements { name, file, without_dependencies, .. } = requirements;
+        let mut hasher = DefaultHasher::new();
+        std::fs::read_to_string(workspace.root.join(file))?.hash(&mut hasher);
+        // A wheel is for one version of Python.
+        (without_dependencies, python_version()?).hash(&mut hasher);
+        let folder = cache::folder().join(format!("venv/{name}-{:016x}", hasher.finish()));
+        Ok(Self { requirements, folder })
+    }
+
     pub(crate) fn python(&self) -> PathBuf {
         self.folder.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
     }
 
-    /// What makes it: nothing if it is there, with the same requirements.
-    pub(crate) fn steps(&self, workspace: &Workspace) -> io::Result<Vec<Step>> {
-        // A wheel is for one version of Python, so that counts as a requirement.
-        let requirements = std::fs::read_to_string(workspace.root.join(self.requirements))?;
-        let alone = self.alone.unwrap_or_default();
-        let wanted = format!("# {}\n{requirements}{alone}", python_version()?);
-        let record = self.folder.join("requirements.txt");
-        let python = self.python();
-        if python.exists() && std::fs::read_to_string(&record).is_ok_and(|found| found == wanted) {
-            return Ok(Vec::new());
-        }
-        let install = "-m pip install --no-input --disable-pip-version-check --progress-bar off";
-        let made = Step::python("virtual environment", "-m venv --clear");
-        let alone = self.alone.map(|package| {
-            Step::program(self.name, &python, install).argument("--no-deps").argument(package)
-        });
-        let installed = Step::program(self.name, &python, install)
-            .argument("--requirement")
-            .argument(self.requirements)
-            .record(record, wanted);
-        let steps = [Some(made.argument(&self.folder)), alone, Some(installed)];
-        Ok(steps.into_iter().flatten().map(|step| step.worth(Worth::Nothing)).collect())
+    /// Makes the environment, or checks that it is intact.
+    pub(crate) fn step(&self) -> Step {
+        let Requirements { name, file, imports, without_dependencies } = &self.requirements;
+        Step::python(name, "xtask/environment.py")
+            .argument(&self.folder)
+            .argument(file)
+            .argument(imports)
+            .arguments(*without_dependencies)
+            .worth(Worth::Nothing)
+            .shows_last_line()
     }
 }
 

@@ -23,11 +23,17 @@ struct Explorer {
     dice: Dice,
     seen: BTreeSet<[u8; 32]>,
     states: u64,
+    states_of_a_moment: u64,
     processes: u64,
 }
 
-/// So many states of one moment are looked at, all if there are no more.
-const STATES_OF_A_MOMENT: u64 = 512;
+/// At most this many states of one moment are checked, chosen at random. Every planted fault is found with fewer; the
+/// long campaign checks [`STATES_OF_A_MOMENT_LONG`].
+const STATES_OF_A_MOMENT: u64 = 64;
+const STATES_OF_A_MOMENT_LONG: u64 = 512;
+
+/// Set for the long campaign.
+const LONG: &str = "TSSD_RELIABILITY_LONG";
 
 /// One of so many trees is left by a second power cut while the store went on after the first one.
 const SECOND_CUTS: u64 = 64;
@@ -35,7 +41,17 @@ const SECOND_CUTS: u64 = 64;
 impl Explorer {
     fn new(users: Users, clock: Clock, seed: u64) -> Self {
         let dice = Dice::new(seed);
-        Self { users, clock, dice, seen: BTreeSet::new(), states: 0, processes: 1 << 32 }
+        let is_long = std::env::var_os(LONG).is_some();
+        let states_of_a_moment = if is_long { STATES_OF_A_MOMENT_LONG } else { STATES_OF_A_MOMENT };
+        Self {
+            users,
+            clock,
+            dice,
+            seen: BTreeSet::new(),
+            states: 0,
+            states_of_a_moment,
+            processes: 1 << 32,
+        }
     }
 
     /// Cuts the power at every moment. A finding is the first state that breaks a promise.
@@ -78,8 +94,9 @@ impl Explorer {
         let choices: Vec<&[Extent]> = aftermath.waiting().iter().map(Change::extents).collect();
         let sides = |choice: &&[Extent]| u64::try_from(choice.len()).unwrap();
         let all = choices.iter().map(sides).try_fold(1_u64, u64::checked_mul);
-        let is_all = all.is_some_and(|all| all <= STATES_OF_A_MOMENT);
-        let count = all.map_or(STATES_OF_A_MOMENT, |all| all.min(STATES_OF_A_MOMENT));
+        let most = self.states_of_a_moment;
+        let is_all = all.is_some_and(|all| all <= most);
+        let count = all.map_or(most, |all| all.min(most));
         let mut combination = |mut number: u64| {
             let mut extent = |choice: &&[Extent]| {
                 let sides = sides(choice);

@@ -41,6 +41,7 @@ use crate::ledgers::{OwnedLedgers, SharedLedgers};
 use crate::meta::{self, DirectoryMeta};
 use crate::net::{Endpoint, Identity};
 use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
+use crate::sync::boxed;
 use crate::sync::{AsyncMutex, Mutex, MutexGuard, Notify, watch};
 use crate::volume::{DirectoryVolume, Volume};
 
@@ -163,7 +164,10 @@ impl House {
                         environment(),
                     );
                     controller.enter().await?;
-                    upkeep.spawn(hosts::look_after(controller.clone(), tiers.replicas.clone()));
+                    upkeep.spawn(boxed(hosts::look_after(
+                        controller.clone(),
+                        tiers.replicas.clone(),
+                    )));
                     let mirror = mirror(&controller, bucket);
                     (Arc::new(controller), mirror)
                 }
@@ -183,7 +187,7 @@ impl House {
                     (Arc::new(controller), mirror)
                 }
             };
-        upkeep.spawn(replicas::look_after(tiers.replicas.clone(), registry.clone()));
+        upkeep.spawn(boxed(replicas::look_after(tiers.replicas.clone(), registry.clone())));
         Ok(Self { mirror, _upkeep: upkeep, ..Self::new(registry, tiers) })
     }
 

@@ -16,6 +16,7 @@ use tokio::time::{sleep, timeout};
 use super::house::House;
 use super::metrics;
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::boxed;
 
 /// A connection ends after this time, whatever it has said or read.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -51,11 +52,11 @@ pub(super) async fn serve(listener: TcpListener, house: Arc<House>) {
             Ok((stream, _)) => {
                 let Ok(permit) = permits.clone().try_acquire_owned() else { continue };
                 let house = house.clone();
-                tokio::spawn(async move {
+                tokio::spawn(boxed(async move {
                     // Whoever is slower gets no answer.
                     let _ = timeout(PATIENCE, connection(stream, house)).await;
                     drop(permit);
-                });
+                }));
             }
             // No descriptors are left, or the like: some will be.
             Err(_) => sleep(Duration::from_millis(50)).await,

@@ -10,6 +10,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::arena::{PeerId, Pool};
+use crate::sync::boxed;
 
 #[derive(Default)]
 pub(super) struct Lost(Mutex<Vec<Watched>>);
@@ -54,14 +55,14 @@ impl Lost {
         all.push(Watched { pid, descriptor, peers: vec![peer] });
         drop(all);
         let lost = self.clone();
-        tokio::spawn(async move {
+        tokio::spawn(boxed(async move {
             let process = exited(process).await;
             let gone =
                 lost.all().extract_if(.., |it| it.descriptor == descriptor).collect::<Vec<_>>();
             // Only now may its descriptor be another's.
             drop(process);
             gone.iter().flat_map(|it| &it.peers).for_each(|peer| pool.exited(*peer));
-        });
+        }));
     }
 }
 

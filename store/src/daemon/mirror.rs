@@ -31,7 +31,7 @@ use crate::key::Key;
 use crate::ledger::{Refusal, Selector, VersionId};
 use crate::ledgers::Ledgers;
 use crate::status::UploadStatus;
-use crate::sync::{AsyncMutex, Mutex, MutexGuard, watch};
+use crate::sync::{AsyncMutex, Mutex, MutexGuard, boxed, watch};
 use crate::volume::Volume;
 use crate::wire::Failure;
 use crate::work::pause;
@@ -241,7 +241,7 @@ impl Mirror {
         let after = line.iter().skip(1).take_while(|other| other.place() <= upload.place()).count();
         line.insert(line.len().min(1 + after), upload.clone());
         if line.len() == 1 {
-            drop(tokio::spawn(self.clone().run(key)));
+            drop(tokio::spawn(boxed(self.clone().run(key))));
         }
         upload.storing()
     }
@@ -374,11 +374,11 @@ impl Mirror {
             let begin = || {
                 let (done, restored) = watch::channel(None);
                 let (mirror, key) = (self.clone(), key.clone());
-                tokio::spawn(async move {
+                tokio::spawn(boxed(async move {
                     let outcome = mirror.bring_back(&key, id, names).await.map_err(Failure::from);
                     mirror.restoring().remove(&id);
                     done.send_replace(Some(outcome));
-                });
+                }));
                 restored
             };
             restoring.entry(id).or_insert_with(begin).clone()

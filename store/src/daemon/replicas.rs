@@ -22,6 +22,7 @@ use crate::controller::folder_of;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::parallel;
+use crate::sync::boxed;
 use crate::wire::{INLINE, Range, Sum};
 use crate::work::wait;
 
@@ -99,11 +100,11 @@ impl Replicas {
             if let Some(read) = coming.read(&self.elsewhere, ranges, prove).await? {
                 if coming.wants_its_rest() {
                     let replicas = self.clone();
-                    drop(tokio::spawn(async move {
+                    drop(tokio::spawn(boxed(async move {
                         if let Err(error) = replicas.bring_rest(&coming).await {
                             tracing::debug!(name = coming.name, %error, "its rest did not come");
                         }
-                    }));
+                    })));
                 }
                 return Ok(Some(read));
             }

@@ -29,6 +29,7 @@ use crate::key::Key;
 use crate::ledger::Selector;
 use crate::link::Receiver;
 use crate::status::DaemonStatus;
+use crate::sync::boxed;
 use crate::wire::{
     self, Archives, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
@@ -233,7 +234,7 @@ impl Session {
                 FrameKind::Request => {
                     let asked = self.requests.begin(frame.number).await;
                     let session = self.clone();
-                    tasks.spawn(async move { session.answer(frame, asked).await });
+                    tasks.spawn(boxed(async move { session.answer(frame, asked).await }));
                 }
                 // No client says such a thing.
                 FrameKind::Part | FrameKind::Reply => return false,

@@ -15,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::{MetaStore, Turns, Watch};
 use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result, because, causes};
+use crate::sync::boxed;
 use crate::work::pause;
 
 /// How an address of etcd begins.
@@ -364,7 +365,7 @@ impl MetaStore for EtcdMeta {
         let lease = self.ask(|_| session.begin()).await?;
         let (end, ended) = oneshot::channel::<()>();
         // It ends with the other half, which is dropped.
-        drop(tokio::spawn(session.last(lease, ended)));
+        drop(tokio::spawn(boxed(session.last(lease, ended))));
         Ok(Box::new(end))
     }
 

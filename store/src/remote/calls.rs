@@ -13,6 +13,7 @@ use super::maps::Maps;
 use super::outgoing::{Outgoing, WeakOutgoing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::link::{Receiver, Sender};
+use crate::sync::boxed;
 use crate::wire::{Archives, Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
 /// The asking end of a connection.
@@ -84,12 +85,12 @@ impl Calls {
     ) -> Self {
         let (outgoing, sending) = Outgoing::start(sender);
         let waiting = Arc::new(Waiting(Mutex::new(Some(Callers::new()))));
-        tokio::spawn(receive(receiver, waiting.clone(), maps, outgoing.downgrade()));
+        tokio::spawn(boxed(receive(receiver, waiting.clone(), maps, outgoing.downgrade())));
         let ended = waiting.clone();
-        tokio::spawn(async move {
+        tokio::spawn(boxed(async move {
             sending.await;
             ended.end();
-        });
+        }));
         Self { outgoing, waiting, next: AtomicU64::new(1), limits }
     }
 

@@ -24,6 +24,7 @@ use crate::put::{PutOptions, PutReport, Residency, Role};
 #[cfg(target_os = "linux")]
 use crate::route::Transport;
 use crate::store::Store;
+use crate::sync::boxed;
 
 /// Puts a state dict to those who [receive](crate::Store::receiver) it now. Returns when all of them have it.
 pub(crate) async fn put(
@@ -326,7 +327,7 @@ impl Sender {
         let _lender = store.follow(&lender(&channel, begun.put)?).await?;
         let (waiting, is_left) = oneshot::channel::<Infallible>();
         // It goes on if nobody waits for it any more: until it is taken back the tensors are held here.
-        let lending = tokio::spawn(async move {
+        let lending = tokio::spawn(boxed(async move {
             let put = store.put_here(&channel, &loan.table, &options).await;
             let taken = match &put {
                 Ok(_) => tokio::select! {
@@ -347,7 +348,7 @@ impl Sender {
             taken.transpose()?;
             drop(bucket);
             put.map(|report| loan.report(report))
-        });
+        }));
         let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
         let lent = lending.await;
         drop(waiting);

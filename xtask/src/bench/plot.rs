@@ -1,15 +1,13 @@
 use std::io;
 
-use crate::bench::fit::{Cost, float};
 use crate::bench::kept::Kept;
 use crate::bench::label::{place, what};
-use crate::bench::plot::axis::Axis;
 use crate::bench::plot::bars::{Bar, Bars, Row};
 use crate::bench::plot::canvas::Canvas;
 use crate::bench::plot::curves::{Curves, Line};
 use crate::bench::plot::theme::{Ink, Theme};
 use crate::bench::quantity;
-use crate::bench::record::{Fit, FitPoint, FitRunner, Race, Role, Runner, Series};
+use crate::bench::record::{Race, Role, Runner, Series};
 use crate::bench::statistics::{median, speed};
 use crate::bench::verdict;
 
@@ -47,7 +45,6 @@ impl Plot {
         for kept in all {
             plots.extend(Self::ratios(kept));
             plots.extend(kept.series.iter().map(|series| Self::series(kept, series)));
-            plots.extend(kept.fits.iter().map(|fit| Self::fit(kept, fit)));
         }
         plots
     }
@@ -65,14 +62,11 @@ impl Plot {
 
     pub(crate) fn series(kept: &Kept, series: &Series) -> Self {
         let lines = series.runners.iter().map(|runner| {
-            let points: Vec<(f64, f64)> =
-                runner.points.iter().map(|point| (point.x, median(&point.values))).collect();
+            let points = runner.points.iter().map(|point| (point.x, median(&point.values)));
             Line {
-                name: Some(runner.name.clone()),
+                name: runner.name.clone(),
                 ink: ink(kept, runner.role, &runner.name),
-                is_filled: true,
-                curve: points.clone(),
-                points,
+                points: points.collect(),
             }
         });
         let unit = series.y;
@@ -82,46 +76,10 @@ impl Plot {
             about: title.clone(),
             drawing: Drawing::Curves(Curves {
                 title,
-                note: None,
                 x_name: series.x.clone(),
                 x_value: Box::new(quantity::plain),
                 y_value: Box::new(move |value| round(&verdict::value(unit, value))),
                 lines: lines.collect(),
-            }),
-        }
-    }
-
-    /// The times of an operation over bytes, and what the fit says between them.
-    pub(crate) fn fit(kept: &Kept, fit: &Fit) -> Self {
-        let points = || fit.runners.iter().flat_map(|runner| &runner.points);
-        let mut tensors: Vec<u64> = points().map(|point| point.tensors).collect();
-        tensors.sort_unstable();
-        tensors.dedup();
-        let mut lines = Vec::new();
-        for runner in &fit.runners {
-            for count in &tensors {
-                lines.extend(fitted(kept, runner, *count, tensors.first() == Some(count)));
-            }
-        }
-        let counts: Vec<String> = tensors.iter().copied().map(quantity::whole).collect();
-        let note = match counts.as_slice() {
-            [] | [_] => None,
-            [first, rest @ ..] => Some(format!(
-                "filled: {first} tensors, hollow: {}; lines: the fit",
-                rest.join(", ")
-            )),
-        };
-        let title = format!("{}, {}: {}", kept.suite.name, fit.operation, fit.what);
-        Self {
-            name: format!("fit-{}-{}", kept.suite.name, file_name(&fit.operation)),
-            about: title.clone(),
-            drawing: Drawing::Curves(Curves {
-                title,
-                note,
-                x_name: "bytes".into(),
-                x_value: Box::new(|value| round(&quantity::bytes(value))),
-                y_value: Box::new(|value| round(&quantity::time(value))),
-                lines,
             }),
         }
     }
@@ -173,26 +131,6 @@ fn row(race: &Race) -> Option<Row> {
 pub(crate) fn best(race: &Race, role: Role) -> Option<&Runner> {
     let candidates = race.runners.iter().filter(|runner| runner.role == role);
     candidates.min_by(|one, other| median(&one.seconds).total_cmp(&median(&other.seconds)))
-}
-
-/// The points of state dicts of this many tensors; only the first of a runner's lines bears its name.
-fn fitted(kept: &Kept, runner: &FitRunner, tensors: u64, is_first: bool) -> Option<Line> {
-    let mut points: Vec<&FitPoint> =
-        runner.points.iter().filter(|point| point.tensors == tensors).collect();
-    points.sort_by_key(|point| point.bytes);
-    let (first, last) = (points.first()?.bytes, points.last()?.bytes);
-    let curve = Cost::of(&runner.points).map_or_else(Vec::new, |cost| {
-        Axis::between(float(first), float(last))
-            .map(|bytes| (bytes, cost.seconds(float(tensors), bytes)))
-            .collect()
-    });
-    Some(Line {
-        name: is_first.then(|| runner.name.clone()),
-        ink: ink(kept, runner.role, &runner.name),
-        is_filled: is_first,
-        points: points.iter().map(|point| (float(point.bytes), median(&point.seconds))).collect(),
-        curve,
-    })
 }
 
 /// One peer has one colour in all plots of a suite.
@@ -249,7 +187,7 @@ mod tests {
         let files: Vec<(String, String)> =
             Plot::all(&[example::kept()]).iter().flat_map(|plot| plot.files().unwrap()).collect();
         let names: Vec<&str> = files.iter().map(|(name, _)| name.as_str()).collect();
-        let expected = ["ratios-store", "series-store-readers", "fit-store-save"]
+        let expected = ["ratios-store", "series-store-readers"]
             .map(|name| [format!("{name}.svg"), format!("{name}-dark.svg")]);
         assert_eq!(names, expected.concat());
         for (name, text) in &files {

@@ -7,7 +7,7 @@ use crate::bench::record::SeriesRunner;
 use crate::bench::statistics::{median, quartiles};
 use crate::bench::verdict::{growth, value};
 
-/// The costs of all operations, and a plot of each.
+/// The costs of all operations.
 pub(crate) fn fits(all: &[Kept]) -> String {
     let mut table = Table::new(&[
         "Suite",
@@ -18,7 +18,6 @@ pub(crate) fn fits(all: &[Kept]) -> String {
         ">Bytes",
         ">Wrong by at most",
     ]);
-    let mut plots = Vec::new();
     for kept in all {
         for fit in &kept.fits {
             for (runner, number) in fit.runners.iter().zip(0..) {
@@ -36,11 +35,9 @@ pub(crate) fn fits(all: &[Kept]) -> String {
                     format!("{:.0} %", cost.worst(&runner.points) * 100.0),
                 ]);
             }
-            plots.push(Plot::fit(kept, fit).picture());
         }
     }
-    let table = std::iter::once(table.text());
-    table.chain(plots).filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
+    table.text()
 }
 
 /// A plot of each series, and how it grows.

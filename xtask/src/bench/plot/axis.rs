@@ -29,12 +29,6 @@ impl Axis {
         Self { low, high, is_log: true, from, to }
     }
 
-    /// Values from one to the other, as close as curves need them: closer ones would show that pixels
-    /// are whole.
-    pub(crate) fn between(first: f64, last: f64) -> impl Iterator<Item = f64> {
-        (0..=10).map(move |step| first * (last / first).powf(f64::from(step) / 10.0))
-    }
-
     /// The pixel of a value.
     pub(crate) fn at(&self, value: f64) -> i32 {
         let part = if self.is_log {

@@ -19,8 +19,6 @@ const TICK: i32 = 48;
 /// Curves, each with its name at the end.
 pub(crate) struct Curves {
     pub(crate) title: String,
-    /// How to read it.
-    pub(crate) note: Option<String>,
     pub(crate) x_name: String,
     pub(crate) x_value: Box<dyn Fn(f64) -> String>,
     pub(crate) y_value: Box<dyn Fn(f64) -> String>,
@@ -29,22 +27,16 @@ pub(crate) struct Curves {
 
 /// One of them.
 pub(crate) struct Line {
-    pub(crate) name: Option<String>,
+    pub(crate) name: String,
     pub(crate) ink: Ink,
-    pub(crate) is_filled: bool,
-    /// What was measured.
+    /// The measured values.
     pub(crate) points: Vec<(f64, f64)>,
-    /// What is drawn through it.
-    pub(crate) curve: Vec<(f64, f64)>,
 }
 
 impl Curves {
     pub(crate) fn draw(&self, canvas: &Canvas<'_>) -> Drawn {
         let theme = canvas.theme;
         canvas.write(&short(&self.title, 110), (8, 18), HPos::Left, theme.text)?;
-        if let Some(note) = &self.note {
-            canvas.write(&short(note, 110), (8, 36), HPos::Left, theme.muted)?;
-        }
         let chart = Chart::of(self, canvas);
         chart.frame()?;
         for line in &self.lines {
@@ -107,17 +99,13 @@ impl<'a, 'b> Chart<'a, 'b> {
 
     fn line(&self, line: &Line) -> Drawn {
         let colour = self.canvas.theme.colour(line.ink);
-        let curve: Vec<(i32, i32)> = line.curve.iter().map(|point| self.at(point)).collect();
+        let points: Vec<(i32, i32)> = line.points.iter().map(|point| self.at(point)).collect();
         let width = if matches!(line.ink, Ink::Ours) { 3 } else { 2 };
-        if curve.len() > 1 {
-            self.canvas.line(curve, colour.stroke_width(width))?;
+        if points.len() > 1 {
+            self.canvas.line(points.clone(), colour.stroke_width(width))?;
         }
-        for point in line.points.iter().map(|point| self.at(point)) {
-            if line.is_filled {
-                self.canvas.circle(point, 4, colour.filled())?;
-            } else {
-                self.canvas.circle(point, 5, colour.stroke_width(2))?;
-            }
+        for point in points {
+            self.canvas.circle(point, 4, colour.filled())?;
         }
         Ok(())
     }
@@ -125,8 +113,8 @@ impl<'a, 'b> Chart<'a, 'b> {
     /// Names at the ends of lines, moved apart where they would lie on each other.
     fn names(&self) -> Drawn {
         let ends = self.curves.lines.iter().filter_map(|line| {
-            let (last, name) = (line.points.last()?, line.name.as_ref()?);
-            Some((self.at(last), name, self.canvas.theme.colour(line.ink)))
+            let last = line.points.last()?;
+            Some((self.at(last), &line.name, self.canvas.theme.colour(line.ink)))
         });
         let mut ends: Vec<_> = ends.collect();
         ends.sort_by_key(|((_, y), ..)| *y);

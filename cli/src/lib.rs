@@ -1,0 +1,167 @@
+//! The command `tssd`: pack, inspect, verify, compare, convert, store and demonstrate TSSD archives.
+//!
+//! The command translates between people and the libraries; what decides is in `tssd-format` and
+//! `tssd-store`. One file per command.
+
+// How a command is asked, answers and ends.
+mod console;
+mod exit;
+mod failure;
+mod interrupt;
+#[cfg(target_os = "linux")]
+mod notify;
+mod parallel;
+mod size;
+mod table;
+mod value;
+
+// Files.
+mod archives;
+mod document;
+mod element;
+mod encode;
+mod input;
+mod output;
+mod pattern;
+
+// Commands on files.
+mod convert;
+mod diff;
+mod inspect;
+mod pack;
+mod roundtrip;
+mod unpack;
+mod verify;
+
+// Commands on stores.
+mod demo;
+#[cfg(target_os = "linux")]
+mod serve;
+mod store;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::filter::LevelFilter;
+
+use crate::console::{Console, Stream};
+use crate::exit::Exit;
+use crate::failure::Result;
+
+/// Pack, inspect, verify, compare, convert and store PyTorch-style state dicts.
+#[derive(Debug, Parser)]
+#[command(version, after_help = Exit::help(), max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Print results as JSON
+    #[arg(long, global = true)]
+    json: bool,
+    /// Print no progress and no summaries
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Print details
+    #[arg(short, long, global = true)]
+    verbose: bool,
+    /// Write to stderr what the store does, from this level on
+    #[arg(long, global = true, env = "TSSD_LOG", value_name = "LEVEL")]
+    log: Option<Level>,
+}
+
+/// How much is told of what the store does.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Level {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl From<Level> for LevelFilter {
+    fn from(level: Level) -> Self {
+        match level {
+            Level::Error => Self::ERROR,
+            Level::Warn => Self::WARN,
+            Level::Info => Self::INFO,
+            Level::Debug => Self::DEBUG,
+            Level::Trace => Self::TRACE,
+        }
+    }
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Pack(pack::Args),
+    Unpack(unpack::Args),
+    Inspect(inspect::Args),
+    Verify(verify::Args),
+    Diff(diff::Args),
+    Convert(convert::Args),
+    Roundtrip(roundtrip::Args),
+    Put(store::put::Args),
+    Get(store::get::Args),
+    Prefetch(store::prefetch::Args),
+    Ls(store::ls::Args),
+    Rm(store::rm::Args),
+    Head(store::head::Args),
+    Watch(store::head::WatchArgs),
+    Pin(store::pin::Args),
+    Unpin(store::pin::UnpinArgs),
+    Pins(store::pin::PinsArgs),
+    Status(store::status::Args),
+    #[cfg(target_os = "linux")]
+    Serve(serve::Args),
+    Demo(demo::Args),
+}
+
+/// Runs the command that the arguments of this process name, and returns its exit code.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    if let Some(level) = cli.log {
+        let log = tracing_subscriber::fmt().with_max_level(level).with_target(false);
+        // Whoever reads a log may be a program, and no terminal shows it better.
+        log.with_ansi(false).with_writer(std::io::stderr).init();
+    }
+    match run(&cli) {
+        Ok(exit) => exit.into(),
+        Err(failure) => {
+            let exit = failure.exit();
+            failure.print(cli.json);
+            exit.into()
+        }
+    }
+}
+
+fn run(cli: &Cli) -> Result<Exit> {
+    let (json, quiet, verbose) = (cli.json, cli.quiet, cli.verbose);
+    let console = Console { json, quiet, verbose, results: Stream::Stdout };
+    #[cfg(target_os = "linux")]
+    if let Command::Serve(args) = &cli.command {
+        return serve::run(args, console);
+    }
+    interrupt::install()?;
+    match &cli.command {
+        Command::Pack(args) => pack::run(args, console),
+        Command::Unpack(args) => unpack::run(args, console),
+        Command::Inspect(args) => inspect::run(args, console),
+        Command::Verify(args) => verify::run(args, console),
+        Command::Diff(args) => diff::run(args, console),
+        Command::Convert(args) => convert::run(args, console),
+        Command::Roundtrip(args) => roundtrip::run(args, console),
+        Command::Put(args) => store::put::run(args, console),
+        Command::Get(args) => store::get::run(args, console),
+        Command::Prefetch(args) => store::prefetch::run(args, console),
+        Command::Ls(args) => store::ls::run(args, console),
+        Command::Rm(args) => store::rm::run(args, console),
+        Command::Head(args) => store::head::run(args, console),
+        Command::Watch(args) => store::head::watch(args, console),
+        Command::Pin(args) => store::pin::run(args, console),
+        Command::Unpin(args) => store::pin::unpin(args, console),
+        Command::Pins(args) => store::pin::pins(args, console),
+        Command::Status(args) => store::status::run(args, console),
+        Command::Demo(args) => demo::run(args, console),
+        #[cfg(target_os = "linux")]
+        Command::Serve(_) => unreachable!("it has its own way to end"),
+    }
+}

@@ -68,7 +68,7 @@ struct Cli {
     log: Option<Level>,
 }
 
-/// How much is told of what the store does.
+/// The least severe level that the log has.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Level {
     Error,

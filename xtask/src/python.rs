@@ -57,7 +57,9 @@ pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> io::Res
     let mut steps = wheel(workspace, None)?;
     steps.push(installed(workspace, python, &folder));
     steps.extend([
-        Step::program("Python types", python, "python/check_types.py").env("MYPYPATH", &folder),
+        Step::program("Python types", python, "python/check_types.py")
+            .env("PYTHONPATH", &folder)
+            .env("MYPYPATH", &folder),
         Step::program("Python tests with torch", python, TESTS)
             .env("PYTHONPATH", &folder)
             .env("TSSD_BIN", workspace.tssd()),

@@ -44,10 +44,14 @@ def is_usable(folder: Path, imports: str) -> bool:
     if not (folder / RECORD).exists():
         return False
     probe = [python_of(folder), "-c", f"import {imports}"]
-    return subprocess.run(probe, check=False, stdout=sys.stderr).returncode == 0
+    try:
+        return subprocess.run(probe, check=False, stdout=sys.stderr).returncode == 0
+    except OSError:  # its Python is missing, or a link to one that is
+        return False
 
 
 def make(folder: Path, requirements: str, packages: list[str]) -> None:
+    (folder / RECORD).unlink(missing_ok=True)
     venv.create(folder, clear=True, with_pip=True, symlinks=os.name != "nt")
     python = python_of(folder)
     if packages:

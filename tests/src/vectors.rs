@@ -55,8 +55,7 @@ pub fn vectors() -> Vec<Vector> {
 pub fn generated() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
         let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
-        let python = if cfg!(windows) { "python" } else { "python3" };
-        let mut command = Command::new(python);
+        let mut command = Command::new("python3");
         let status = command.arg(vectors.join("make_invalid.py")).arg("--generated").status();
         assert!(status.as_ref().is_ok_and(ExitStatus::success), "{command:?}: {status:?}");
         vectors.join("generated")

@@ -47,15 +47,14 @@ mod workspace;
 const HELP: &str = "\
 The project's own commands.
 
-    cargo xtask test [-v]         every check that needs Rust, Python 3, and numpy under target/
-    cargo xtask test --all [-v]   and those that need valgrind, and torch and cargo-deny: installs these under
-                                  target/ (about 5 GB)
+    cargo xtask test [-v]         runs every check that needs no torch; installs numpy, pytest and moto (0.4 GB)
+    cargo xtask test --all [-v]   runs the others too; needs valgrind, installs torch and cargo-deny (7 GB)
     cargo xtask wheel [--target TRIPLE] [-v]
                                   the Python package with the command, in target/wheels; for another target if
                                   rustc has its standard library and cargo is told its linker
     cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
-    cargo xtask corpus unpack     writes the corpora of fuzzing as folders, for `cargo fuzz`
-    cargo xtask corpus pack       replaces the archives of the corpora by what is in these folders
+    cargo xtask corpus unpack     writes the corpora of the fuzz targets as folders, for `cargo fuzz`
+    cargo xtask corpus pack       writes the archives of the corpora from these folders
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
                                   runs races; SUITE: format, store, counts, python or all (default)
     cargo xtask bench page        writes docs/performance.md anew, from what is kept
@@ -73,7 +72,9 @@ Bench options, and words that the names of cases are to have:
     --iterations N, --warmup N    the rounds that count, and those before them
 
 Whole suites without options are kept in docs/performance, for the page. The suite python installs
-torch under target/ (about 5 GB).
+torch (7 GB).
+
+Packages and tools are installed in ~/.cache/tssd-xtask, for all checkouts; TSSD_XTASK_CACHE names another folder.
 
 The output of a step is shown if it fails, or with -v at once; target/xtask.log has it all.
 ";

@@ -15,6 +15,7 @@ const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml pyth
 pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironment> {
     let requirements = Requirements {
         name: "python",
+        step: "environment without torch",
         file: "python/requirements.txt",
         imports: "maturin, ml_dtypes, moto, numpy, pytest",
         without_dependencies: None,

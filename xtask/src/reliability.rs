@@ -72,11 +72,9 @@ fn steps(workspace: &Workspace, long: Option<u64>) -> io::Result<Vec<Step>> {
         Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
             .worth(Worth::Nothing),
     );
-    let proofs = proofs.map(|step| step.env(SECONDS, &seconds).worth(Worth::Tests));
-    if long.is_some() {
-        steps.extend(proofs.map(|step| step.env(LONG, "1")));
-    } else {
-        steps.extend(proofs);
-    }
+    steps.extend(proofs.map(|step| {
+        let step = step.env(SECONDS, &seconds).worth(Worth::Tests);
+        if long.is_some() { step.env(LONG, "1") } else { step }
+    }));
     Ok(steps)
 }

@@ -9,6 +9,7 @@ use crate::workspace::Workspace;
 pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironment> {
     let requirements = Requirements {
         name: "torch",
+        step: "environment with torch",
         file: "tests/torch/requirements.txt",
         imports: "torch, numpy, safetensors, ml_dtypes, pytest, mypy, pyright, transformers",
         without_dependencies: Some("torchstore==0.1.2"),

@@ -9,8 +9,10 @@ use crate::workspace::Workspace;
 
 /// A set of Python packages that can be installed together.
 pub(crate) struct Requirements {
-    /// The name of the environment, and of the step that makes it.
+    /// How the folder of the environment begins.
     pub(crate) name: &'static str,
+    /// The name of the step that makes it.
+    pub(crate) step: &'static str,
     /// The requirements file, below the root of the repository.
     pub(crate) file: &'static str,
     /// Modules that an intact environment can import, separated by commas.
@@ -43,8 +45,8 @@ impl VirtualEnvironment {
 
     /// Makes the environment, or checks that it is intact.
     pub(crate) fn step(&self) -> Step {
-        let Requirements { name, file, imports, without_dependencies } = &self.requirements;
-        Step::python(name, "xtask/environment.py")
+        let Requirements { step, file, imports, without_dependencies, .. } = &self.requirements;
+        Step::python(step, "xtask/environment.py")
             .argument(&self.folder)
             .argument(file)
             .argument(imports)
@@ -61,4 +63,53 @@ fn python_version() -> io::Result<String> {
         return Err(failed(&output.status));
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim().into())
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+    use std::process::{Command, Output};
+
+    use super::PYTHON;
+
+    const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/environment.py");
+
+    fn run(folder: &Path, requirements: &Path, imports: &str) -> Output {
+        let arguments = [SCRIPT.as_ref(), folder, requirements, imports.as_ref()];
+        Command::new(PYTHON).args(arguments).output().expect("Python 3 is installed")
+    }
+
+    #[test]
+    fn damaged_environment_is_made_anew() {
+        let root = std::env::temp_dir().join(format!("tssd-environment-{}", std::process::id()));
+        fs::create_dir_all(&root).unwrap();
+        let (folder, requirements) = (root.join("name-0"), root.join("requirements.txt"));
+        fs::write(&requirements, "").unwrap();
+        let (mark, python) = (folder.join("mark"), folder.join("bin/python"));
+        let is_kept = || {
+            let output = run(&folder, &requirements, "pip");
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            assert!(Command::new(&python).arg("--version").status().unwrap().success());
+            let is_kept = mark.exists();
+            fs::write(&mark, "").unwrap();
+            is_kept
+        };
+
+        assert!(!is_kept(), "it is new");
+        assert!(is_kept(), "it is intact");
+        fs::remove_file(folder.join("complete")).unwrap();
+        assert!(!is_kept(), "its installation was interrupted");
+        fs::remove_file(&python).unwrap();
+        std::os::unix::fs::symlink("/nonexistent/python", &python).unwrap();
+        assert!(!is_kept(), "its Python is missing");
+        let packages = folder.join("lib").read_dir().unwrap().next().unwrap().unwrap().path();
+        fs::remove_dir_all(packages.join("site-packages/pip")).unwrap();
+        assert!(!is_kept(), "a package cannot be imported");
+
+        let output = run(&folder, &requirements, "no_such_module");
+        assert!(!output.status.success());
+        assert!(String::from_utf8_lossy(&output.stderr).contains("`import no_such_module` fails"));
+        fs::remove_dir_all(root).unwrap();
+    }
 }

@@ -52,11 +52,12 @@ def is_usable(folder: Path, imports: str) -> bool:
 
 def make(folder: Path, requirements: str, packages: list[str]) -> None:
     (folder / RECORD).unlink(missing_ok=True)
-    venv.create(folder, clear=True, with_pip=True, symlinks=os.name != "nt")
-    python = python_of(folder)
-    if packages:
-        subprocess.run([python, *PIP, "--no-deps", *packages], check=True)
-    subprocess.run([python, *PIP, "--requirement", requirements], check=True)
+    installs = [["--no-deps", *packages]] if packages else []
+    if Path(requirements).read_text().strip():
+        installs.append(["--requirement", requirements])
+    venv.create(folder, clear=True, with_pip=bool(installs), symlinks=os.name != "nt")
+    for install in installs:
+        subprocess.run([python_of(folder), *PIP, *install], check=True)
     (folder / RECORD).touch()
 
 

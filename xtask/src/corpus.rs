@@ -19,5 +19,5 @@ pub(crate) fn run(workspace: &Workspace, direction: Direction) -> io::Result<boo
     };
     let test = format!("test --workspace --all-features --test suite {test} -- --ignored");
     let steps = vec![Step::cargo(name, &test).worth(Worth::Nothing)];
-    Ok(runner::run(workspace, steps, Vec::new(), false)?.has_passed())
+    Ok(runner::run(workspace, vec![steps], Vec::new(), false)?.has_passed())
 }

@@ -59,7 +59,7 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     }
     let mut all = Vec::from_iter(etcd::installation());
     all.extend(steps(&folder));
-    let report = runner::run(workspace, all, Vec::new(), verbose)?;
+    let report = runner::run(workspace, vec![all], Vec::new(), verbose)?;
     if !report.has_passed() {
         return Ok(false);
     }

@@ -58,6 +58,7 @@ The project's own commands.
     cargo xtask bench [SUITE] [OPTION…] [CASE…]
                                   runs races; SUITE: format, store, counts, python or all (default)
     cargo xtask bench page        writes docs/performance.md anew, from what is kept
+    cargo xtask ci [-v]           everything that CI runs: test --all and reliability, in one run
     cargo xtask reliability [-v]  tests the promises of docs/guarantees.md under faults, as much as CI does; needs strace
     cargo xtask reliability --long [--minutes N] [-v]
                                   the same with larger campaigns, for at least N minutes, and with sanitizers
@@ -76,13 +77,15 @@ torch (7 GB).
 
 Packages and tools are installed in ~/.cache/tssd-xtask, for all checkouts; TSSD_XTASK_CACHE names another folder.
 
-The output of a step is shown if it fails, or with -v at once; target/xtask.log has it all.
+Two steps run at the same time; with -v one, whose output is shown as it comes. Else the output of a step is shown if it
+fails, and target/xtask-logs has all of it.
 ";
 
 #[derive(Debug, PartialEq, Eq)]
 enum Task<'a> {
     Help,
     Test { all: bool, verbose: bool },
+    Ci { verbose: bool },
     Wheel { target: Option<&'a str>, verbose: bool },
     Vectors { verbose: bool },
     Corpus { direction: corpus::Direction },
@@ -106,6 +109,7 @@ fn main() -> ExitCode {
             Ok(true)
         }
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
+        Task::Ci { verbose } => test::run_ci(&workspace, verbose),
         Task::Wheel { target, verbose } => python::run(&workspace, target, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Corpus { direction } => corpus::run(&workspace, direction),
@@ -140,6 +144,7 @@ impl<'a> Task<'a> {
             ("help" | "-h" | "--help", [], false) => Some(Self::Help),
             ("test", [], _) => Some(Self::Test { all: false, verbose }),
             ("test", ["--all"], _) => Some(Self::Test { all: true, verbose }),
+            ("ci", [], _) => Some(Self::Ci { verbose }),
             ("wheel", [], _) => Some(Self::Wheel { target: None, verbose }),
             ("wheel", ["--target", target], _) => {
                 Some(Self::Wheel { target: Some(target), verbose })
@@ -176,6 +181,7 @@ mod tests {
             ("test -h", Some(Task::Help)),
             ("test", Some(Task::Test { all: false, verbose: false })),
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
+            ("ci", Some(Task::Ci { verbose: false })),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
             ("wheel", Some(Task::Wheel { target: None, verbose: false })),
             ("wheel --target", None),

@@ -1,6 +1,6 @@
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::runner;
@@ -11,11 +11,14 @@ use crate::workspace::Workspace;
 
 const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml python/tests";
 
+/// The step that makes the environment without torch.
+pub(crate) const ENVIRONMENT: &str = "environment without torch";
+
 /// Packs wheels, runs the tests without torch, and serves S3 to the reliability suite.
 pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironment> {
     let requirements = Requirements {
         name: "python",
-        step: "environment without torch",
+        step: ENVIRONMENT,
         file: "python/requirements.txt",
         imports: "maturin, ml_dtypes, moto, numpy, pytest",
         without_dependencies: None,
@@ -29,7 +32,7 @@ pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
     let package = workspace.target.join("python");
     Ok(vec![
         environment.step(),
-        staged(workspace, "debug", &package),
+        staged(workspace, "debug", &package).after("build"),
         Step::program("Python tests", environment.python(), TESTS)
             .env("PYTHONPATH", package)
             .env("TSSD_BIN", workspace.tssd()),
@@ -52,27 +55,32 @@ fn release(target: Option<&str>) -> Step {
     Step::cargo("release build", &format!("{build} {target}")).worth(Worth::Nothing)
 }
 
-/// The installed wheel beside torch: its types, and all tests.
-pub(crate) fn checks_with_torch(workspace: &Workspace, python: &Path) -> io::Result<Vec<Step>> {
-    let folder = workspace.target.join("wheel-installed");
+/// The wheel, and its types beside torch.
+pub(crate) fn checks_of_wheel(workspace: &Workspace, python: &Path) -> io::Result<Vec<Step>> {
+    let folder = installation(workspace);
     let mut steps = wheel(workspace, None)?;
     steps.push(installed(workspace, python, &folder));
-    steps.extend([
+    steps.push(
         Step::program("Python types", python, "python/check_types.py")
             .env("PYTHONPATH", &folder)
             .env("MYPYPATH", &folder),
-        Step::program("Python tests with torch", python, TESTS)
-            .env("PYTHONPATH", &folder)
-            .env("TSSD_BIN", workspace.tssd()),
-    ]);
+    );
     Ok(steps)
+}
+
+/// All tests, of the installed wheel.
+pub(crate) fn tests_with_torch(workspace: &Workspace, python: &Path) -> Step {
+    Step::program("Python tests with torch", python, TESTS)
+        .env("PYTHONPATH", installation(workspace))
+        .env("TSSD_BIN", workspace.tssd())
+        .after("build")
 }
 
 /// Builds the wheel.
 pub(crate) fn run(workspace: &Workspace, target: Option<&str>, verbose: bool) -> io::Result<bool> {
     let mut steps = vec![environment(workspace)?.step()];
     steps.extend(wheel(workspace, target)?);
-    let is_built = runner::run(workspace, steps, Vec::new(), verbose)?.has_passed();
+    let is_built = runner::run(workspace, vec![steps], Vec::new(), verbose)?.has_passed();
     if is_built {
         println!("the wheel is in {}", wheels(workspace).display());
     }
@@ -82,7 +90,7 @@ pub(crate) fn run(workspace: &Workspace, target: Option<&str>, verbose: bool) ->
 /// Makes the environment of the benchmarks.
 pub(crate) fn install(workspace: &Workspace) -> io::Result<bool> {
     let steps = vec![torch::environment(workspace)?.step()];
-    Ok(runner::run(workspace, steps, Vec::new(), false)?.has_passed())
+    Ok(runner::run(workspace, vec![steps], Vec::new(), false)?.has_passed())
 }
 
 /// What races the package, which is built, with what users would have without it.
@@ -111,8 +119,12 @@ fn installed(workspace: &Workspace, python: &Path, folder: &Path) -> Step {
         .worth(Worth::Nothing)
 }
 
-fn wheels(workspace: &Workspace) -> std::path::PathBuf {
+fn wheels(workspace: &Workspace) -> PathBuf {
     workspace.target.join("wheels")
+}
+
+fn installation(workspace: &Workspace) -> PathBuf {
+    workspace.target.join("wheel-installed")
 }
 
 /// The extension module, the package and the command in one file.
@@ -131,7 +143,8 @@ fn wheel(workspace: &Workspace, target: Option<&str>) -> io::Result<Vec<Step>> {
     .argument(&workspace.target)
     .argument("--out")
     .argument(wheels(workspace))
-    .worth(Worth::Nothing);
+    .worth(Worth::Nothing)
+    .after(ENVIRONMENT);
     if let Some(target) = target {
         packed = packed.argument("--target").argument(target);
     }

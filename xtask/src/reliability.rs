@@ -1,9 +1,9 @@
-use std::fs;
 use std::io;
 
 use crate::etcd;
-use crate::figures;
+use crate::figures::{self, Figures};
 use crate::python;
+use crate::report::Report;
 use crate::runner;
 use crate::sanitize::{self, Sanitizer};
 use crate::step::{Step, Worth};
@@ -29,29 +29,42 @@ const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 ///
 /// The long campaign takes at least this many minutes, and runs the suites with sanitizers too.
 pub(crate) fn run(workspace: &Workspace, long: Option<u64>, verbose: bool) -> io::Result<bool> {
-    let mut steps = steps(workspace, long)?;
+    let mut steps = Vec::from_iter(etcd::installation());
+    steps.push(python::environment(workspace)?.step());
+    steps.push(
+        Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
+            .worth(Worth::Nothing),
+    );
+    steps.extend(proofs(workspace, long)?);
     let mut left_out = Vec::new();
     if long.is_some() {
         // To build all once more takes as long as everything else.
         steps.extend(Sanitizer::Address.steps(workspace)?);
         left_out.extend(sanitize::add_thread(workspace, &mut steps)?);
     }
-    let report = runner::run(workspace, steps, left_out, verbose)?;
-    let mut figures = figures::printed(&fs::read_to_string(workspace.log())?);
-    figures.extend(sanitize::figures(&report));
-    figures::keep(workspace, figures)?;
+    let report = runner::run(workspace, vec![steps], left_out, verbose)?;
+    keep_figures(workspace, &report)?;
     Ok(report.has_passed())
 }
 
-fn steps(workspace: &Workspace, long: Option<u64>) -> io::Result<Vec<Step>> {
+/// Keeps what the proofs of a run have counted.
+pub(crate) fn keep_figures(workspace: &Workspace, report: &Report) -> io::Result<()> {
+    let printed = report.done.iter().map(|done| figures::printed(&done.output));
+    let mut figures: Figures = printed.flatten().collect();
+    figures.extend(sanitize::figures(report));
+    figures::keep(workspace, figures)
+}
+
+/// The proofs, which need a build and the environment without torch.
+pub(crate) fn proofs(workspace: &Workspace, long: Option<u64>) -> io::Result<[Step; 3]> {
     let size = usize::from(long.is_some());
-    let python = python::environment(workspace)?;
     let proofs = [
         Step::cargo(
             "power cuts",
             "test --workspace --all-features --tests -- crash:: --nocapture --test-threads=1",
         )
-        .env("TSSD_CRASH_STATES", CRASH_STATES[size]),
+        .env("TSSD_CRASH_STATES", CRASH_STATES[size])
+        .after("build"),
         Step::cargo(
             "orders of events",
             "test --workspace --all-features --test schedules -- --nocapture --test-threads=1",
@@ -62,19 +75,13 @@ fn steps(workspace: &Workspace, long: Option<u64>) -> io::Result<Vec<Step>> {
             "test --workspace --all-features --test reliability -- --ignored --nocapture --test-threads=1",
         )
         .env("TSSD_BIN", workspace.tssd())
-        .env(S3, python.python()),
+        .env(S3, python::environment(workspace)?.python())
+        .after(python::ENVIRONMENT),
     ];
     // The last step has several proofs, which share its time.
     let seconds = (long.unwrap_or(0) * 60 / 15).to_string();
-    let mut steps = Vec::from_iter(etcd::installation());
-    steps.push(python.step());
-    steps.push(
-        Step::cargo("build", "build --workspace --all-features --lib --bins --tests")
-            .worth(Worth::Nothing),
-    );
-    steps.extend(proofs.map(|step| {
+    Ok(proofs.map(|step| {
         let step = step.env(SECONDS, &seconds).worth(Worth::Tests);
         if long.is_some() { step.env(LONG, "1") } else { step }
-    }));
-    Ok(steps)
+    }))
 }

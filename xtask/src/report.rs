@@ -4,6 +4,8 @@ use std::time::Duration;
 /// A step that ran.
 pub(crate) struct Done {
     pub(crate) name: &'static str,
+    /// As one would type it.
+    pub(crate) command: String,
     pub(crate) time: Duration,
     /// The processor time of its processes, where the system tells.
     pub(crate) cpu: Option<Duration>,
@@ -11,6 +13,7 @@ pub(crate) struct Done {
     pub(crate) failed: u64,
     /// How many tests it ran, or how it failed.
     pub(crate) note: String,
+    pub(crate) output: String,
 }
 
 /// A step that did not run.
@@ -24,6 +27,8 @@ pub(crate) struct LeftOut {
 pub(crate) struct Report {
     pub(crate) done: Vec<Done>,
     pub(crate) left_out: Vec<LeftOut>,
+    /// From the start of the first step to the end of the last.
+    pub(crate) time: Duration,
 }
 
 impl Done {
@@ -56,7 +61,7 @@ impl Report {
             let mark = if *failed > 0 { style.red("✗") } else { style.green("✓") };
             println!("{}", format!("{mark} {name:width$}  {time:>9}  {cpu:>9}  {note}").trim_end());
         }
-        let total = seconds(self.done.iter().map(|done| done.time).sum());
+        let total = seconds(self.time);
         let cpu = seconds(self.done.iter().filter_map(|done| done.cpu).sum());
         println!("  {:width$}  {total:>9}  {cpu:>9}", "total");
         for group in self.left_out.chunk_by(|one, next| one.why == next.why) {

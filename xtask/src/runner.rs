@@ -1,149 +1,268 @@
-use std::fs::File;
+use std::collections::{BTreeSet, VecDeque};
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::etcd;
 use crate::report::{Done, LeftOut, Report, Style};
-use crate::step::{Step, Worth};
+use crate::step::{Chain, Step, Worth};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
 
-/// Runs steps up to the first that fails, then prints what ran and what did not.
+/// Steps that run at the same time. Many wait for timers, disks or downloads, and leave the cores to the other.
+const AT_ONCE: usize = 2;
+
+/// Runs the steps of each chain in order, chains beside each other, up to the first step that fails, then prints what
+/// ran and what did not.
 ///
-/// While a step runs, its name stands on a line alone. Its output goes to the log, and to the
-/// terminal if it fails or the run is verbose.
+/// The output of a step goes to a file of its own, and to the terminal if the step fails. A verbose run prints all
+/// output at once, and so runs one step at a time.
 pub(crate) fn run(
     workspace: &Workspace,
-    steps: Vec<Step>,
+    chains: Vec<Chain>,
     left_out: Vec<LeftOut>,
     verbose: bool,
 ) -> io::Result<Report> {
     let style = Style::of_terminal();
-    let log = File::create(workspace.log())?;
-    let mut runner = Runner { workspace, log, verbose, style };
-    let mut report = Report { done: Vec::new(), left_out };
-    let mut steps = steps.into_iter();
-    for step in steps.by_ref() {
-        let done = runner.step(step)?;
-        report.done.push(done);
-        if !report.has_passed() {
-            println!("\nall output is in {}", workspace.log().display());
-            break;
+    fs::create_dir_all(workspace.logs())?;
+    let start = Instant::now();
+    let mut report = Report { done: Vec::new(), left_out, time: Duration::ZERO };
+    let mut schedule = Schedule::new(chains, if verbose { 1 } else { AT_ONCE });
+    thread::scope(|scope| {
+        let (sender, finished) = mpsc::channel();
+        loop {
+            while report.has_passed()
+                && let Some(step) = schedule.next()
+            {
+                println!("{} …", step.name);
+                if verbose {
+                    println!("$ {}", step.spelled());
+                }
+                let sender: Sender<io::Result<Done>> = sender.clone();
+                scope.spawn(move || {
+                    // The receiver lives as long as a step runs.
+                    sender.send(execute(workspace, step, verbose)).ok();
+                });
+            }
+            if schedule.running == 0 {
+                return Ok(());
+            }
+            let done = finished.recv().map_err(io::Error::other)??;
+            schedule.finish(done.name);
+            println!("{} … {}", done.name, done.line(style));
+            if done.failed > 0 && !verbose {
+                println!("\n$ {}\n{}", done.command, done.output.trim_end());
+            }
+            report.done.push(done);
         }
+    })
+    .map_err(|error: io::Error| error)?;
+    if !report.has_passed() {
+        println!("\nthe output of each step is in {}", workspace.logs().display());
     }
-    report.left_out.extend(steps.map(|step| LeftOut { name: step.name, why: "not reached" }));
+    let rest = schedule.into_rest();
+    report.left_out.extend(rest.map(|step| LeftOut { name: step.name, why: "not reached" }));
+    report.time = start.elapsed();
     report.print(style);
     Ok(report)
 }
 
-struct Runner<'a> {
-    workspace: &'a Workspace,
-    log: File,
+/// Which step may start.
+struct Schedule {
+    chains: Vec<Queue>,
+    at_once: usize,
+    running: usize,
+    is_alone: bool,
+    /// Steps that have not passed yet.
+    pending: BTreeSet<&'static str>,
+}
+
+/// The steps of a chain that have not started.
+struct Queue {
+    steps: VecDeque<Step>,
+    running: Option<&'static str>,
+}
+
+impl Schedule {
+    fn new(chains: Vec<Chain>, at_once: usize) -> Self {
+        let pending = chains.iter().flatten().map(|step| step.name).collect();
+        let queue = |chain: Chain| Queue { steps: chain.into(), running: None };
+        let chains = chains.into_iter().map(queue).collect();
+        Self { chains, at_once, running: 0, is_alone: false, pending }
+    }
+
+    /// A step that may start now. Earlier chains go first.
+    fn next(&mut self) -> Option<Step> {
+        if self.is_alone || self.running == self.at_once {
+            return None;
+        }
+        let is_ready = |step: &Step| {
+            let has_waited = step.after.is_none_or(|name| !self.pending.contains(name));
+            has_waited && (!step.is_alone || self.running == 0)
+        };
+        let queue = self
+            .chains
+            .iter_mut()
+            .find(|queue| queue.running.is_none() && queue.steps.front().is_some_and(is_ready))?;
+        let step = queue.steps.pop_front()?;
+        queue.running = Some(step.name);
+        self.running += 1;
+        self.is_alone = step.is_alone;
+        Some(step)
+    }
+
+    fn finish(&mut self, name: &'static str) {
+        self.pending.remove(name);
+        self.running -= 1;
+        self.is_alone = false;
+        if let Some(queue) = self.chains.iter_mut().find(|queue| queue.running == Some(name)) {
+            queue.running = None;
+        }
+    }
+
+    fn into_rest(self) -> impl Iterator<Item = Step> {
+        self.chains.into_iter().flat_map(|queue| queue.steps)
+    }
+}
+
+/// Runs the command of a step to its end.
+fn execute(workspace: &Workspace, mut step: Step, verbose: bool) -> io::Result<Done> {
+    let mut log = File::create(workspace.logs().join(format!("{}.log", file_name(step.name))))?;
+    writeln!(log, "$ {}", step.spelled())?;
+    let start = Instant::now();
+    let mut output = Vec::new();
+    let outcome = stream(workspace, &mut step, &mut log, verbose, &mut output);
+    let (outcome, cpu) = match outcome {
+        Ok((status, cpu)) => (Ok(status), cpu),
+        Err(error) => (Err(error), None),
+    };
+    let output = String::from_utf8_lossy(&output).into_owned();
+    let judgement = Judgement::of(&step, &outcome, &output);
+    let done = Done {
+        name: step.name,
+        command: step.spelled(),
+        time: start.elapsed(),
+        cpu,
+        passed: judgement.passed,
+        failed: judgement.failed,
+        note: judgement.note,
+        output,
+    };
+    writeln!(log, "{}", done.line(Style::PLAIN))?;
+    Ok(done)
+}
+
+fn file_name(step: &str) -> String {
+    step.replace(|letter: char| !letter.is_alphanumeric(), "-")
+}
+
+/// How the command ends, and its processor time. Its two outputs, in the order in which it wrote them, go to the log as
+/// they come, and to `output`.
+fn stream(
+    workspace: &Workspace,
+    step: &mut Step,
+    log: &mut File,
     verbose: bool,
-    style: Style,
+    output: &mut Vec<u8>,
+) -> io::Result<(ExitStatus, Option<Duration>)> {
+    let (reader, writer) = io::pipe()?;
+    let command = &mut step.command;
+    command.current_dir(&workspace.root).env("CARGO_TERM_COLOR", "never");
+    command.env(etcd::VARIABLE, etcd::program());
+    // The etcd client is generated at build time.
+    if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
+        command.env("PROTOC", protoc);
+    }
+    // Cargo sets these for the program that it runs. Build scripts that look at them would run again.
+    let own = std::env::vars_os().map(|(name, _)| name).filter(|name| {
+        let name = name.to_string_lossy();
+        name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+    });
+    for name in own {
+        command.env_remove(name);
+    }
+    command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+    let child = command.spawn();
+    // The command owns our ends for writing; while they are open, the output has no end.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = child?;
+    let mut reader = BufReader::new(reader);
+    let mut line = Vec::new();
+    while reader.read_until(b'\n', &mut line)? > 0 {
+        log.write_all(&line)?;
+        if verbose {
+            io::stdout().write_all(&line)?;
+        }
+        output.append(&mut line);
+    }
+    let cpu = processor_time(&child);
+    Ok((child.wait()?, cpu))
 }
 
-impl Runner<'_> {
-    fn step(&mut self, mut step: Step) -> io::Result<Done> {
-        print!("{} … ", step.name);
-        if self.verbose {
-            println!("\n$ {}", step.spelled());
-        }
-        io::stdout().flush()?;
-        writeln!(self.log, "$ {}", step.spelled())?;
+/// Waits until the process has ended, and gives its processor time and that of the processes below it, where the system
+/// tells.
+#[cfg(target_os = "linux")]
+fn processor_time(child: &Child) -> Option<Duration> {
+    use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
-        let (start, cpu_before) = (Instant::now(), children_cpu());
-        let mut output = Vec::new();
-        let outcome = self.stream(&mut step, &mut output);
-        let output = String::from_utf8_lossy(&output);
-        let cpu =
-            children_cpu().zip(cpu_before).map(|(after, before)| after.saturating_sub(before));
-        let done = Done { cpu, ..judge(&step, &outcome, &output, start.elapsed()) };
-
-        let again = if self.verbose { format!("{} … ", step.name) } else { String::new() };
-        println!("{again}{}", done.line(self.style));
-        writeln!(self.log, "{}\n", done.line(Style::PLAIN))?;
-        if done.failed > 0 && !self.verbose {
-            println!("\n$ {}\n{}", step.spelled(), output.trim_end());
-        }
-        Ok(done)
-    }
-
-    /// How the command ends. Its two outputs, in the order in which it wrote them, go to the log as
-    /// they come, and to `output`.
-    fn stream(&mut self, step: &mut Step, output: &mut Vec<u8>) -> io::Result<ExitStatus> {
-        let (reader, writer) = io::pipe()?;
-        let command = &mut step.command;
-        command.current_dir(&self.workspace.root).env("CARGO_TERM_COLOR", "never");
-        command.env(etcd::VARIABLE, etcd::program());
-        // What speaks to etcd is built with it.
-        if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
-            command.env("PROTOC", protoc);
-        }
-        // Cargo sets these for the program that it runs. Build scripts that look at them would run again.
-        let own = std::env::vars_os().map(|(name, _)| name).filter(|name| {
-            let name = name.to_string_lossy();
-            name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
-        });
-        for name in own {
-            command.env_remove(name);
-        }
-        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
-        let child = command.spawn();
-        // The command owns our ends for writing; while they are open, the output has no end.
-        command.stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child = child?;
-        let mut reader = BufReader::new(reader);
-        let mut line = Vec::new();
-        while reader.read_until(b'\n', &mut line)? > 0 {
-            self.log.write_all(&line)?;
-            if self.verbose {
-                io::stdout().write_all(&line)?;
-            }
-            output.append(&mut line);
-        }
-        child.wait()
-    }
-}
-
-/// The processor time of all processes that have ended below this one, where the system tells.
-fn children_cpu() -> Option<Duration> {
     /// `USER_HZ`, the same on all Linux systems of today.
     const TICKS_PER_SECOND: u32 = 100;
-    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The second field, a name in parentheses, may contain spaces; user and system time of children are 16 and 17.
+    // It stays a zombie, so that its figures can be read.
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    waitid(WaitId::Pid(Pid::from_child(child)), options).ok()?;
+    let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).ok()?;
+    // The second field, a name in parentheses, may contain spaces. Fields 14 to 17 are user and system time of the
+    // process, and of its children that have ended.
     let (_, fields) = stat.rsplit_once(')')?;
-    let times = fields.split_whitespace().skip(13).take(2);
+    let times = fields.split_whitespace().skip(11).take(4);
     let ticks: u64 = times.map(str::parse::<u64>).sum::<Result<_, _>>().ok()?;
     Some(Duration::from_millis(ticks * 1000) / TICKS_PER_SECOND)
 }
 
-/// What has come of a step.
-fn judge(step: &Step, outcome: &io::Result<ExitStatus>, output: &str, time: Duration) -> Done {
-    let done =
-        |passed, failed, note| Done { name: step.name, time, cpu: None, passed, failed, note };
-    let tally = Tally::of(output);
-    match outcome {
-        Err(error) => {
-            let program = step.command.get_program().to_string_lossy();
-            done(0, 1, format!("{program}: {error}"))
-        }
-        Ok(status) if !status.success() => match tally {
-            Some(tally) if tally.failed > 0 => done(tally.passed, tally.failed, tally.to_string()),
-            _ => done(0, 1, own_count(output).unwrap_or_else(|| status.to_string())),
-        },
-        // Cargo is content with a name that no test has.
-        Ok(_) if tally.is_some_and(|tally| tally.passed == 0) => done(0, 1, "no test ran".into()),
-        Ok(_) => match (step.worth, tally) {
-            (Worth::Nothing, _) => {
-                let last = output.lines().last().filter(|_| step.shows_last_line);
-                done(0, 0, last.unwrap_or_default().into())
+#[cfg(not(target_os = "linux"))]
+fn processor_time(_: &Child) -> Option<Duration> {
+    None
+}
+
+/// Whether a step has passed.
+struct Judgement {
+    passed: u64,
+    failed: u64,
+    note: String,
+}
+
+impl Judgement {
+    fn of(step: &Step, outcome: &io::Result<ExitStatus>, output: &str) -> Self {
+        let judgement = |passed, failed, note| Self { passed, failed, note };
+        let tally = Tally::of(output);
+        match outcome {
+            Err(error) => {
+                let program = step.command.get_program().to_string_lossy();
+                judgement(0, 1, format!("{program}: {error}"))
             }
-            (Worth::One, _) => done(1, 0, own_count(output).unwrap_or_default()),
-            (Worth::Tests, Some(tally)) => done(tally.passed, 0, tally.to_string()),
-            (Worth::Tests, None) => done(0, 1, "no test was reported".into()),
-        },
+            Ok(status) if !status.success() => match tally {
+                Some(tally) if tally.failed > 0 => {
+                    judgement(tally.passed, tally.failed, tally.to_string())
+                }
+                _ => judgement(0, 1, own_count(output).unwrap_or_else(|| status.to_string())),
+            },
+            // Cargo is content with a name that no test has.
+            Ok(_) if tally.is_some_and(|tally| tally.passed == 0) => {
+                judgement(0, 1, "no test ran".into())
+            }
+            Ok(_) => match (step.worth, tally) {
+                (Worth::Nothing, _) => {
+                    let last = output.lines().last().filter(|_| step.shows_last_line);
+                    judgement(0, 0, last.unwrap_or_default().into())
+                }
+                (Worth::One, _) => judgement(1, 0, own_count(output).unwrap_or_default()),
+                (Worth::Tests, Some(tally)) => judgement(tally.passed, 0, tally.to_string()),
+                (Worth::Tests, None) => judgement(0, 1, "no test was reported".into()),
+            },
+        }
     }
 }
 
@@ -153,4 +272,48 @@ fn own_count(output: &str) -> Option<String> {
     let (passed, rest) = last.split_once(" passed, ")?;
     let counts = passed.parse::<u64>().is_ok() && rest.ends_with(" failed");
     counts.then(|| last.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Schedule, Step};
+
+    fn step(name: &'static str) -> Step {
+        Step::program(name, "true", "")
+    }
+
+    #[test]
+    fn chains_run_beside_each_other() {
+        let chains = vec![
+            vec![step("a1"), step("a2").after("b1"), step("a3").alone()],
+            vec![step("b1"), step("b2").after("no such step")],
+            vec![step("c1")],
+        ];
+        let mut schedule = Schedule::new(chains, 2);
+        let mut started = |finished: Option<&'static str>| {
+            if let Some(name) = finished {
+                schedule.finish(name);
+            }
+            std::iter::from_fn(|| schedule.next()).map(|step| step.name).collect::<Vec<_>>()
+        };
+        assert_eq!(started(None), ["a1", "b1"], "earlier chains first, two at once");
+        assert_eq!(started(Some("a1")), ["c1"], "a2 waits for b1");
+        assert_eq!(started(Some("b1")), ["a2"]);
+        assert_eq!(started(Some("a2")), ["b2"], "a3 waits until nothing else runs");
+        assert_eq!(started(Some("c1")), [""; 0]);
+        assert_eq!(started(Some("b2")), ["a3"]);
+        assert_eq!(started(Some("a3")), [""; 0]);
+        assert_eq!(schedule.into_rest().count(), 0);
+    }
+
+    #[test]
+    fn nothing_starts_beside_a_step_that_runs_alone() {
+        let chains = vec![vec![step("a1").alone(), step("a2")], vec![step("b1")]];
+        let mut schedule = Schedule::new(chains, 2);
+        assert_eq!(schedule.next().unwrap().name, "a1");
+        assert!(schedule.next().is_none());
+        schedule.finish("a1");
+        assert_eq!(schedule.next().unwrap().name, "a2");
+        assert_eq!(schedule.next().unwrap().name, "b1");
+    }
 }

@@ -44,7 +44,7 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
     let mut steps = Vec::from_iter(etcd::installation());
     steps.extend(Sanitizer::Address.steps(workspace)?);
     let left_out = add_thread(workspace, &mut steps)?;
-    let report = runner::run(workspace, steps, left_out.into_iter().collect(), verbose)?;
+    let report = runner::run(workspace, vec![steps], left_out.into_iter().collect(), verbose)?;
     figures::keep(workspace, figures(&report))?;
     Ok(report.has_passed())
 }

@@ -9,9 +9,16 @@ pub(crate) struct Step {
     pub(crate) name: &'static str,
     pub(crate) command: Command,
     pub(crate) worth: Worth,
-    /// Whether the last line of its output stands in the summary.
+    /// Whether the summary shows the last line of its output.
     pub(crate) shows_last_line: bool,
+    /// A step of another chain that must have passed before it starts.
+    pub(crate) after: Option<&'static str>,
+    /// Whether no other step may run beside it.
+    pub(crate) is_alone: bool,
 }
+
+/// Steps that run in order, beside those of other chains.
+pub(crate) type Chain = Vec<Step>;
 
 /// What the success of a step adds to the number of what passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +46,14 @@ impl Step {
     pub(crate) fn program(name: &'static str, program: impl AsRef<OsStr>, arguments: &str) -> Self {
         let mut command = Command::new(program);
         command.args(arguments.split_whitespace());
-        Self { name, command, worth: Worth::One, shows_last_line: false }
+        Self {
+            name,
+            command,
+            worth: Worth::One,
+            shows_last_line: false,
+            after: None,
+            is_alone: false,
+        }
     }
 
     /// Adds an argument as it is.
@@ -66,6 +80,18 @@ impl Step {
 
     pub(crate) fn shows_last_line(mut self) -> Self {
         self.shows_last_line = true;
+        self
+    }
+
+    /// Starts only after this step of another chain, if the run has it.
+    pub(crate) fn after(mut self, name: &'static str) -> Self {
+        self.after = Some(name);
+        self
+    }
+
+    /// Runs while no other step does.
+    pub(crate) fn alone(mut self) -> Self {
+        self.is_alone = true;
         self
     }
 

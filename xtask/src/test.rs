@@ -3,47 +3,67 @@ use std::io;
 use crate::dependencies;
 use crate::etcd;
 use crate::python;
+use crate::reliability;
 use crate::report::LeftOut;
 use crate::runner;
-use crate::step::{Step, Worth};
+use crate::step::{Chain, Step, Worth};
 use crate::torch;
 use crate::workspace::Workspace;
 
-/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch, valgrind or what has to be
-/// built first.
+/// The database of advisories is not on crates.io; those that are known stand in deny.toml.
+const NEW_ADVISORIES: LeftOut =
+    LeftOut { name: "new advisories", why: "cargo deny check advisories, where it can fetch them" };
+
+/// Runs every check that needs Rust, Python 3 and numpy, and if `all` those that need torch, valgrind or a release build.
 pub(crate) fn run(workspace: &Workspace, all: bool, verbose: bool) -> io::Result<bool> {
-    let mut steps = Vec::from_iter(etcd::installation());
-    steps.extend(checks(workspace));
-    if cfg!(target_os = "linux") {
-        steps.extend(gpus(workspace));
-    }
-    steps.extend(python::checks(workspace)?);
-    let environment = torch::environment(workspace)?;
-    let mut more = vec![instructions()];
-    more.extend(dependencies::checks());
-    more.push(environment.step());
-    more.extend(torch::checks(workspace, &environment.python()));
-    more.extend(python::checks_with_torch(workspace, &environment.python())?);
-    // Its database of advisories is not on crates.io; those that are known stand in deny.toml.
-    let mut left_out = vec![LeftOut {
-        name: "new advisories",
-        why: "cargo deny check advisories, where it can fetch them",
-    }];
+    let mut chains = chains_without_torch(workspace)?;
+    let mut left_out = vec![NEW_ADVISORIES];
+    let more = more_chains(workspace)?;
     if all {
-        steps.extend(more);
+        chains.extend(more);
     } else {
-        let named = more.into_iter().filter(|step| step.worth == Worth::One);
+        let checks = more.into_iter().flatten().filter(|step| step.worth == Worth::One);
         left_out
-            .extend(named.map(|step| LeftOut { name: step.name, why: "cargo xtask test --all" }));
+            .extend(checks.map(|step| LeftOut { name: step.name, why: "cargo xtask test --all" }));
     }
-    Ok(runner::run(workspace, steps, left_out, verbose)?.has_passed())
+    Ok(runner::run(workspace, chains, left_out, verbose)?.has_passed())
+}
+
+/// Runs everything that CI runs: all checks, and the promises under faults.
+pub(crate) fn run_ci(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
+    let mut chains = chains_without_torch(workspace)?;
+    chains.extend(more_chains(workspace)?);
+    chains.push(reliability::proofs(workspace, None)?.into());
+    let report = runner::run(workspace, chains, vec![NEW_ADVISORIES], verbose)?;
+    reliability::keep_figures(workspace, &report)?;
+    Ok(report.has_passed())
+}
+
+fn chains_without_torch(workspace: &Workspace) -> io::Result<Vec<Chain>> {
+    let mut checks = Vec::from_iter(etcd::installation());
+    checks.extend(rust_checks(workspace));
+    if cfg!(target_os = "linux") {
+        checks.extend(gpus(workspace));
+    }
+    Ok(vec![checks, python::checks(workspace)?])
+}
+
+/// What `--all` adds.
+fn more_chains(workspace: &Workspace) -> io::Result<Vec<Chain>> {
+    let environment = torch::environment(workspace)?;
+    let mut packages = vec![environment.step()];
+    packages.extend(python::checks_of_wheel(workspace, &environment.python())?);
+    packages.extend(torch::checks(workspace, &environment.python()));
+    packages.push(python::tests_with_torch(workspace, &environment.python()));
+    Ok(vec![packages, dependencies::checks(), vec![instructions()]])
 }
 
 /// That no hot path has become longer: as fast machines and slow ones see it alike.
 fn instructions() -> Step {
     // In the profile and with the features of all other tests, so that nothing else is built.
     let arguments = "test --workspace --all-features --bench counts -- instructions";
-    Step::cargo("instructions of hot paths", arguments)
+    // A daemon on busy cores takes more.
+    Step::cargo("instructions of hot paths", arguments).after("build").alone()
 }
 
 /// That the bench of GPUs runs, and moves what it says: on a driver without one, where its figures say nothing.
@@ -60,7 +80,7 @@ fn gpus(workspace: &Workspace) -> [Step; 2] {
 }
 
 /// The cheap ones first.
-fn checks(workspace: &Workspace) -> Vec<Step> {
+fn rust_checks(workspace: &Workspace) -> Vec<Step> {
     vec![
         Step::cargo("rustfmt", "fmt --all --check -- --color never"),
         Step::cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),

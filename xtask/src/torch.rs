@@ -27,7 +27,8 @@ pub(crate) fn checks(workspace: &Workspace, python: &Path) -> Vec<Step> {
             "test --workspace --all-features --test suite write_torch_cases -- --ignored",
         )
         .env("TSSD_TORCH_CASES", &cases)
-        .worth(Worth::Nothing),
+        .worth(Worth::Nothing)
+        .after("build"),
         Step::program("torch geometry", python, "tests/torch/geometry.py").argument(&cases),
         Step::program("safetensors demo", python, "tests/torch/safetensors_demo.py")
             .argument(workspace.tssd()),

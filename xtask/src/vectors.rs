@@ -15,5 +15,5 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
         suite("Archive over the vectors", "spec::").worth(Worth::Tests),
         Step::python("reader.py over the vectors", "spec/reader.py --vectors spec/vectors"),
     ];
-    Ok(runner::run(workspace, steps, Vec::new(), verbose)?.has_passed())
+    Ok(runner::run(workspace, vec![steps], Vec::new(), verbose)?.has_passed())
 }

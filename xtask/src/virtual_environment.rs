@@ -88,7 +88,7 @@ mod tests {
         fs::write(&requirements, "").unwrap();
         let (mark, python) = (folder.join("mark"), folder.join("bin/python"));
         let is_kept = || {
-            let output = run(&folder, &requirements, "pip");
+            let output = run(&folder, &requirements, "json");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             assert!(Command::new(&python).arg("--version").status().unwrap().success());
             let is_kept = mark.exists();
@@ -103,12 +103,10 @@ mod tests {
         fs::remove_file(&python).unwrap();
         std::os::unix::fs::symlink("/nonexistent/python", &python).unwrap();
         assert!(!is_kept(), "its Python is missing");
-        let packages = folder.join("lib").read_dir().unwrap().next().unwrap().unwrap().path();
-        fs::remove_dir_all(packages.join("site-packages/pip")).unwrap();
-        assert!(!is_kept(), "a package cannot be imported");
 
         let output = run(&folder, &requirements, "no_such_module");
         assert!(!output.status.success());
+        assert!(!mark.exists(), "a package cannot be imported");
         assert!(String::from_utf8_lossy(&output.stderr).contains("`import no_such_module` fails"));
         fs::remove_dir_all(root).unwrap();
     }

@@ -26,8 +26,8 @@ impl Workspace {
         self.target.join("debug").join(format!("tssd{EXE_SUFFIX}"))
     }
 
-    /// Everything that the steps of the last run have printed.
-    pub(crate) fn log(&self) -> PathBuf {
-        self.target.join("xtask.log")
+    /// What each step of the last run has printed, one file for each.
+    pub(crate) fn logs(&self) -> PathBuf {
+        self.target.join("xtask-logs")
     }
 }
